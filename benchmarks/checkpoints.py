@@ -20,6 +20,7 @@ from results import Row, middle
 from safetensors.torch import load_file, save_file
 
 from nbdist import checkpoint
+from nbdist.checkpoint import FolderStorage
 from nbdist.state import shard_io
 from nbdist.state.shards import Piece, Shard
 
@@ -124,15 +125,13 @@ def plain_load(living: State, folder: Path) -> None:
 
 def save(state: State, root: Path) -> None:
     """All that a save does on one rank."""
-    tmp = checkpoint.create_draft(
-        root, "bench", size_bytes=sum(one.nbytes for one in state.values())
-    )
+    draft = FolderStorage(root).begin("bench", size_bytes=sum(one.nbytes for one in state.values()))
     shards = whole(state)
     parts = []
     for kind in ("model", "optim"):
         chosen = {name: one for name, one in shards.items() if name.startswith(kind)}
-        parts += shard_io.write_shards(chosen, tmp, 0, kind)
-    checkpoint.write_report(tmp, 0, parts)
+        parts += shard_io.write_shards(chosen, draft, 0, kind)
+    draft.write_report(0, parts, {})
     manifest = checkpoint.Manifest(
         backend="ddp",
         world_size=1,
@@ -141,14 +140,14 @@ def save(state: State, root: Path) -> None:
             name: checkpoint.TensorMetadata(shape=tuple(one.shape), dtype="float32", digest=0)
             for name, one in state.items()
         },
-        files=checkpoint.collect_files(tmp, 1),
+        files=draft.read_reports([0])[0].files,
     )
-    checkpoint.commit_draft(tmp, "bench", manifest)
+    draft.commit("bench", manifest)
 
 
 def load(living: State, root: Path, *, crc: bool = True) -> None:
     """All that a load does on one rank."""
-    path = checkpoint.find_checkpoint(root, "bench")
+    path = FolderStorage(root).find("bench")
     manifest = checkpoint.verify_files(path, crc=crc)
     shard_io.read_shards(path, manifest, whole(living))
 

@@ -124,7 +124,8 @@ def memory(backend: str, folder: Path) -> int:
     """Bytes that the fullest rank takes at most during an export, over what it has in training."""
     with nbdist.Session(nproc=MEMORY_RANKS, backend=backend, precision="no") as session:
         session.run(TRAINED, output="none")
-        before = values(session, RESET)
+        session.run(RESET, output="none")
+        before = values(session, PEAK)  # what it has now, since the peak was reset
         session.export(folder)
         peak = values(session, PEAK)
         shutil.rmtree(folder)

@@ -1,16 +1,18 @@
 """What a profile costs: steps inside its window, those after it, and how soon the verdict is there.
 
-Cells with and without a profile take turns on the same ranks, so that a slow moment of the
-machine meets both. Steps are timed by the cell itself.
+Each round runs a cell without a profile, one with a profile, and one without again, on the same
+ranks, so that a slow moment of the machine meets all; steps are timed by the cell itself. The steps
+after the window are compared with those at the same place of the other two cells.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from results import Row, middle
+from results import Row, middle, paired_ratio
 from training import SETUP
 
 import nbdist
@@ -44,29 +46,32 @@ def measure() -> Iterator[Row]:
     with nbdist.Session(nproc=2, precision="no") as session:
         session.run(SETUP)
         for number in range(-1, ROUNDS):
-            off = middle(gaps(moments(session.run(STEP_CELL, output="none"))))
+            first = moments(session.run(STEP_CELL, output="none"))
             before = len(session.profiles)
             profiled = moments(session.run(STEP_CELL, output="none", profile={"steps": RECORDED}))
             begin, *_, end = newest(session, before).ranks[0].ends
+            second = moments(session.run(STEP_CELL, output="none"))
             in_it = [seconds for at, seconds in at_ends(profiled) if begin < at <= end]
             # the first step after the window waits for the figures, the next one is counted
             behind = [seconds for at, seconds in at_ends(profiled) if at > end][3:]
-            if number >= 0:  # the first round warms up
-                steps.append(off)
-                inside.append(middle(in_it) / off)
-                after.append(middle(behind) / off)
-                late.append(verdict_s(session))
+            if number < 0:  # the first round warms up
+                continue
+            offs = [middle(gaps(ends)[-len(behind) :]) for ends in (first, second)]
+            steps.append(statistics.fmean(offs))
+            inside.append(middle(in_it))
+            after.append(middle(behind))
+            late.append(verdict_s(session))
     detail = f"a step takes {1000 * middle(steps):.1f} ms"
     yield Row(
         name="step inside a profile's window, against none",
-        value=middle(inside),
+        **paired_ratio(inside, steps),
         unit="x",
         limit=1.15,
         detail=detail,
     )
     yield Row(
         name="step of the same cell after the window, against none",
-        value=middle(after),
+        **paired_ratio(after, steps),
         unit="x",
         limit=1.01,
         detail=detail,

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 # The packages `nbdist.doctor` and `nbdist.session` share their names with public functions. The
 # import system binds a package to its name on first import, so import them before the functions.
-import nbdist.session as _session_package  # noqa: F401
 from nbdist._version import __version__ as __version__
 from nbdist.doctor import doctor
 from nbdist.planner import plan
-from nbdist.session import panel_hook
+from nbdist.session import panel_loader as _panel_loader
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -145,7 +144,7 @@ def _load_panel() -> Any:
     return panel
 
 
-panel_hook.register(_load_panel)
+_panel_loader.append(_load_panel)
 
 
 def __getattr__(name: str) -> Any:

@@ -77,11 +77,10 @@ def _check(rank: int, world_size: int, option: str) -> None:
     if not 0 <= rank < world_size:
         valid = format_ranks(range(world_size))
         ranks = "ranks" if world_size > 1 else "rank"
-        message = (
+        raise OptionError(
             f"Rank {rank} is not in this session (world_size {world_size}: {ranks} {valid})."
             f" Use {option} {valid}."
         )
-        raise OptionError(message)
 
 
 def _malformed(given: object, world_size: int, option: str) -> OptionError:

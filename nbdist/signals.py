@@ -1,4 +1,4 @@
-"""Defer KeyboardInterrupt during short critical sections; used on ranks and in the kernel."""
+"""Defer or suppress KeyboardInterrupt in critical sections; used on ranks and in the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -25,3 +25,16 @@ def defer_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if received:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def suppress_interrupt(notify: Callable[[], object]) -> Iterator[None]:
+    """Call `notify` on SIGINT instead of raising KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: notify())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

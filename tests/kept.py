@@ -7,8 +7,8 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
+from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.cluster.local import Launcher, LocalLauncherProvider
-from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:

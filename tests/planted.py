@@ -156,6 +156,12 @@ OFFLOADED = Planted(
 )
 ALL = (*DDP, ONE_UNIT, OFFLOADED)
 
+SPIN = """
+begin, used = time.perf_counter(), time.thread_time()
+while time.perf_counter() < begin + 1:
+    pass
+(time.thread_time() - used) / (time.perf_counter() - begin)
+"""
 STEPS = 8
 """Of a window."""
 ATTEMPTS = 5
@@ -175,6 +181,15 @@ def profiled(session: Session, one: Planted) -> Profile:
         if one.after:
             session.run(one.after)
     return session.profiles[-1]
+
+
+def cpu_share(session: Session) -> float:
+    """The smallest share of a core that a rank gets while all of them compute, from 0 to 1.
+
+    If it is small, other programs keep ranks waiting: a rank with more work then gets the core
+    that another rank leaves, and nobody waits long for it.
+    """
+    return float(min(session.run(SPIN, output="none").values.values()))
 
 
 def is_as_planted(profile: Profile, one: Planted) -> bool:

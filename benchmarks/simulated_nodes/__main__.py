@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbdist import CellInterrupted, Session
+from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.cluster.rank_channels import RankChannels
-from nbdist.cluster.remote import ClusterLauncherProvider
 from nbdist.hardware import discovery
 from tests.two_nodes import Here
 

@@ -6,6 +6,7 @@ by nbdist are moved into the new one.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import secrets
@@ -13,7 +14,7 @@ import shutil
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.durable_io import sync_folder, write_all
+from nbdist.checkpoint.durable_io import rename_over, sync_folder
 from nbdist.errors import CheckpointError, NotEmptyError
 from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import OWNER_FILE
@@ -52,7 +53,7 @@ def create_temporary(target: Path) -> Path:
         OSError: the folder cannot be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for old in target.parent.glob(f".{_escaped(target.name)}.tmp-*"):
+    for old in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
         writer = process_identity.read_owner(old)
         if writer is not None and writer.has_abandoned(old):
             shutil.rmtree(old, ignore_errors=True)
@@ -70,23 +71,17 @@ def preallocate(path: Path, head: bytes, size_bytes: int) -> None:
     Raises:
         OSError: there is not enough space.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        write_all(fd, memoryview(head))
-    finally:
-        os.close(fd)
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        file.write(head)
 
 
 def sync_files(folder: Path) -> None:
     """Call fsync on all files of a folder, recursively."""
     for path in folder.rglob("*"):
         if path.is_file():
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def abort(folder: Path) -> None:
@@ -108,18 +103,10 @@ def commit(folder: Path, target: Path, *, overwrite: bool) -> None:
     check_target(target, overwrite=overwrite)
     (folder / OWNER_FILE).unlink(missing_ok=True)
     sync_folder(folder)
-    aside = None
-    if target.is_dir() and any(target.iterdir()):
-        aside = target.parent / f".{target.name}.old-{secrets.token_hex(16)}"
-        target.rename(aside)
-    try:
-        folder.rename(target)
-    except OSError:
-        if aside is not None:
-            aside.rename(target)
-        raise
+    aside = target.parent / f".{target.name}.old-{secrets.token_hex(16)}"
+    replaced = rename_over(folder, target, aside)
     sync_folder(target.parent)
-    if aside is not None:
+    if replaced:
         _keep_foreign(aside, target)
 
 
@@ -136,7 +123,3 @@ def _keep_foreign(aside: Path, target: Path) -> None:
     with suppress(OSError):
         aside.rmdir()
     sync_folder(target)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)

@@ -1,7 +1,8 @@
-"""Durable file I/O with fsync, and the file lock on a folder of checkpoints.
+"""Durable file I/O with fsync, and file locks.
 
-A new file survives a power failure once both it and its folder are synced. Only the process
-that holds the lock renames checkpoints in a folder; the kernel releases it when the process dies.
+A new file survives a power failure once both it and its folder are synced. Locks are those of
+flock(2), which the kernel releases when the process dies. filelock has no shared locks, and treats
+file systems without locks in another way.
 """
 
 from __future__ import annotations
@@ -25,11 +26,69 @@ if TYPE_CHECKING:
 LOCK_TIMEOUT_S = 30.0
 SHARED_LOCK_TIMEOUT_S = 1.0
 _POLL_S = 0.01
+_WRITEBACK_BYTES = 64 << 20
+"""Most bytes of one call, after which their writeback to the disk is started."""
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """Errors of file systems without locks, such as Lustre without the mount option `flock`.
 
 Locking is skipped there, so only one notebook at a time may save to such a folder.
 """
+
+
+class DurableFile:
+    """A new file that is on the disk once it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file.
+
+        Raises:
+            FileExistsError: the file exists.
+            OSError: it cannot be created.
+        """
+        self._file, self._path = path.open("xb", buffering=0), path
+        self._size_bytes = 0
+
+    def write(self, content: memoryview) -> None:
+        """Write all of the content.
+
+        Raises:
+            OSError: the disk is full, or a quota or file size limit is exceeded.
+        """
+        while content:
+            count = self._file.write(content[:_WRITEBACK_BYTES])
+            # Linux: DONTNEED starts writeback of dirty pages, so that the final fsync is short.
+            os.posix_fadvise(self._file.fileno(), self._size_bytes, count, os.POSIX_FADV_DONTNEED)
+            content, self._size_bytes = content[count:], self._size_bytes + count
+
+    def close(self) -> None:
+        """Sync the file and close it.
+
+        Raises:
+            OSError: the file cannot be synced.
+        """
+        with self._file:
+            os.fsync(self._file.fileno())
+
+    def abort(self) -> None:
+        """Close the file and remove it."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """Create a file, write its content and call fsync.
+
+    Raises:
+        FileExistsError: the file exists.
+        OSError: it cannot be written.
+    """
+    file = DurableFile(path)
+    try:
+        file.write(memoryview(content))
+        file.close()
+    except BaseException:
+        file.abort()
+        raise
 
 
 def sync_folder(path: Path) -> None:
@@ -41,69 +100,39 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Create a file, write its content and call fsync.
+def rename_over(folder: Path, target: Path, aside: Path) -> bool:
+    """Rename a folder to `target`; what exists there is renamed to `aside` first.
+
+    Returns:
+        Whether `target` existed.
 
     Raises:
-        FileExistsError: the file exists.
-        OSError: it cannot be written.
+        OSError: a folder cannot be renamed; what existed at `target` is there again.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    existed = target.exists()
+    if existed:
+        target.rename(aside)
     try:
-        write_all(fd, memoryview(content))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        folder.rename(target)
+    except OSError:
+        if existed:
+            aside.rename(target)
+        raise
+    return existed
 
 
-def write_all(fd: int, content: memoryview) -> None:
-    """Write the whole buffer; ``os.write`` may write only a part of it."""
-    while content:
-        content = content[os.write(fd, content) :]
-
-
-def open_regular(name: str, *, folder: int, flags: int = os.O_RDONLY) -> int:
+def open_regular(name: str, *, folder: int) -> int:
     """Open a regular file in an open folder. Links are not followed, pipes do not block.
 
     Raises:
         OSError: the file does not exist or is not a regular file.
     """
-    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", name)
     return fd
-
-
-def read_into(fd: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from a file, starting at `offset`.
-
-    Raises:
-        OSError: the file ends before the buffer is full.
-    """
-    while buffer:
-        count = os.preadv(fd, [buffer], offset)
-        if not count:
-            raise OSError(errno.EIO, "the file is truncated")
-        buffer, offset = buffer[count:], offset + count
-
-
-def read_small(name: str, *, folder: int, limit: int) -> bytes:
-    """Read a whole file in an open folder.
-
-    Raises:
-        OSError: it does not exist, is not a regular file, or is larger than `limit` bytes.
-    """
-    fd = open_regular(name, folder=folder)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes > limit:
-            raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
-        content = bytearray(size_bytes)
-        read_into(fd, memoryview(content), 0)
-    finally:
-        os.close(fd)
-    return bytes(content)
 
 
 def try_lock(fd: int, *, alone: bool) -> bool:
@@ -146,15 +175,15 @@ def exclusive_lock(root: Path, *, within_s: float = LOCK_TIMEOUT_S) -> Iterator[
 
 
 @contextmanager
-def shared_lock(root: Path, *, within_s: float = SHARED_LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold the shared lock of `root`. Continues without it after `within_s`."""
+def shared_lock(root: Path) -> Iterator[None]:
+    """Hold the shared lock of `root`. Continues without it after `SHARED_LOCK_TIMEOUT_S`."""
     try:
         fd = os.open(root / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # nothing was saved here yet, or the folder belongs to another user
         yield
         return
     try:
-        _wait_for_lock(fd, within_s, alone=False)
+        _wait_for_lock(fd, SHARED_LOCK_TIMEOUT_S, alone=False)
         yield
     finally:
         unlock_and_close(fd)
@@ -173,8 +202,7 @@ def remove_folder(path: Path) -> None:
     """Remove a folder of files. Errors are ignored; the next save removes what remains."""
     with suppress(OSError):
         # The owner file goes last: by it the next save identifies an unfinished removal.
-        files = sorted(os.scandir(path), key=lambda entry: entry.name == OWNER_FILE)
-        for entry in files:
+        for entry in sorted(os.scandir(path), key=lambda entry: entry.name == OWNER_FILE):
             with suppress(OSError):
                 os.unlink(entry.path)  # noqa: PTH108 - never follows a link
         path.rmdir()

@@ -1,41 +1,182 @@
-"""The manifest of a checkpoint: metadata of its tensors and files (`manifest.json`).
+"""The manifest of a checkpoint (`manifest.json`), and the reports of the ranks that write it.
 
-Listing checkpoints reads only this file, and it contains no code. It is written last, so a
-folder with a manifest is complete.
+Listing checkpoints reads only the manifest, and it contains no code. It is written last, so a
+folder with a manifest is complete. Both files may come from strangers: pydantic checks every field
+of these dataclasses, without converting types and without unknown fields.
 """
-
-from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
-from nbdist.checkpoint import json_validation
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+
 from nbdist.checkpoint.names import is_data_file_name, printable
-from nbdist.checkpoint.safetensors_header import MAX_NDIM, TORCH_NAMES
 from nbdist.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from nbdist.checkpoint.json_validation import JsonValue
-
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 1
 """Increased when an older nbdist cannot read newer checkpoints."""
 MAX_BYTES = 64 << 20
-T = TypeVar("T")
+MAX_DEPTH = 32
+"""Deepest nesting of a value that nbdist does not interpret."""
+_FIELD_DEPTH = 6
+"""Deepest nesting of a field: manifest, optimizers, optimizer, groups, group, options."""
+MAX_TEXT_CHARS = 1024
+_MAX_COUNT = 1 << 62
+_MAX_INT = 1 << 64  # torch seeds are unsigned 64-bit integers
+_MAX_VERSION_CHARS = 32
+_FLOAT = "$float"
+"""Key that encodes inf and nan, which JSON lacks: {"$float": "inf"}."""
+_STRICT = ConfigDict(strict=True, extra="forbid")
+MAX_NDIM = 64
+SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+    "float8_e8m0fnu": ("F8_E8M0", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+"""Name of a torch dtype -> its name in a file and bytes per element (safetensors 0.8)."""
+
+
+def _check_text(text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS or not text.isprintable():
+        raise ValueError(f"must be printable text of at most {MAX_TEXT_CHARS} characters")
+    return text
+
+
+def _check_file_name(name: str) -> str:
+    if not is_data_file_name(name):
+        raise ValueError("is not a valid file name")
+    return name
+
+
+def _check_dtype(name: str) -> str:
+    if name not in SAFETENSORS_DTYPES:
+        raise ValueError(f"must be one of {', '.join(sorted(SAFETENSORS_DTYPES))}")
+    return name
+
+
+def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(shape) >= _MAX_COUNT:
+        raise ValueError("has too many elements")
+    return shape
+
+
+def _parse_hex(value: object, digits: int) -> int:
+    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+        raise ValueError(f"must be {digits} hexadecimal digits")
+    return int(value, 16)
+
+
+def _decode(value: Any, depth: int = 0) -> Any:
+    """Check a value that nbdist does not interpret, and decode inf and nan."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"must not be nested deeper than {MAX_DEPTH}")
+    if isinstance(value, list):
+        return [_decode(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        if value.keys() != {_FLOAT}:
+            return {name: _decode(item, depth + 1) for name, item in value.items()}
+        if value[_FLOAT] not in ("inf", "-inf", "nan"):
+            raise ValueError("must be inf, -inf or nan")
+        return float(value[_FLOAT])
+    if isinstance(value, int) and not -_MAX_INT < value < _MAX_INT:
+        raise ValueError("is too large for an integer")
+    return value
+
+
+def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
+    """Encode a value for JSON, with inf and nan.
+
+    Args:
+        value: None, bool, int, float, str, or lists, tuples and dicts of them.
+        where: name of the value for the message of the error.
+        depth: containers that the value is in.
+
+    Raises:
+        ValueError: the value contains something else, or is nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where} is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, (list, tuple)):
+        return [to_json_value(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if _FLOAT in value or not all(type(name) is str for name in value):
+            raise ValueError(f"{where} has keys that are not strings or are reserved ({_FLOAT})")
+        return {
+            name: to_json_value(item, f"{where}.{name}" if where else name, depth + 1)
+            for name, item in value.items()
+        }
+    if type(value) is float and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if type(value) is int and not -_MAX_INT < value < _MAX_INT:
+        raise ValueError(f"{where} is too large for an integer")
+    if value is None or type(value) in {bool, int, float, str}:
+        return value
+    raise ValueError(
+        f"{where} must be a number, string, boolean or null, got {type(value).__name__}"
+    )
+
+
+Count = Annotated[int, Field(ge=0, lt=_MAX_COUNT)]
+Text = Annotated[str, AfterValidator(_check_text)]
+FileName = Annotated[str, AfterValidator(_check_file_name)]
+DtypeName = Annotated[str, AfterValidator(_check_dtype)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_NDIM), AfterValidator(_check_shape)]
+Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
+SaveId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Crc32 = Annotated[
+    int,
+    BeforeValidator(lambda value: _parse_hex(value, 8)),
+    PlainSerializer(lambda value: f"{value:08x}"),
+]
+Digest = Annotated[
+    int,
+    BeforeValidator(lambda value: _parse_hex(value, 16)),
+    PlainSerializer(lambda value: f"{value:016x}"),
+]
+JsonValue = Annotated[Any, BeforeValidator(_decode)]
+"""A JSON value that nbdist stores but does not interpret. Tuples are read back as lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFile:
     """Name, size and checksum of a file of a checkpoint."""
 
-    name: str
-    size_bytes: int
-    crc32: int
+    __pydantic_config__ = _STRICT
+
+    name: FileName
+    size_bytes: Annotated[Count, Field(alias="bytes")]
+    crc32: Crc32
     """zlib CRC-32 of the whole file, including the header."""
 
 
@@ -43,10 +184,12 @@ class CheckpointFile:
 class TensorMetadata:
     """Metadata of a full (unsharded) tensor."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    __pydantic_config__ = _STRICT
+
+    shape: Shape
+    dtype: DtypeName
     """Name of the torch dtype, such as "float32"."""
-    digest: int
+    digest: Digest
     """64-bit digest of the content. It does not depend on how the tensor is sharded."""
 
     @property
@@ -59,8 +202,10 @@ class TensorMetadata:
 class ParamGroup:
     """A parameter group of an optimizer."""
 
-    options: Mapping[str, JsonValue]
-    names: tuple[str, ...]
+    __pydantic_config__ = _STRICT
+
+    options: Mapping[Text, JsonValue]
+    names: tuple[Text, ...]
     """Parameter names of the unwrapped model."""
 
 
@@ -68,13 +213,15 @@ class ParamGroup:
 class OptimizerMetadata:
     """Metadata of an optimizer, without its state tensors."""
 
-    prefix: str
+    __pydantic_config__ = _STRICT
+
+    prefix: Text
     """Prefix of its keys, such as "optim"."""
-    kind: str
+    kind: Text
     """Qualified name of its class, such as "torch.optim.adamw.AdamW"."""
-    defaults: Mapping[str, JsonValue]
+    defaults: Mapping[Text, JsonValue]
     groups: tuple[ParamGroup, ...]
-    counts: Mapping[str, Mapping[str, float]]
+    counts: Mapping[Text, Mapping[Text, Annotated[float, BeforeValidator(_decode)]]]
     """Scalar state: parameter name -> state name ("step") -> value."""
 
 
@@ -82,19 +229,21 @@ class OptimizerMetadata:
 class Manifest:
     """Metadata of a checkpoint."""
 
-    backend: str
-    world_size: int
-    step: int
+    __pydantic_config__ = _STRICT
+
+    backend: Text
+    world_size: Count
+    step: Count
     """Optimizer steps taken."""
-    keys: Mapping[str, TensorMetadata]
+    keys: Mapping[Text, TensorMetadata]
     files: tuple[CheckpointFile, ...]
-    samples: int = 0
+    samples: Count = 0
     """Samples processed by all ranks."""
-    options: Mapping[str, JsonValue] = field(default_factory=dict)
+    options: Mapping[Text, JsonValue] = field(default_factory=dict)
     """Options of the backend."""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[Text, Text] = field(default_factory=dict)
     """Package -> version at the time of saving. Always includes "nbdist"."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[Text, Text] = field(default_factory=dict)
     """Additional key of a tied tensor -> key under which it is stored."""
     optimizers: tuple[OptimizerMetadata, ...] = ()
     schedulers: tuple[JsonValue, ...] = ()
@@ -102,10 +251,11 @@ class Manifest:
     """RNG states of Python and NumPy of each rank. Those of torch are in a file."""
     positions: tuple[JsonValue, ...] = ()
     """Position of each data loader."""
-    extra: Mapping[str, JsonValue] = field(default_factory=dict)
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    extra: Mapping[Text, JsonValue] = field(default_factory=dict)
+    created: Time = field(default_factory=lambda: datetime.now(UTC))
+    id: SaveId = field(default_factory=lambda: secrets.token_hex(16))
     """Unique ID of the save. Saving again under the same name creates another ID."""
+    format: Literal[1] = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
@@ -120,215 +270,146 @@ class Manifest:
                 `from_json` would reject it.
         """
         try:
-            text = json.dumps(_tree(self), separators=(",", ":"), allow_nan=False).encode()
-            _read(text)  # fail on saving rather than on loading
-        except json_validation.ValidationError as error:
+            text = _to_json(self)
+            _parse_manifest(text)  # fail on saving rather than on loading
+        except ValueError as error:
             raise CheckpointError(
-                f"Cannot write the manifest: {error}. Use only numbers and strings there."
+                f"Cannot write the manifest: {_problem(error)}. Use only numbers and strings there."
             ) from error
         return text
 
     @classmethod
-    def from_json(cls, text: bytes) -> Manifest:
+    def from_json(cls, text: bytes) -> "Manifest":
         """Parse and validate the content of `manifest.json`, which may be untrusted.
 
         Raises:
             CheckpointError: the manifest is invalid or was written by a newer nbdist.
         """
         try:
-            return _read(text)
-        except json_validation.ValidationError as error:
-            raise CheckpointError(f"Invalid manifest: {error}. Load another checkpoint.") from error
+            return _parse_manifest(text)
+        except ValueError as error:
+            raise CheckpointError(
+                f"Invalid manifest: {_problem(error)}. Load another checkpoint."
+            ) from error
 
 
-def _tree(manifest: Manifest) -> dict[str, JsonValue]:
-    """Convert a manifest to a JSON value."""
-    own: dict[str, Callable[[Any], JsonValue]] = {
-        "created": datetime.isoformat,
-        "keys": lambda keys: {name: tensor_to_json(key) for name, key in keys.items()},
-        "files": lambda files: [file_to_json(file) for file in files],
-        "optimizers": lambda optimizers: [_optimizer_tree(optimizer) for optimizer in optimizers],
-    }
-    tree: dict[str, JsonValue] = {"format": FORMAT_VERSION}
-    for name in _FIELDS:
-        if name != "format":
-            value = getattr(manifest, name)
-            tree[name] = (
-                own[name](value) if name in own else json_validation.to_json_value(value, name)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Report of a rank in a draft, when it has written its files or has failed."""
+
+    __pydantic_config__ = _STRICT
+
+    files: tuple[CheckpointFile, ...] = ()
+    keys: Mapping[Text, TensorMetadata] = field(default_factory=dict)
+    """Tensors of which the rank wrote a part. The digest is of that part."""
+    error: Text = ""
+    """Why the rank failed, or ""."""
+
+    @classmethod
+    def of_failure(cls, why: str) -> Self:
+        """Return the report of a rank that failed."""
+        text = "".join(char if char.isprintable() else " " for char in why)
+        return cls(error=text[:MAX_TEXT_CHARS] or "?")
+
+    def to_json(self) -> bytes:
+        """Return the content of the report's file. A partly written file is not valid JSON."""
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "RankReport | None":
+        """Parse a report, or return None if it is incomplete."""
+        try:
+            report: RankReport = _adapter(cls).validate_json(text)
+        except ValidationError:
+            return None
+        return report
+
+
+def merge_tensors(reports: Iterable[RankReport]) -> dict[str, TensorMetadata]:
+    """Merge the tensors of all reports. The digest of a tensor is the sum over its parts."""
+    merged: dict[str, TensorMetadata] = {}
+    for report in reports:
+        for name, key in report.keys.items():
+            digest = key.digest + (merged[name].digest if name in merged else 0)
+            merged[name] = TensorMetadata(
+                shape=key.shape, dtype=key.dtype, digest=digest % (1 << 64)
             )
-    return tree
+    return merged
 
 
-def tensor_to_json(key: TensorMetadata) -> JsonValue:
-    """Convert the metadata of a tensor to a JSON value."""
-    return {"shape": list(key.shape), "dtype": key.dtype, "digest": f"{key.digest:016x}"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FormatOnly:
+    """The fields that manifests of all versions have."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
+
+    format: int
+    versions: Any = None
 
 
-def file_to_json(file: CheckpointFile) -> dict[str, JsonValue]:
-    """Convert the metadata of a file to a JSON value."""
-    return {"name": file.name, "bytes": file.size_bytes, "crc32": f"{file.crc32:08x}"}
+_adapters: dict[type, TypeAdapter[Any]] = {}
 
 
-def _optimizer_tree(optimizer: OptimizerMetadata) -> JsonValue:
-    return {
-        "prefix": optimizer.prefix,
-        "kind": optimizer.kind,
-        "defaults": json_validation.to_json_value(optimizer.defaults, "defaults"),
-        "groups": [
-            {
-                "options": json_validation.to_json_value(group.options, "options"),
-                "names": list(group.names),
-            }
-            for group in optimizer.groups
-        ],
-        "counts": json_validation.to_json_value(optimizer.counts, "counts"),
-    }
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    # Built on first use: it takes milliseconds, and most sessions read no checkpoint.
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
-def _read(text: bytes) -> Manifest:
+def _to_json(value: Manifest | RankReport) -> bytes:
+    tree = _adapter(type(value)).dump_python(value, by_alias=True)
+    # The depth of a value counts from its field: those of parameter groups are the deepest.
+    encoded = to_json_value(tree, "", depth=-_FIELD_DEPTH)
+    return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _parse_manifest(text: bytes) -> Manifest:
     if len(text) > MAX_BYTES:
-        raise json_validation.ValidationError(f"larger than {MAX_BYTES >> 20} MiB")
-    tree = json_validation.loads(text)
-    _check_format(tree)
-    fields = _MANIFEST(tree, "")
-    del fields["format"]
-    manifest = Manifest(**fields)
-    _check_whole(manifest)
-    return manifest
-
-
-def _check_format(tree: object) -> None:
-    """Check the format version before any other field, since other versions have other fields.
-
-    Raises:
-        CheckpointError: the format is newer than this nbdist supports.
-    """
-    if type(tree) is not dict or type(tree.get("format")) is not int:
-        raise json_validation.ValidationError("format is missing")
-    if tree["format"] > FORMAT_VERSION:
-        versions = tree.get("versions")
-        version = versions.get("nbdist") if type(versions) is dict else None
-        is_short = type(version) is str and version.isprintable() and len(version) < 32  # noqa: PLR2004
-        suffix = f" ({version})" if is_short else ""
+        raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
+    # The format comes first, since other versions have other fields.
+    head: _FormatOnly = _adapter(_FormatOnly).validate_json(text)
+    if head.format > FORMAT_VERSION:
+        version = head.versions.get("nbdist") if isinstance(head.versions, dict) else None
+        suffix = ""
+        if isinstance(version, str) and version.isprintable() and len(version) < _MAX_VERSION_CHARS:
+            suffix = f" ({version})"
         raise CheckpointError(
-            f"The checkpoint was written by a newer nbdist{suffix} in format {tree['format']}."
+            f"The checkpoint was written by a newer nbdist{suffix} in format {head.format}."
             f" This nbdist reads format {FORMAT_VERSION}. Upgrade nbdist."
         )
-    if tree["format"] != FORMAT_VERSION:
-        raise json_validation.ValidationError(
-            f"the checkpoint format must be {FORMAT_VERSION}, got {tree['format']}"
-        )
-
-
-def _check_whole(manifest: Manifest) -> None:
-    """Check constraints that involve several fields."""
+    manifest: Manifest = _adapter(Manifest).validate_json(text)
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise json_validation.ValidationError(f"files lists {printable(twice)} twice")
-    for name, target in manifest.aliases.items():
-        if target not in manifest.keys or name in manifest.keys:
-            raise json_validation.ValidationError(
-                f"aliases maps {printable(name)} to {printable(target)}: the target must be in"
+        raise ValueError(f"files lists {printable(twice)} twice")
+    for alias, target in manifest.aliases.items():
+        if target not in manifest.keys or alias in manifest.keys:
+            raise ValueError(
+                f"aliases maps {printable(alias)} to {printable(target)}: the target must be in"
                 " keys, the alias must not"
             )
+    return manifest
 
 
-def _file_name(value: object, where: str) -> str:
-    if not is_data_file_name(value):
-        raise json_validation.ValidationError(
-            f"{where} is not a valid file name: {printable(value)}"
-        )
-    return str(value)
+def _problem(error: ValueError) -> str:
+    """Describe an error on one line: the path in the document, the rule, and what was given."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_context=False)[0]
+    given = first["input"]
+    shown = printable(given) if isinstance(given, (int, float, str)) else type(given).__name__
+    reason = first["msg"].removeprefix("Value error, ")
+    return f"{_path(first['loc']) or 'the document'}: {reason}, got {shown}"
 
 
-def file_from_json(value: object, where: str) -> CheckpointFile:
-    """Validate the metadata of a file, as returned by ``file_to_json``.
-
-    Raises:
-        ValidationError: the value is invalid.
-    """
-    fields = _FILE(value, where)
-    return CheckpointFile(name=fields["name"], size_bytes=fields["bytes"], crc32=fields["crc32"])
-
-
-def tensor_from_json(value: object, where: str) -> TensorMetadata:
-    """Validate the metadata of a tensor, as returned by ``tensor_to_json``.
-
-    Raises:
-        ValidationError: the value is invalid.
-    """
-    key = TensorMetadata(**_KEY(value, where))
-    if key.numel >= json_validation.MAX_COUNT:
-        raise json_validation.ValidationError(f"{where}.shape has too many elements")
-    return key
-
-
-def _when(value: object, where: str) -> datetime:
-    try:
-        time = datetime.fromisoformat(json_validation.text(value, where))
-    except ValueError as error:
-        raise json_validation.ValidationError(
-            f"{where} must be a time, got {printable(value)}"
-        ) from error
-    if time.tzinfo is None:
-        raise json_validation.ValidationError(f"{where} must be a time with a time zone")
-    return time
-
-
-def _hex_id(value: object, where: str) -> str:
-    json_validation.hex_digits(32)(value, where)
-    return str(value)
-
-
-def _made(
-    kind: Callable[..., T], check: json_validation.Check[dict[str, Any]]
-) -> json_validation.Check[T]:
-    """Return a check that validates a JSON object and constructs `kind` from its fields."""
-    return lambda value, where: kind(**check(value, where))
-
-
-_PLAIN_BY_NAME = json_validation.mapping(json_validation.text, json_validation.json_value)
-_NUMBERS = json_validation.mapping(json_validation.text, json_validation.number)
-_FILE = json_validation.fields(
-    {"name": _file_name, "bytes": json_validation.count, "crc32": json_validation.hex_digits(8)}
-)
-_KEY = json_validation.fields(
-    {
-        "shape": json_validation.sequence(json_validation.count, at_most=MAX_NDIM),
-        "dtype": json_validation.one_of(TORCH_NAMES),
-        "digest": json_validation.hex_digits(16),
-    }
-)
-_GROUP = json_validation.fields(
-    {"options": _PLAIN_BY_NAME, "names": json_validation.sequence(json_validation.text)}
-)
-_OPTIMIZER = json_validation.fields(
-    {
-        "prefix": json_validation.text,
-        "kind": json_validation.text,
-        "defaults": _PLAIN_BY_NAME,
-        "groups": json_validation.sequence(_made(ParamGroup, _GROUP)),
-        "counts": json_validation.mapping(json_validation.text, _NUMBERS),
-    }
-)
-_FIELDS: dict[str, json_validation.Check[Any]] = {
-    "format": json_validation.count,
-    "id": _hex_id,
-    "created": _when,
-    "versions": json_validation.mapping(json_validation.text, json_validation.text),
-    "backend": json_validation.text,
-    "world_size": json_validation.count,
-    "options": _PLAIN_BY_NAME,
-    "step": json_validation.count,
-    "samples": json_validation.count,
-    "keys": json_validation.mapping(json_validation.text, tensor_from_json),
-    "files": json_validation.sequence(file_from_json),
-    "aliases": json_validation.mapping(json_validation.text, json_validation.text),
-    "optimizers": json_validation.sequence(_made(OptimizerMetadata, _OPTIMIZER)),
-    "schedulers": json_validation.sequence(json_validation.json_value),
-    "rng": json_validation.sequence(json_validation.json_value),
-    "positions": json_validation.sequence(json_validation.json_value),
-    "extra": _PLAIN_BY_NAME,
-}
-_MANIFEST = json_validation.fields(_FIELDS)
+def _path(parts: Iterable[int | str]) -> str:
+    """Return the path of a field, for example "files[0].name"."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            name = part if part.isidentifier() else printable(part)
+            path += f".{name}" if path else name
+    return path

@@ -1,176 +1,223 @@
-"""Common interface of checkpoint storage in a folder and at a URL."""
+"""Storage of checkpoints: what a folder and a URL have in common.
+
+To save, one process calls ``Storage.begin``; the others attach to that draft. Each rank writes its
+files, then its report; one process commits the draft, or aborts it. A rank that saves in the
+background cannot join collectives, so the ranks exchange results and errors through these reports.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from nbdist.checkpoint import catalog, commit_protocol, rank_reports, retention
-from nbdist.checkpoint.url import Url
-from nbdist.checkpoint.url_storage import UrlStorage
-from nbdist.checkpoint.writer import SafetensorsWriter
+from nbdist.checkpoint.manifest import RankReport
+from nbdist.checkpoint.names import printable, rank_report_name
 from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import OWNER_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path, PurePath
+    from datetime import datetime
+    from pathlib import Path
 
-    from nbdist.checkpoint.catalog import CheckpointSummary
     from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
-    from nbdist.checkpoint.rank_reports import RankReport
-    from nbdist.checkpoint.safetensors_header import StoredTensor
+    from nbdist.checkpoint.safetensors_file import SafetensorsWriter, StoredTensor
+    from nbdist.checkpoint.url import Url
+
+_MAX_LISTED = 10
 
 
-class PendingCheckpoint(Protocol):
-    """Checkpoint that all ranks are writing. Failures raise CheckpointError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """Summary of a checkpoint, as listed to the user."""
+
+    name: str
+    step: int
+    size_bytes: int
+    backend: str
+    created: datetime
+    path: Path | Url
+
+
+def summarize(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSummary:
+    """Summarize a checkpoint from its manifest."""
+    return CheckpointSummary(
+        name=name,
+        step=manifest.step,
+        size_bytes=manifest.size_bytes,
+        backend=manifest.backend,
+        created=manifest.created,
+        path=path,
+    )
+
+
+class PendingCheckpoint(ABC):
+    """Draft of a checkpoint that all ranks are writing. Failures raise CheckpointError."""
 
     id: str
     """ID with which the other ranks attach to it."""
-    poll_s: float
+    location: Path | Url
+    poll_s: ClassVar[float]
     """Interval at which to poll for reports of other ranks."""
 
-    @property
-    def folder(self) -> PurePath:
-        """Folder of its files."""
-
-    @property
-    def create_file(self) -> Callable[[PurePath, Sequence[StoredTensor]], SafetensorsWriter]:
-        """Function that creates a file for the given tensors."""
-
+    @abstractmethod
     def is_visible(self) -> bool:
-        """Return whether this rank can see the draft."""
+        """Return whether this rank can see the draft and write to it."""
 
-    def write_report(
-        self, rank: int, parts: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
-    ) -> None:
-        """Write the report of a rank. Call it after all its files are written."""
+    @abstractmethod
+    def create_file(self, name: str, tensors: Sequence[StoredTensor]) -> SafetensorsWriter:
+        """Create a file for the given tensors.
 
-    def write_failure(self, rank: int, why: str) -> None:
-        """Report that a rank has failed."""
+        Raises:
+            OSError: a folder cannot be written.
+        """
 
-    def read_reports(self, ranks: Collection[int]) -> dict[int, RankReport]:
-        """Return the reports written so far by these ranks."""
-
+    @abstractmethod
     def written_bytes(self) -> int | None:
         """Return the bytes written so far; None if the storage does not show partial files."""
 
+    @abstractmethod
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path | Url:
-        """Commit the checkpoint and return its location."""
+        """Commit the checkpoint and return its location.
 
+        Call it in one process, after every rank has reported. If it raises, call ``abort``: the
+        name still refers to the previous checkpoint.
+        """
+
+    @abstractmethod
     def abort(self) -> None:
-        """Remove the draft unless it is committed."""
+        """Remove the draft unless it is committed. Errors are ignored; the next save retries."""
 
+    @abstractmethod
+    def write_small_file(self, name: str, content: bytes) -> None:
+        """Write a small file that is removed on commit."""
 
-class Storage(Protocol):
-    """Location of checkpoints: a folder or a URL. Failures raise CheckpointError."""
-
-    @property
-    def root(self) -> Path | Url:
-        """Folder or URL of all checkpoints."""
-
-    def list_checkpoints(self) -> list[CheckpointSummary]:
-        """List the complete checkpoints, newest last."""
-
-    def open_checkpoint(self, name: str) -> AbstractContextManager[tuple[Path | Url, Manifest]]:
-        """Open a checkpoint: a context manager of its location and manifest."""
-
-    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> PendingCheckpoint:
-        """Create a draft. Called in one process."""
-
-    def attach(self, name: str, number: str) -> PendingCheckpoint:
-        """Attach to a draft that another process has created."""
-
-    def remove_oldest(self, count: int, *, written: str) -> list[str]:
-        """Remove the oldest checkpoints except for `count`; return the removed names."""
-
-
-@functools.lru_cache(maxsize=8)
-def storage_for(where: Path | Url) -> Storage:
-    """Return the storage for a folder or URL (cached)."""
-    return UrlStorage(where) if isinstance(where, Url) else FolderStorage(where)
-
-
-class FolderStorage:
-    """Checkpoint storage in a folder shared by all ranks."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def list_checkpoints(self) -> list[CheckpointSummary]:
-        """List the complete checkpoints, newest last."""
-        return catalog.list_checkpoints(self.root)
-
-    @contextlib.contextmanager
-    def open_checkpoint(self, name: str) -> Iterator[tuple[Path, Manifest]]:
-        """Open a checkpoint and lock it against removal."""
-        with catalog.open_checkpoint(self.root, name) as reader:
-            yield reader.path, reader.manifest
-
-    def begin(self, name: str, *, overwrite: bool, size_bytes: int) -> PendingFolderCheckpoint:
-        """Create the draft folder that all ranks write into."""
-        folder = commit_protocol.create_draft(
-            self.root, name, overwrite=overwrite, size_bytes=size_bytes
-        )
-        return PendingFolderCheckpoint(folder)
-
-    def attach(self, name: str, number: str) -> PendingFolderCheckpoint:  # noqa: ARG002 - the number is unique
-        """Attach to the draft folder of a save."""
-        return PendingFolderCheckpoint(self.root / number)
-
-    def remove_oldest(self, count: int, *, written: str) -> list[str]:
-        """Remove the oldest checkpoints except for `count`; return the removed names."""
-        return retention.remove_oldest(self.root, count, written=written)
-
-
-class PendingFolderCheckpoint:
-    """Draft of a checkpoint: a private folder next to the checkpoints."""
-
-    poll_s = 0.01
-    create_file = SafetensorsWriter
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.id = folder, folder.name
-
-    def is_visible(self) -> bool:
-        """Return whether this rank sees the draft. Network file systems show it with a delay."""
-        return (self.folder / OWNER_FILE).exists()
+    @abstractmethod
+    def read_small_file(self, name: str) -> bytes | None:
+        """Read a small file, or return None if it does not exist yet."""
 
     def write_report(
-        self, rank: int, parts: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
+        self, rank: int, files: Sequence[CheckpointFile], keys: Mapping[str, TensorMetadata]
     ) -> None:
-        """Write the report of a rank."""
-        rank_reports.write_report(self.folder, rank, parts, keys=keys)
+        """Write the report of a rank. Call it after all its files are written.
+
+        Args:
+            rank: the rank.
+            files: the files that it has written.
+            keys: tensors of which it has written a part; the digest is of that part.
+        """
+        report = RankReport(files=tuple(files), keys=keys)
+        self.write_small_file(rank_report_name(rank), report.to_json())
 
     def write_failure(self, rank: int, why: str) -> None:
         """Report that a rank has failed."""
-        rank_reports.write_failure(self.folder, rank, why)
+        self.write_small_file(rank_report_name(rank), RankReport.of_failure(why).to_json())
 
-    def read_reports(self, ranks: Collection[int]) -> dict[int, RankReport]:
+    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
         """Return the reports written so far by these ranks."""
-        return {
-            rank: report
-            for rank in ranks
-            if (report := rank_reports.read_report(self.folder, rank)) is not None
-        }
+        reports = {}
+        for rank in ranks:
+            text = self.read_small_file(rank_report_name(rank))
+            # A file that is still being written is not valid JSON.
+            report = None if text is None else RankReport.from_json(text)
+            if report is not None:
+                reports[rank] = report
+        return reports
 
-    def written_bytes(self) -> int:
-        """Return the bytes written so far; -2 if files changed while they were counted."""
-        try:
-            return sum(path.stat().st_size for path in self.folder.iterdir())
-        except FileNotFoundError:
-            if self.folder.is_dir():
-                return -2  # a file was removed while the folder was listed
-            raise CheckpointError(
-                f"{self.folder} was removed while it was being written. Save again."
-            ) from None
 
-    def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path:
-        """Commit the draft under this name and return the folder."""
-        return commit_protocol.commit_draft(self.folder, name, manifest, overwrite=overwrite)
+class Storage(ABC):
+    """Location of checkpoints: a folder or a URL. Failures raise CheckpointError."""
 
-    def abort(self) -> None:
-        """Remove the draft."""
-        commit_protocol.remove_draft(self.folder)
+    root: Path | Url
+    """Folder or URL of all checkpoints."""
+
+    @abstractmethod
+    def list_checkpoints(self) -> list[CheckpointSummary]:
+        """List the complete checkpoints, newest last."""
+
+    @abstractmethod
+    def open_checkpoint(self, name: str) -> AbstractContextManager[tuple[Path | Url, Manifest]]:
+        """Open a checkpoint: a context manager of its location and manifest."""
+
+    @abstractmethod
+    def begin(
+        self, name: str, *, overwrite: bool = False, size_bytes: int = 0
+    ) -> PendingCheckpoint:
+        """Create a draft, and remove what dead processes of this user left. Call in one process.
+
+        Args:
+            name: name of the checkpoint. Checked here so that an invalid one fails early.
+            overwrite: whether an existing checkpoint of this name may be replaced.
+            size_bytes: bytes that all ranks together will write.
+
+        Raises:
+            CheckpointError: the name is invalid or taken, the location is not writable, or there
+                is not enough free space.
+        """
+
+    @abstractmethod
+    def attach(self, name: str, number: str) -> PendingCheckpoint:
+        """Attach to a draft that another process has created."""
+
+    @abstractmethod
+    def remove_abandoned(self) -> None:
+        """Remove what dead processes of this user left. Errors are ignored."""
+
+    @abstractmethod
+    def remove_oldest(self, count: int, *, written: str | None = None) -> list[str]:
+        """Remove the oldest checkpoints except for the newest `count`; return the removed names.
+
+        Args:
+            count: number of checkpoints to keep, at least 1.
+            written: name of the checkpoint just saved. It is kept even if clocks differ and its
+                creation time is not the newest.
+
+        Raises:
+            CheckpointError: `count` is less than 1, or the location cannot be written.
+        """
+
+    def _oldest(
+        self, found: Sequence[CheckpointSummary], count: int, written: str | None
+    ) -> list[CheckpointSummary]:
+        """Return what `remove_oldest` removes of a list that is sorted by age."""
+        if type(count) is not int or count < 1:
+            raise CheckpointError(f"keep must be an integer >= 1, got {count!r}. Or omit it.")
+        # The sort is stable: `written` goes last, the others keep their order.
+        return sorted(found, key=lambda summary: summary.name == written)[:-count]
+
+    def _taken_error(self, path: Path | Url) -> CheckpointError:
+        return CheckpointError(
+            f"{path} exists. Save under another name, or use --overwrite (overwrite=True) to"
+            " replace it."
+        )
+
+    def _missing_error(self, name: str, available: Sequence[str]) -> CheckpointError:
+        """Build the error for a name that does not exist; it lists up to 10 names that do."""
+        names = ", ".join(available[::-1][:_MAX_LISTED])
+        more = ", ..." if len(available) > _MAX_LISTED else ""
+        others = f"Available: {names}{more}." if available else "It contains no checkpoints."
+        return CheckpointError(f"No checkpoint {name} in {self.root}. {others}")
+
+
+def check_sizes(
+    sizes: Mapping[str, int], manifest: Manifest, location: Path | Url, extra: Collection[str] = ()
+) -> None:
+    """Compare the files of a draft with its manifest.
+
+    Args:
+        sizes: size in bytes of each file in the draft.
+        manifest: the manifest to commit.
+        location: location of the draft.
+        extra: names of files that the manifest does not list but must not exist.
+
+    Raises:
+        CheckpointError: a file is missing, has the wrong size, or is not in the manifest.
+    """
+    named = {file.name: file.size_bytes for file in manifest.files}
+    wrong = sorted(name for name in {*named, *extra} if sizes.get(name) != named.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"Size of {printable(wrong[0])} in {location} differs from what its rank reported."
+            " Save again."
+        )

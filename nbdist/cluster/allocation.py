@@ -1,4 +1,4 @@
-"""Interface of a cluster: allocates nodes and starts an agent on each.
+"""Interface of a cluster: allocates nodes, distributes ranks over them, starts an agent on each.
 
 Implemented for Ray, for Slurm and by a test double. A cluster only starts and ends the agents;
 cells, output and files use the agents' own connections to the kernel.
@@ -7,12 +7,21 @@ cells, output and files use the agents' own connections to the kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from nbdist.errors import OptionError, StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DeviceType = Literal["cpu", "cuda"]
+CHECKED_PACKAGES = ("python", "torch", "nbdist")
+"""Names as in ``bootstrap.software_versions``.
+
+Cells, messages and tensors are exchanged between the nodes: different versions fail late and
+obscurely.
+"""
+NOTEBOOK_NAME = "the notebook"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,196 @@ class AllocatedNode:
     """Versions of python, torch and nbdist, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankDistribution:
+    """Number of nodes and of ranks on each."""
+
+    kind: DeviceType
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def nproc(self) -> int:
+        """Total number of ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+    def describe(self) -> str:
+        """Return a short summary: "2 nodes x 4 GPUs", "1 node x 2 CPU ranks"."""
+        unit = "GPU" if self.kind == "cuda" else "CPU rank"
+        return f"{format_count(self.num_nodes, 'node')} x {format_count(self.ranks_per_node, unit)}"
+
+
+def allocated_nodes(
+    descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
+) -> list[AllocatedNode]:
+    """Return nodes from their descriptions by ``bootstrap.describe_node``."""
+    each = distribution.ranks_per_node
+    return [
+        AllocatedNode(
+            name=name,
+            address=node["address"],
+            ranks=each,
+            gpus=tuple(node["gpus"][:each]) if distribution.kind == "cuda" else (),
+            versions=node["versions"],
+        )
+        for name, node in zip(names, descriptions, strict=True)
+    ]
+
+
+def format_count(number: int, what: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def requested_counts(wanted: AllocationRequest) -> tuple[int | None, int | None]:
+    """Return the number of nodes and of ranks on each, as far as the options specify them.
+
+    Raises:
+        OptionError: contradictory options.
+    """
+    nproc, nodes = wanted.nproc, wanted.nodes
+    each = wanted.gpus_per_node if wanted.kind == "cuda" else None
+    if each is None:
+        return nodes, _whole(nproc, nodes, f"--nodes {nodes}")
+    if nodes is None:
+        return _whole(nproc, each, f"--gpus-per-node {each}"), each
+    if nproc is not None and nproc != nodes * each:
+        raise OptionError(
+            f"-n {nproc} contradicts --nodes {nodes} --gpus-per-node {each}, which are"
+            f" {nodes * each} ranks. Leave one of the three out."
+        )
+    return nodes, each
+
+
+def _whole(nproc: int | None, parts: int | None, option: str) -> int | None:
+    """Divide the ranks evenly; raise if that is not possible."""
+    if nproc is None or parts is None:
+        return None
+    if nproc % parts:
+        near = [n for n in (nproc // parts * parts, (nproc // parts + 1) * parts) if n]
+        use = " or ".join(f"-n {n}" for n in near)
+        raise OptionError(
+            f"-n {nproc} cannot be spread evenly with {option}: every node gets the same number"
+            f" of ranks. Use {use}."
+        )
+    return nproc // parts
+
+
+def fit_to_nodes(
+    wanted: AllocationRequest, available: Mapping[str, int], cluster: str
+) -> RankDistribution:
+    """Distribute ranks over nodes with limited numbers of devices.
+
+    Args:
+        wanted: the requested numbers.
+        available: number of GPUs, or of CPUs for CPU ranks, by name of the node.
+        cluster: name of the cluster in messages: "The Ray cluster at 10.0.0.1".
+
+    Raises:
+        OptionError: contradictory options.
+        StartError: not enough devices; the message names what exists and what would fit.
+    """
+    nodes, each = requested_counts(wanted)
+    sizes = sorted((size for size in available.values() if size > 0), reverse=True)
+    spread = _spread(wanted, nodes, each, sizes)
+    if spread is None:
+        raise StartError(_too_few(wanted, nodes, each, available, cluster))
+    return spread
+
+
+def _spread(
+    wanted: AllocationRequest, nodes: int | None, each: int | None, sizes: list[int]
+) -> RankDistribution | None:
+    """Return the first distribution that fits; `sizes` are in descending order."""
+    default = None if wanted.kind == "cuda" else 1  # ranks per node: all GPUs, one CPU rank
+    for count in [nodes] if nodes is not None else range(1, len(sizes) + 1):
+        if count > len(sizes):
+            break
+        least, ranks = sizes[count - 1], each
+        if wanted.nproc is not None and ranks is None:
+            if wanted.nproc % count:
+                continue
+            ranks = wanted.nproc // count
+        elif wanted.nproc is None and nodes is None and _more_fit(count, each, sizes):
+            continue  # the number of nodes is free: use all that fit
+        ranks = ranks or default or least
+        if ranks <= least and (wanted.nproc in {None, ranks * count}):
+            return RankDistribution(wanted.kind, count, ranks)
+    return None
+
+
+def _more_fit(count: int, each: int | None, sizes: list[int]) -> bool:
+    """Return True if one more node has enough devices."""
+    return count < len(sizes) and sizes[count] >= (each or 1)
+
+
+def _too_few(
+    wanted: AllocationRequest,
+    nodes: int | None,
+    each: int | None,
+    available: Mapping[str, int],
+    cluster: str,
+) -> str:
+    unit = "GPU" if wanted.kind == "cuda" else "CPU"
+    request = format_count(wanted.nproc, "rank") if wanted.nproc else "ranks"
+    if nodes is not None:
+        request += f" on {format_count(nodes, 'node')}"
+    if each is not None:
+        request += f" with {format_count(each, unit)} each"
+    listed = ", ".join(f"{size} on {name}" for name, size in available.items() if size) or "none"
+    has = f"{cluster} has {format_count(sum(available.values()), unit)} ({listed})"
+    return f"{has}, not enough for {request}. {_granted(wanted.kind, available)}."
+
+
+def _granted(kind: DeviceType, available: Mapping[str, int]) -> str:
+    """Return a hint with the largest number of ranks that can be spread evenly."""
+    sizes = sorted(available.values(), reverse=True)
+    best = max(range(1, len(sizes) + 1), key=lambda n: n * sizes[n - 1], default=0)
+    if not best or not sizes[best - 1]:
+        return (
+            "Request fewer, or use --on local"
+            if kind == "cpu"
+            else "Use --gpus-per-node 0 for CPU ranks"
+        )
+    each = sizes[best - 1]
+    words = f"--gpus-per-node {each}" if kind == "cuda" else f"-n {best * each}"
+    return f"Use --nodes {best} {words} or less"
+
+
+def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> None:
+    """Raise if a node's versions differ from the notebook's.
+
+    Python's micro version may differ; torch's build ("+cu130", "+cpu") may not.
+
+    Raises:
+        StartError: lists the versions and their nodes.
+    """
+    lines = []
+    for name in CHECKED_PACKAGES:
+        found: dict[str, list[str]] = {here.get(name, "none"): [NOTEBOOK_NAME]}
+        for place in places:
+            found.setdefault(place.versions.get(name, "none"), []).append(place.name)
+        if len({_compared(name, version) for version in found}) > 1:
+            words = [f"{version} on {format_names(nodes)}" for version, nodes in found.items()]
+            lines.append(f"{name} {', '.join(words)}")
+    if lines:
+        msg = (
+            f"Versions differ between the nodes: {'; '.join(lines)}."
+            " Install the same versions everywhere. Nothing was started."
+        )
+        raise StartError(msg)
+
+
+def _compared(name: str, version: str) -> str:
+    return ".".join(version.split(".")[:2]) if name == "python" else version
+
+
+def format_names(nodes: Sequence[str], most: int = 4) -> str:
+    """Return the first few names of nodes: "alpha, beta and 3 more"."""
+    more = len(nodes) - most
+    return ", ".join(nodes[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 class Cluster(Protocol):
     """Allocates nodes and starts agents. Called from one thread at a time, except `lost_nodes`."""
 
@@ -64,7 +263,7 @@ class Cluster(Protocol):
         """
 
     def start_agents(self, tickets: Sequence[str]) -> None:
-        """Run ``nbdist.cluster.agent.serve.run_agent(ticket)`` in a process on each node.
+        """Run `python -m nbdist.cluster.agent` on each node, with its ticket as a line on stdin.
 
         A ticket is a secret: pass it over stdin or the cluster's authenticated channel, never in
         a command line, an environment variable or a log.

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.cluster.process_log import ProcessLog
+from nbdist.cluster.launcher_process import ProcessLog
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.paths import PACKAGE_DIR
@@ -126,11 +126,18 @@ def interface_address(name: str) -> str:
     )
 
 
-class AgentProcess:
-    """The agent's process, which ends when its stdin is closed."""
+class NodeBootstrap:
+    """The kernel's interface to a node: describes it and runs the agent. Ray makes an actor of it.
+
+    The agent is a child process, which ends when its stdin is closed.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+
+    def describe_node(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
+        """Return the description of this node; see the function of the same name."""
+        return describe_node(toward, interface, folder)
 
     def run(self, ticket: str) -> str:
         """Run the agent until it ends; return the reason as text for the kernel.
@@ -141,17 +148,23 @@ class AgentProcess:
         log = ProcessLog()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nbdist.cluster.agent.child"],  # -P: no "" in sys.path
+                [sys.executable, "-P", "-m", "nbdist.cluster.agent"],  # -P: no "" in sys.path
                 stdin=subprocess.PIPE,
                 stdout=log.write_fd,
                 stderr=log.write_fd,
                 env=agent_environment(os.environ),
             )
             log.close_write_end()
-            self._write_ticket(self._process.stdin, ticket)
-            return self._ended(self._process.wait(), log)
+            if self._process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # its exit code is reported
+                    self._process.stdin.write(ticket.encode() + b"\n")
+                    self._process.stdin.flush()
+            code = self._process.wait()
+            tail = log.tail(LOG_TAIL_BYTES).strip() if code else ""
         finally:
             log.close()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"its agent {how}" + (f"; last output: {tail.splitlines()[-1]}" if tail else "")
 
     def end(self) -> None:
         """End the agent with all that it started; kill it after a timeout."""
@@ -163,28 +176,6 @@ class AgentProcess:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-
-    @staticmethod
-    def _write_ticket(pipe: IO[bytes] | None, ticket: str) -> None:
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # its exit code is reported
-                pipe.write(ticket.encode() + b"\n")
-                pipe.flush()
-
-    @staticmethod
-    def _ended(code: int, log: ProcessLog) -> str:
-        tail = log.tail(LOG_TAIL_BYTES).strip() if code else ""
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        how = f"its agent {how}"
-        return how + (f"; last output: {tail.splitlines()[-1]}" if tail else "")
-
-
-class NodeBootstrap(AgentProcess):
-    """Interface of the kernel to a node; Ray makes an actor of it."""
-
-    def describe_node(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
-        """Return the description of this node; see the function of the same name."""
-        return describe_node(toward, interface, folder)
 
 
 def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -210,22 +201,20 @@ class SrunTask:
         for line in sys.stdin:
             request = json.loads(line)
             if "about" in request:
-                self._describe(*request["about"])
+                toward, interface, folder = request["about"]
+                toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
+                description = describe_node(toward, interface, folder) | {"toward": toward}
+                description["host"] = os.environ.get("SLURMD_NODENAME") or description["host"]
+                self._print_result(about=description)
             else:
-                self._start(request["tickets"][self._index])
+                ticket = request["tickets"][self._index]
+                threading.Thread(
+                    target=self._run, args=(ticket,), name="agent", daemon=True
+                ).start()
         self._node.end()
 
-    def _describe(self, toward: str, interface: str, folder: str) -> None:
-        toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-        description = describe_node(toward, interface, folder) | {"toward": toward}
-        description["host"] = os.environ.get("SLURMD_NODENAME") or description["host"]
-        self._print_result(about=description)
-
-    def _start(self, ticket: str) -> None:
-        def run() -> None:
-            self._print_result(ended=self._node.run(ticket))
-
-        threading.Thread(target=run, name="agent", daemon=True).start()
+    def _run(self, ticket: str) -> None:
+        self._print_result(ended=self._node.run(ticket))
 
     def _print_result(self, **what: Any) -> None:
         text = json.dumps({"task": self._index, **what})

@@ -48,10 +48,11 @@ class KeyValueStore:
                 until = time.monotonic() + request.seconds
                 self._waiting.append(_BlockedRequest(node, request, ident, until))
                 return
-            number, given = self._do(request, values)
-            self._answer(node, request, ident, number, given)
-            if request.op in {"set", "add", "append", "compare_set"}:
-                self._wake()
+            self._execute(node, request, ident, values)
+            ready = [blocked for blocked in self._waiting if self._has(blocked.request.keys)]
+            self._waiting = [blocked for blocked in self._waiting if blocked not in ready]
+            for blocked in ready:
+                self._execute(blocked.node, blocked.request, blocked.ident, [])
 
     def expire_requests(self) -> None:
         """Answer requests that have timed out with an error."""
@@ -68,56 +69,47 @@ class KeyValueStore:
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _do(self, request: KeyValueRequest, values: list[bytes]) -> tuple[int, list[bytes]]:
-        """Execute a request; return a number and at most one value."""
-        stored, keys = self._values, request.keys
+    def _execute(
+        self, node: int, request: KeyValueRequest, ident: bytes, values: list[bytes]
+    ) -> None:
+        """Execute a request and reply with a number and at most one value."""
+        number, result = 0, list[bytes]()
         match request.op:
-            case "check":
-                return int(self._has(keys)), []
-            case "delete":
-                return int(stored.pop(keys[0], None) is not None), []
-            case "count":
-                return len(stored), []
             case "wait":
-                return 0, []
-        return self._changed(request.op, keys[0], request.number, values)
+                pass  # its keys are set
+            case "check":
+                number = int(self._has(request.keys))
+            case "delete":
+                number = int(self._values.pop(request.keys[0], None) is not None)
+            case "count":
+                number = len(self._values)
+            case op:
+                number, value = self._read_or_change(op, request.keys[0], request.number, values)
+                result = [value]
+        self._reply(node, replace(request, keys=[], number=number), [ident, *result])
 
-    def _changed(
+    def _read_or_change(
         self, op: str, key: str, number: int, values: list[bytes]
-    ) -> tuple[int, list[bytes]]:
-        """Read or change one value."""
-        now = self._values.get(key, b"")
+    ) -> tuple[int, bytes]:
+        """Read or change one value; return the new count and the value."""
+        before = self._values.get(key, b"")
         count = 0
         match op:
             case "get":
-                return 0, [now]
+                return 0, before
             case "set":
-                then = values[0]
+                after = values[0]
             case "add":
-                count = int(now or b"0") + number
-                then = b"%d" % count
+                count = int(before or b"0") + number
+                after = b"%d" % count
             case "append":
-                then = now + values[0]
+                after = before + values[0]
             case "compare_set":
-                expected, desired = values
-                if now != expected:
+                expected, after = values
+                if before != expected:
                     # as torch's own stores: a missing key returns the expected value
-                    return 0, [now if key in self._values else expected]
-                then = desired
-            case other:
-                raise ValueError(f"unknown store operation {other!r}")
-        self._values[key] = then
-        return count, [then]
-
-    def _wake(self) -> None:
-        """Answer blocked requests whose keys are now set."""
-        ready = [blocked for blocked in self._waiting if self._has(blocked.request.keys)]
-        self._waiting = [blocked for blocked in self._waiting if blocked not in ready]
-        for blocked in ready:
-            number, given = self._do(blocked.request, [])
-            self._answer(blocked.node, blocked.request, blocked.ident, number, given)
-
-    def _answer(
-        self, node: int, request: KeyValueRequest, ident: bytes, number: int, given: list[bytes]
-    ) -> None:
-        self._reply(node, replace(request, keys=[], number=number), [ident, *given])
+                    return 0, before if key in self._values else expected
+            case _:
+                raise ValueError(f"unknown store operation {op!r}")
+        self._values[key] = after
+        return count, after

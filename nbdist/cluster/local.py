@@ -20,12 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import orphan_cleanup, process_inspection
-from nbdist.cluster.file_limits import check_descriptors
+from nbdist.cluster import launcher_process, orphan_cleanup
 from nbdist.cluster.interfaces import ProcessStatus
-from nbdist.cluster.process_log import ProcessLog
+from nbdist.cluster.launcher_process import (
+    ProcessLog,
+    check_descriptors,
+    remove_launch_variables,
+)
 from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
-from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.cluster.run_dir import RunDir, make_private_folders
 from nbdist.errors import PayloadError, StartError
 from nbdist.hardware import process_identity
@@ -144,18 +146,21 @@ class Launcher:
         self, launch: messages.LaunchRanks, key: str, reader: MessageListener
     ) -> RankChannels:
         """Start ranks and open the channels to them; raises StartError."""
-        self._folder = self.run_dir.make_start_folder(launch.generation)
-        connections = write_connections(
-            self._folder, world_size=launch.world_size, key=key.encode()
-        )
+        folder = self.make_start_folder(launch.generation)
+        connections = write_connections(folder, world_size=launch.world_size, key=key.encode())
         channels = LocalRankChannels(connections, reader)
         try:
-            run_dir, bulk = str(self._folder), str(self.run_dir.payload_dir)
+            run_dir, bulk = str(folder), str(self.run_dir.payload_dir)
             self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk))
         except BaseException:
             channels.close()
             raise
         return channels
+
+    def make_start_folder(self, generation: int) -> Path:
+        """Create the folder of a new start of the ranks, and remove that of the last one."""
+        self._folder = self.run_dir.make_start_folder(generation)
+        return self._folder
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the launcher as JSON values."""
@@ -179,26 +184,26 @@ class Launcher:
         pid = self.process.pid
         found = {
             f"rank {rank}": ProcessStatus(
-                member.pid, process_inspection.process_status(member.pid, member.created)
+                member.pid, launcher_process.process_status(member.pid, member.created)
             )
             for rank, member in members.items()
         }
-        return found | {LAUNCHER_NAME: ProcessStatus(pid, process_inspection.process_status(pid))}
+        return found | {LAUNCHER_NAME: ProcessStatus(pid, launcher_process.process_status(pid))}
 
     def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
         """Dump Python stacks by signal."""
         own = self.process.pid
         stacks = {}
         if launchers:
-            stacks = process_inspection.dump_stacks(
+            stacks = launcher_process.dump_stacks(
                 self.run_dir.path, {"launcher": own}, launcher=own
             )
         ranks = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
-        return stacks | process_inspection.dump_stacks(self._folder, ranks, launcher=own)
+        return stacks | launcher_process.dump_stacks(self._folder, ranks, launcher=own)
 
     def crash_artifacts(self) -> CrashArtifacts:
         """Return the crash artifacts of the last ranks."""
-        return process_inspection.read_crash_artifacts(self._folder)
+        return launcher_process.read_crash_artifacts(self._folder)
 
     @property
     def staging_folders(self) -> list[Path]:

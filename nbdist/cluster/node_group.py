@@ -16,13 +16,17 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nbdist.cluster import message_batch, protocol
+from nbdist.cluster import protocol
 from nbdist.cluster.agent_server import CLOSE_S, AgentServer
+from nbdist.cluster.allocation import AllocationRequest
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
 from nbdist.cluster.kv_store import KeyValueStore
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message
@@ -30,6 +34,7 @@ from nbdist.cluster.protocol import (
     CHUNK_BYTES,
     LEASE_S,
     MAX_UNREAD_CHUNKS,
+    MIN_FREE_BYTES,
     SHARED_FOLDER_HINT,
     SHARED_FOLDER_TIMEOUT_S,
 )
@@ -43,9 +48,12 @@ from nbdist.protocol import messages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from nbdist.cluster.allocation import AllocatedNode, AllocationRequest, Cluster, DeviceType
+    from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
     from nbdist.cluster.interfaces import RankProcessInfo, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
+
+    AgentResult = tuple[Any, list[bytes]]
+    """Value and frames of an agent's reply."""
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +80,18 @@ class NodeChannels(RankChannels):
         """Start the reader thread."""
         super().__init__(key, reader)
         self._nodes = nodes
-        self._inbox: SimpleQueue[tuple[int, list[bytes]] | None] = SimpleQueue()
-        self._key = key
-        self._read: dict[int, int] = {}
-        """Number of the last batch, by node."""
+        self._inbox: SimpleQueue[tuple[int, protocol.RankMessages, list[bytes]] | None] = (
+            SimpleQueue()
+        )
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
-    def add_batch(self, index: int, frames: list[bytes]) -> None:
-        """Queue a batch of a node, on the agent server's thread."""
-        self._inbox.put((index, frames))
+    def add_messages(
+        self, index: int, messages: protocol.RankMessages, frames: list[bytes]
+    ) -> None:
+        """Queue messages of a node's ranks, on the agent server's thread."""
+        self._inbox.put((index, messages, frames))
 
     def wake(self) -> None:
         """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
@@ -113,26 +122,19 @@ class NodeChannels(RankChannels):
                 timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
                 due = time.monotonic() + timeout_s
 
-    def _open(self, index: int, frames: list[bytes]) -> None:
-        """Read a batch of a node; log invalid messages and continue."""
+    def _open(self, node: int, messages: protocol.RankMessages, frames: list[bytes]) -> None:
+        """Verify and handle the messages of a node's ranks; log invalid ones and continue."""
+        remaining, own_ranks = iter(frames), self._nodes.ranks_of(node)
         try:
-            number, batch = message_batch.decode_batch(frames, self._key, self._read.get(index, 0))
-        except (ValueError, LookupError, TypeError) as error:
-            log.warning("node %d: dropped %s", index, error)
-            return
-        self._read[index] = number
-        theirs = self._nodes.ranks_of(index)
-        for ranks, channel, parts in batch:
-            if not ranks or not theirs.issuperset(ranks):
-                log.warning("node %d: dropped a message of other nodes' ranks", index)
-                continue
-            try:
-                message = message_batch.decode_message(parts) if parts else None
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                log.exception("rank %d, %s: cannot decode a message", ranks[0], channel)
-                continue
-            self._take(ranks, channel, message)
-        self._nodes.acknowledge_batch(index)
+            for ranks, channel, num_frames in messages.index:
+                signed = list(itertools.islice(remaining, num_frames))
+                if not ranks or not own_ranks.issuperset(ranks):
+                    log.warning("node %d: dropped a message of other nodes' ranks", node)
+                    continue
+                message = self._signer.verify_message(signed) if signed else None
+                self._take(tuple(ranks), cast("Channel", channel), message)
+        except (ValueError, TypeError):
+            log.exception("node %d: dropped malformed messages", node)
 
 
 class NodeGroup:
@@ -161,9 +163,10 @@ class NodeGroup:
         """By rank of the last start."""
         self._generation = 0
         self._ended: dict[int, messages.AllRanksExited] = {}
-        self._point = KeyValueStore(self._store_reply)
+        self._point = KeyValueStore(self._send_store_reply)
         self._relay: NodeChannels | None = None
-        self._requests: dict[int, tuple[int, SimpleQueue[Any]]] = {}
+        self._requests: dict[int, tuple[int, Future[AgentResult]]] = {}
+        """By number the node and the future result of a request to its agent."""
         self._numbers = itertools.count(1)
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._log = ""
@@ -200,24 +203,23 @@ class NodeGroup:
             self._threads.append(thread)
             thread.start()
         progress(f"starting agents on {len(self.allocated_nodes)} nodes")
-        self._cluster.start_agents(
-            [self._ticket(index) for index in range(len(self.allocated_nodes))]
-        )
+        tickets = []
+        for index in range(len(self.allocated_nodes)):
+            public, secret = self.agent_server.create_node_keys(index)
+            ticket = protocol.AgentTicket(
+                hub=self.agent_server.address,
+                hub_key=self.agent_server.public_key,
+                public=public,
+                secret=secret,
+                index=index,
+                kind=self.kind,
+                cwd=str(Path.cwd()),
+                path=list(sys.path),
+                lease_s=LEASE_S,
+            )
+            tickets.append(ticket.to_json())
+        self._cluster.start_agents(tickets)
         self._wait_for_agents()
-
-    def _ticket(self, index: int) -> str:
-        public, secret = self.agent_server.create_node_keys(index)
-        return protocol.AgentTicket(
-            hub=self.agent_server.address,
-            hub_key=self.agent_server.public_key,
-            public=public,
-            secret=secret,
-            index=index,
-            kind=self.kind,
-            cwd=str(Path.cwd()),
-            path=list(sys.path),
-            lease_s=LEASE_S,
-        ).to_json()
 
     def _wait_for_agents(self) -> None:
         deadline = time.monotonic() + AGENT_START_TIMEOUT_S
@@ -299,7 +301,7 @@ class NodeGroup:
         self._shares = list(self._shared(launch.world_size))
         self._node_of = {rank: index for index, mine in self._shares for rank in mine}
         self._generation, self._ended = launch.generation, {}
-        self._point = KeyValueStore(self._store_reply)
+        self._point = KeyValueStore(self._send_store_reply)
         self._relay = NodeChannels(self, key.encode(), reader)
         for number, (index, mine) in enumerate(self._shares):
             place = self.allocated_nodes[index]
@@ -328,21 +330,16 @@ class NodeGroup:
 
     def nodes_for(self, world_size: int) -> list[SessionNode]:
         """Return the machines of this many ranks with their hardware."""
-        return [
-            SessionNode(
-                self.allocated_nodes[index].name, tuple(mine), self._machine(index, len(mine))
-            )
-            for index, mine in self._shared(world_size)
-        ]
-
-    def _machine(self, index: int, ranks: int) -> Machine:
-        """Hardware of a node with the GPUs of its ranks only."""
-        found = Machine.from_json(self._hellos[index].machine)
-        known = {gpu.uuid: gpu for gpu in found.gpus}
-        gpus = tuple(
-            known[uuid] for uuid in self.allocated_nodes[index].gpus[:ranks] if uuid in known
-        )
-        return replace(found, gpus=gpus, link=found.link if len(gpus) > 1 else None)
+        nodes = []
+        for index, ranks in self._shared(world_size):
+            machine = Machine.from_json(self._hellos[index].machine)
+            known = {gpu.uuid: gpu for gpu in machine.gpus}
+            own = self.allocated_nodes[index].gpus[: len(ranks)]
+            gpus = tuple(known[uuid] for uuid in own if uuid in known)
+            link = machine.link if len(gpus) > 1 else None
+            machine = replace(machine, gpus=gpus, link=link)
+            nodes.append(SessionNode(self.allocated_nodes[index].name, tuple(ranks), machine))
+        return nodes
 
     def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
         """Return the usage of the ranks' nodes that respond in time."""
@@ -444,29 +441,27 @@ class NodeGroup:
         try:
             given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
             for index in indices:
-                paths[index] = self._answer(*self._ask(index, "receive", given))
+                paths[index] = self._answer(self._ask(index, "receive", given))
             self._transfer(file, paths, on_progress)
             yield {rank: paths[self._node_of[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for index, path in paths.items():
-                self._forget(self._ask(index, "remove", {"path": path})[0])
+                self._ask(index, "remove", {"path": path}).cancel()  # the reply is not needed
 
     def _transfer(
         self, file: Path, paths: Mapping[int, str], on_progress: TransferCallback
     ) -> None:
         """Send a file in chunks, with a limited number in flight."""
-        acknowledged: SimpleQueue[Any] = SimpleQueue()
-        in_flight = done = 0
-        total = file.stat().st_size * len(paths)
+        in_flight: deque[Future[AgentResult]] = deque()
+        done, total = 0, file.stat().st_size * len(paths)
         with file.open("rb") as source:
             while (chunk := source.read(CHUNK_BYTES)) or in_flight:
                 for index, path in paths.items() if chunk else ():
-                    self._ask(index, "chunk", {"path": path}, chunk, into=acknowledged)
-                    in_flight += 1
-                while in_flight and (not chunk or in_flight >= MAX_UNREAD_CHUNKS * len(paths)):
-                    written, _ = self._next_reply(acknowledged)
-                    done, in_flight = done + written, in_flight - 1
+                    in_flight.append(self._ask(index, "chunk", {"path": path}, chunk))
+                while in_flight and (not chunk or len(in_flight) >= MAX_UNREAD_CHUNKS * len(paths)):
+                    written, _ = self._transferred(in_flight.popleft())
+                    done += written
                     on_progress(done, total)
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
@@ -474,36 +469,28 @@ class NodeGroup:
         if str(Path(path).parent) not in self.payload_folders(rank):
             raise PayloadError(foreign_file_message(path))
         index = self._node_of[rank]
-        size: int = self._answer(*self._ask(index, "size", {"path": path}))
-        file = self._room_for(size) / f"{secrets.token_hex(8)}.payload"
-        chunks: SimpleQueue[Any] = SimpleQueue()
-        offsets = iter(range(0, size, CHUNK_BYTES))
+        size: int = self._answer(self._ask(index, "size", {"path": path}))
+        preferred, other = self.staging_folders
+        has_room = shutil.disk_usage(preferred).free > size + MIN_FREE_BYTES
+        file = (preferred if has_room else other) / f"{secrets.token_hex(8)}.payload"
         file.touch(mode=0o600)
+        in_flight: deque[Future[AgentResult]] = deque()
+        offsets = iter(range(0, size, CHUNK_BYTES))
         try:
             with file.open("wb") as sink:
-                waiting = 0
-                for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS):
-                    self._ask(index, "read", {"path": path, "offset": offset}, into=chunks)
-                    waiting += 1
-                while waiting:
-                    _, frames = self._next_reply(chunks)
+                while sink.tell() < size:
+                    for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS - len(in_flight)):
+                        given = {"path": path, "offset": offset}
+                        in_flight.append(self._ask(index, "read", given))
+                    _, frames = self._transferred(in_flight.popleft())
                     sink.write(frames[0])
                     on_progress(sink.tell(), size)
-                    waiting -= 1
-                    if (after := next(offsets, None)) is not None:
-                        given = {"path": path, "offset": after}
-                        self._ask(index, "read", given, into=chunks)
-                        waiting += 1
         except BaseException:
             file.unlink(missing_ok=True)
             raise
         finally:
-            self._forget(self._ask(index, "remove", {"path": path})[0])
+            self._ask(index, "remove", {"path": path}).cancel()
         return file
-
-    def _room_for(self, size: int) -> Path:
-        bulk, usual = self.staging_folders
-        return bulk if shutil.disk_usage(bulk).free > size + (64 << 20) else usual
 
     def make_private_folders(self) -> list[Path]:
         """Create a folder beside the checkpoints, on the shared disk, for files between ranks.
@@ -528,13 +515,11 @@ class NodeGroup:
         except OSError as error:
             msg = f"Cannot write to {folder}: {error.strerror}."
             raise CheckpointError(msg) from error
-        given, deadline = (
-            {"path": str(trial), "text": text},
-            time.monotonic() + SHARED_FOLDER_TIMEOUT_S,
-        )
+        given = {"path": str(trial), "text": text}
+        deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
         try:
             for index, _ in self._shares:
-                while why := self._answer(*self._ask(index, "sees", given)):
+                while why := self._answer(self._ask(index, "sees", given)):
                     if time.monotonic() > deadline:
                         raise CheckpointError(
                             f"{self._node_name(index)}: {why}. {SHARED_FOLDER_HINT}."
@@ -562,67 +547,50 @@ class NodeGroup:
     # -- requests to agents
 
     def _ask(
-        self,
-        index: int,
-        what: str,
-        given: dict[str, Any] | None = None,
-        *frames: bytes,
-        into: SimpleQueue[Any] | None = None,
-    ) -> tuple[int, SimpleQueue[Any]]:
-        """Send a request to an agent; its reply is put into the returned queue."""
+        self, index: int, what: str, given: dict[str, Any] | None = None, *frames: bytes
+    ) -> Future[AgentResult]:
+        """Send a request to an agent; a failed one raises SessionError."""
         number = next(self._numbers)
-        answers: SimpleQueue[Any] = SimpleQueue() if into is None else into
-        self._requests[number] = index, answers
+        reply: Future[AgentResult] = Future()
+        self._requests[number] = index, reply
+        reply.add_done_callback(lambda _: self._requests.pop(number, None))
         if index in self._lost:
-            self._settle(number, protocol.AgentReply(number, error=self._lost[index]), [])
+            reply.set_exception(SessionError(self._lost[index]))
         else:
             self.agent_server.send(index, protocol.AgentQuery(number, what, given or {}), *frames)
-        return number, answers
+        return reply
 
-    def _answer(self, number: int, answers: SimpleQueue[Any]) -> Any:
-        """Wait for the reply; raises SessionError for an error or a timeout."""
+    def _answer(self, reply: Future[AgentResult]) -> Any:
+        """Wait for the value of a reply; raises SessionError for an error or a timeout."""
         try:
-            answer, _ = answers.get(timeout=REQUEST_TIMEOUT_S)
-        except Empty:
-            self._forget(number)
+            return reply.result(REQUEST_TIMEOUT_S)[0]
+        except TimeoutError:
+            reply.cancel()
             msg = f"A node did not respond within {REQUEST_TIMEOUT_S:.0f} s."
             raise SessionError(msg) from None
-        if answer.error:
-            raise SessionError(answer.error)
-        return answer.value
 
     def _answers(
         self, what: str, requests: Mapping[int, dict[str, Any]], within_s: float = REQUEST_TIMEOUT_S
     ) -> dict[int, Any]:
         """Send a request to several agents; return the replies by node, without failed ones."""
-        waiting = {index: self._ask(index, what, given) for index, given in requests.items()}
-        deadline, found = time.monotonic() + within_s, {}
-        for index, (number, answers) in waiting.items():
-            with contextlib.suppress(Empty):  # the node will be reported as lost
-                answer, _ = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-                if not answer.error:
-                    found[index] = answer.value
-            self._forget(number)
+        replies = {index: self._ask(index, what, given) for index, given in requests.items()}
+        futures.wait(replies.values(), within_s)
+        found = {}
+        for index, reply in replies.items():
+            # a node that does not reply in time will be reported as lost
+            if not reply.cancel() and reply.exception() is None:
+                found[index] = reply.result()[0]
         return found
 
-    def _next_reply(self, answers: SimpleQueue[Any]) -> tuple[Any, list[bytes]]:
-        """Wait for the next reply of a file transfer."""
+    def _transferred(self, reply: Future[AgentResult]) -> AgentResult:
+        """Wait for the next step of a file transfer."""
         try:
-            answer, frames = answers.get(timeout=TRANSFER_TIMEOUT_S)
-        except Empty:
+            return reply.result(TRANSFER_TIMEOUT_S)
+        except TimeoutError:
             msg = f"A node sent no reply about a file transfer within {TRANSFER_TIMEOUT_S:.0f} s."
             raise SessionError(msg) from None
-        if answer.error:
-            raise PayloadError(f"File transfer with a node failed: {answer.error}")
-        return answer.value, frames
-
-    def _forget(self, number: int) -> None:
-        self._requests.pop(number, None)
-
-    def _settle(self, number: int, answer: protocol.AgentReply, frames: list[bytes]) -> None:
-        request = self._requests.pop(number, None)
-        if request is not None:
-            request[1].put((answer, frames))
+        except SessionError as error:
+            raise PayloadError(f"File transfer with a node failed: {error}") from error
 
     # -- the ranks' frames
 
@@ -632,16 +600,12 @@ class NodeGroup:
         for rank in ranks:
             by_node.setdefault(self._node_of[rank], []).append(rank)
         for index, theirs in by_node.items():
-            message = protocol.RankRequestFrames(tuple(theirs), channel, self._generation)
+            message = protocol.RankRequestFrames(theirs, channel, self._generation)
             self.agent_server.queue_message(index, message, *frames)
 
     def ranks_of(self, index: int) -> frozenset[int]:
         """Return the ranks of a node."""
         return frozenset(rank for place, ranks in self._shares if place == index for rank in ranks)
-
-    def acknowledge_batch(self, index: int) -> None:
-        """Acknowledge a batch of a node's ranks."""
-        self.agent_server.send(index, protocol.MessageBatchAck(self._generation))
 
     def detach_channels(self, relay: NodeChannels) -> None:
         """Detach the channels and let the agents close the ranks' sockets."""
@@ -651,30 +615,35 @@ class NodeGroup:
                 self.agent_server.queue_message(index, protocol.CloseRankSockets())
             self.agent_server.wake()
 
+    def _send_store_reply(
+        self, index: int, reply: protocol.KeyValueRequest, frames: list[bytes]
+    ) -> None:
+        self.agent_server.send(index, reply, *frames)
+
     # -- what arrives, on the hub's thread
 
     def _take(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
         match message:
-            case protocol.MessageBatch(generation=self._generation):
+            case protocol.RankMessages(generation=self._generation):
                 relay = self._relay
                 if relay is not None:
-                    relay.add_batch(index, frames)
+                    relay.add_messages(index, message, frames)
             case protocol.LauncherLine(text=text):
                 line = messages.decode_line(text.encode())
                 self._events.put(lambda: self._on_launcher_message(index, line))
             case protocol.KeyValueRequest():
                 self._point.answer_request(index, message, frames)
             case protocol.AgentReply():
-                self._settle(message.id, message, frames)
+                _, reply = self._requests.get(message.id, (index, None))
+                with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
+                    if reply is not None and message.error:
+                        reply.set_exception(SessionError(message.error))
+                    elif reply is not None:
+                        reply.set_result((message.value, frames))
             case protocol.ProcessStates(states=states):
                 self._states[index] = states
             case protocol.AgentHello():
                 self._hellos[index] = message
-
-    def _store_reply(
-        self, index: int, answer: protocol.KeyValueRequest, frames: list[bytes]
-    ) -> None:
-        self.agent_server.send(index, answer, *frames)
 
     def _connection_ended(self, index: int, why: str) -> None:
         if self._closing:
@@ -738,9 +707,10 @@ class NodeGroup:
         if index in self._lost or self._closing:
             return
         self._lost[index] = why or "lost its launcher, which ended"
-        for number, (node, _) in list(self._requests.items()):
+        for node, reply in list(self._requests.values()):
             if node == index:
-                self._settle(number, protocol.AgentReply(number, error=self._lost[index]), [])
+                with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
+                    reply.set_exception(SessionError(self._lost[index]))
         words = f"{self._node_name(index)} {why}"
         name = self.allocated_nodes[index].name
         self.listener(ended or messages.AllRanksExited(LAUNCHER_GONE, error=words, node=name))
@@ -763,3 +733,55 @@ class NodeGroup:
 
     def _connected_indices(self) -> Iterable[int]:
         return [index for index in self._hellos if index not in self._lost]
+
+
+class ClusterLauncherProvider:
+    """Provides launchers on the nodes of a cluster.
+
+    Args:
+        cluster: Ray or Slurm.
+        nodes: number of nodes. Default: the cluster decides.
+        gpus_per_node: GPUs on each node, one per rank.
+    """
+
+    memory_events_file: Path | None = None
+    """None: this machine's OOM counter does not cover the nodes."""
+
+    def __init__(
+        self, cluster: Cluster, *, nodes: int | None = None, gpus_per_node: int | None = None
+    ) -> None:
+        self.cluster = cluster
+        self._nodes, self._gpus_per_node = nodes, gpus_per_node
+
+    def check_limits(self, world_size: int) -> None:
+        """Do nothing: each agent checks its own machine."""
+
+    def warm_up(self, kind: DeviceType) -> None:
+        """Do nothing: no nodes are reserved in advance."""
+
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> NodeGroup:
+        """Reserve nodes and start an agent on each; the caller closes them.
+
+        Raises:
+            StartError: no nodes available; nothing stays reserved.
+        """
+        group = NodeGroup(self.cluster, kind)
+        try:
+            group.start(
+                AllocationRequest(
+                    kind=kind,
+                    nproc=world_size,
+                    nodes=self._nodes,
+                    gpus_per_node=self._gpus_per_node,
+                ),
+                progress,
+            )
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def close(self) -> None:
+        """Do nothing: there are no unused launchers."""

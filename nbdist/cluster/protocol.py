@@ -8,8 +8,7 @@ number of binary frames.
     LaunchRanks        kernel -> agent  start ranks: the launch request and the signing key
     CloseRankSockets   kernel -> agent  close the sockets of the ranks
     RankRequestFrames  kernel -> agent  a signed message to some ranks
-    MessageBatch       agent -> kernel  signed messages of ranks (`cluster/message_batch.py`)
-    MessageBatchAck    kernel -> agent  the kernel has read a batch
+    RankMessages       agent -> kernel  signed messages of ranks (`agent/relay.py`)
     KeyValueRequest    both ways        a rank's request to the key-value store, and the reply
     ProcessStates      agent -> kernel  processes that are stopped or have exited
     AgentQuery         kernel -> agent  files, stacks, logs, memory; one or several replies
@@ -21,7 +20,6 @@ number of binary frames.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
@@ -35,9 +33,8 @@ CHUNK_BYTES = 1 << 20
 """Size of a chunk in a file transfer."""
 MAX_MESSAGES_PER_POLL = 256
 """Messages read from one socket in a row: a flooding rank must not block the others."""
-MAX_UNREAD_BATCHES = 2
-"""Number of unread batches in flight. Until the kernel has read one, further messages of the ranks
-are collected."""
+MIN_FREE_BYTES = 64 << 20
+"""Space to leave free in shared memory."""
 MAX_UNREAD_CHUNKS = 16
 """Number of chunks of one file in flight."""
 SHARED_FOLDER_TIMEOUT_S = 5.0
@@ -125,23 +122,21 @@ class CloseRankSockets:
 class RankRequestFrames:
     """A message to some ranks of a node."""
 
-    ranks: tuple[int, ...]
+    ranks: list[int]
     channel: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class MessageBatch:
+class RankMessages:
     """Messages of a node's ranks, in the frames."""
 
     generation: int
+    index: list[tuple[tuple[int, ...], str, int]]
+    """For each message the ranks that sent it, the channel and the number of its frames.
 
-
-@dataclass(frozen=True, slots=True)
-class MessageBatchAck:
-    """Acknowledges a batch."""
-
-    generation: int
+    A message without frames was not signed and is dropped.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +198,15 @@ class AgentExited:
     why: str
 
 
-_OfRanks = RankRequestFrames | MessageBatch | MessageBatchAck | KeyValueRequest | ProcessStates
 Message = (
     AgentHello
     | LauncherLine
     | LaunchRanks
     | CloseRankSockets
-    | _OfRanks
+    | RankRequestFrames
+    | RankMessages
+    | KeyValueRequest
+    | ProcessStates
     | AgentQuery
     | AgentReply
     | Heartbeat
@@ -221,15 +218,7 @@ _TYPES = {cls.__name__: cls for cls in get_args(Message)}
 
 def pack_message(message: Message, *frames: bytes) -> list[bytes]:
     """Return the frames of a message for the connection."""
-    return [_known_head(message) if type(message) is RankRequestFrames else _head(message), *frames]
-
-
-def _head(message: Message) -> bytes:
-    return json.dumps([type(message).__name__, asdict(message)]).encode()
-
-
-_known_head = functools.lru_cache(maxsize=4096)(_head)
-"""Cached for ``RankRequestFrames``: few differ, and each cell sends them many times."""
+    return [json.dumps([type(message).__name__, asdict(message)]).encode(), *frames]
 
 
 def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
@@ -239,24 +228,9 @@ def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
         ValueError: not a message.
     """
     try:
-        head = frames[0]
-        message = _known_read(head) if head.startswith(_OF_FRAMES) else _read(head)
+        name, fields = json.loads(frames[0])
+        message: Message = _TYPES[name](**fields)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         msg = f"{frames[:1]!r:.100} is not a node message ({type(error).__name__})"
         raise ValueError(msg) from error
     return message, frames[1:]
-
-
-def _read(head: bytes) -> Message:
-    name, fields = json.loads(head)
-    message: Message = _TYPES[name](**fields)
-    return message
-
-
-def _read_frames(head: bytes) -> RankRequestFrames:
-    _, fields = json.loads(head)
-    return RankRequestFrames(tuple(fields.pop("ranks")), **fields)
-
-
-_known_read = functools.lru_cache(maxsize=4096)(_read_frames)
-_OF_FRAMES = b'["RankRequestFrames"'

@@ -18,9 +18,15 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbdist.cluster import bootstrap, version_check
-from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
-from nbdist.cluster.rank_distribution import RankDistribution, fit_to_nodes
+from nbdist.cluster import bootstrap
+from nbdist.cluster.allocation import (
+    AllocatedNode,
+    AllocationRequest,
+    RankDistribution,
+    allocated_nodes,
+    check_versions,
+    fit_to_nodes,
+)
 from nbdist.errors import StartError
 from nbdist.paths import PACKAGE_DIR
 
@@ -176,7 +182,13 @@ class RayCluster:
         """Connect, and let Ray copy nbdist and optionally a folder to the nodes."""
         ray = _ray()
         if ray.is_initialized():
-            self._refuse_another()
+            connected = RayCluster.connected_to
+            if connected not in {"", self._address}:
+                raise StartError(
+                    "A notebook can be connected to one Ray cluster at a time, and the current"
+                    f" session uses another ({connected}). End it with %nbdist stop, then use"
+                    f" {self._address}."
+                )
             return
         self._check_reachable()
         env: dict[str, Any] = {"py_modules": [str(PACKAGE_DIR)]}
@@ -193,16 +205,16 @@ class RayCluster:
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise StartError(self._refused(error)) from error
         self._ours, RayCluster.connected_to = True, self._address
-        self._warn_about_open_ports()
-
-    def _refuse_another(self) -> None:
-        """Raise if this process is connected to another cluster by a session."""
-        connected = RayCluster.connected_to
-        if connected not in {"", self._address}:
-            raise StartError(
-                "A notebook can be connected to one Ray cluster at a time, and the current session"
-                f" uses another ({connected}). End it with %nbdist stop, then use {self._address}."
+        try:
+            is_local = ipaddress.ip_address(self.kernel_address).is_loopback
+        except ValueError:
+            is_local = False
+        if os.environ.get("RAY_AUTH_MODE", "") != "token" and not is_local:
+            msg = (
+                "This Ray cluster requires no token: everybody who can reach its ports can run code"
+                " on its nodes. Start it with RAY_AUTH_MODE=token; see docs/clusters.md."
             )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
     def _disconnect(self) -> None:
         if self._ours:
@@ -245,16 +257,6 @@ class RayCluster:
             )
         return f"{self._title()} rejected the connection: {first[:LOG_IN_ERROR]}"
 
-    def _warn_about_open_ports(self) -> None:
-        """Warn if everybody on the network can run code on the cluster."""
-        mode = os.environ.get("RAY_AUTH_MODE", "")
-        if mode != "token" and not _loopback(self.kernel_address):
-            msg = (
-                "This Ray cluster requires no token: everybody who can reach its ports can run code"
-                " on its nodes. Start it with RAY_AUTH_MODE=token; see docs/clusters.md."
-            )
-            warnings.warn(msg, RuntimeWarning, stacklevel=2)
-
     # -- implementation of `allocation.Cluster`
 
     @property
@@ -285,7 +287,7 @@ class RayCluster:
                 self._places = self._number(spread, progress)
                 if self._nodes_without_folder and not self._copied:
                     self._bring_folder(spread, progress)
-                version_check.check_versions(bootstrap.software_versions(), self._places)
+                check_versions(bootstrap.software_versions(), self._places)
             except BaseException:
                 self.close()
                 raise
@@ -294,9 +296,7 @@ class RayCluster:
     def _reserve(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
         from ray.util.placement_group import placement_group
 
-        cpus, gpus = (
-            (spread.ranks_per_node, 0) if spread.kind == "cpu" else (1, spread.ranks_per_node)
-        )
+        cpus, gpus = _node_resources(spread)
         bundle: dict[str, float] = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
         bundles: list[dict[str, float]] = [bundle] * spread.num_nodes
         if self._unreachable:  # Ray would still use these nodes
@@ -323,9 +323,7 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
         progress(f"starting {spread.num_nodes} Ray actors")
-        cpus, gpus = (
-            (spread.ranks_per_node, 0) if spread.kind == "cpu" else (1, spread.ranks_per_node)
-        )
+        cpus, gpus = _node_resources(spread)
         node = _ray().remote(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -339,7 +337,11 @@ class RayCluster:
         ]
         self._actors = actors
         about = self.kernel_address, self._interface, str(Path.cwd())
-        found = self._call_results([actor.describe_node.remote(*about) for actor in actors])
+        try:
+            calls = [actor.describe_node.remote(*about) for actor in actors]
+            found = list(_ray().get(calls, timeout=ACTORS_S))
+        except _ray().exceptions.RayError as error:
+            raise StartError(f"A Ray node does not respond: {error_cause(error)}.") from error
         bootstrap.check_nodes(found)
         self._nodes_without_folder = [node for node in found if not node["has_folder"]]
         order = sorted(
@@ -348,16 +350,7 @@ class RayCluster:
         )
         self._actors, found = [actors[i] for i in order], [found[i] for i in order]
         names = self._names([(node["host"], node["address"]) for node in found])
-        return [
-            AllocatedNode(
-                name=name,
-                address=node["address"],
-                ranks=spread.ranks_per_node,
-                gpus=tuple(node["gpus"][: spread.ranks_per_node]) if spread.kind == "cuda" else (),
-                versions=node["versions"],
-            )
-            for name, node in zip(names, found, strict=True)
-        ]
+        return allocated_nodes(found, names, spread)
 
     def _bring_folder(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
         """Reconnect so that Ray copies the notebook's folder to each node."""
@@ -369,14 +362,6 @@ class RayCluster:
         self._copied = True
         self._reserve(spread, progress)
         self._places = self._number(spread, progress)
-
-    def _call_results(self, calls: list[Any], within_s: float = ACTORS_S) -> list[Any]:
-        """Return the results of calls, one per actor."""
-        ray = _ray()
-        try:
-            return list(ray.get(calls, timeout=within_s))
-        except ray.exceptions.RayError as error:
-            raise StartError(f"A Ray node does not respond: {error_cause(error)}.") from error
 
     def start_agents(self, tickets: Sequence[str]) -> None:
         """Run the agents as children of the actors; the ticket is an argument of the call."""
@@ -391,16 +376,12 @@ class RayCluster:
         if runs:
             ended, _ = ray.wait(runs, num_returns=len(runs), timeout=0)
             for run in ended:
-                self._causes.setdefault(self._runs[run], self._exit_reason(run))
+                try:
+                    cause = str(ray.get(run))
+                except ray.exceptions.RayError as error:
+                    cause = error_cause(error)
+                self._causes.setdefault(self._runs[run], cause)
         return {place: f"is lost: {why}" for place, why in self._causes.items()}
-
-    @staticmethod
-    def _exit_reason(run: Any) -> str:
-        ray = _ray()
-        try:
-            return str(ray.get(run))
-        except ray.exceptions.RayError as error:
-            return error_cause(error)
 
     def close(self) -> None:
         """End the agents and the actors and release the nodes; keep the connection."""
@@ -411,7 +392,14 @@ class RayCluster:
             from ray.util.placement_group import remove_placement_group
 
             with contextlib.suppress(_ray().exceptions.RayError):  # an actor may be lost
-                self._end_actors()
+                ray, actors = _ray(), self._actors
+                living = [actor for index, actor in enumerate(actors) if index not in self._causes]
+                self._actors, self._runs = [], {}
+                ends = [actor.end.remote() for actor in living]
+                if ends:
+                    ray.wait(ends, num_returns=len(ends), timeout=END_S)
+                for actor in actors:
+                    ray.kill(actor, no_restart=True)
             with contextlib.suppress(_ray().exceptions.RayError):
                 remove_placement_group(group)
 
@@ -421,15 +409,11 @@ class RayCluster:
             self.close()
             self._disconnect()
 
-    def _end_actors(self) -> None:
-        ray, actors = _ray(), self._actors
-        living = [actor for place, actor in enumerate(actors) if place not in self._causes]
-        self._actors, self._runs = [], {}
-        ends = [actor.end.remote() for actor in living]
-        if ends:
-            ray.wait(ends, num_returns=len(ends), timeout=END_S)
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+
+def _node_resources(distribution: RankDistribution) -> tuple[int, int]:
+    """Return the CPUs and GPUs to reserve on each node."""
+    each = distribution.ranks_per_node
+    return (each, 0) if distribution.kind == "cpu" else (1, each)
 
 
 def error_cause(error: Exception) -> str:
@@ -445,13 +429,6 @@ def error_cause(error: Exception) -> str:
         "RuntimeEnvSetupError": "Ray could not copy nbdist to it",
     }.get(type(error).__name__, f"Ray reported {type(error).__name__}")
     return f"{words}: {reason[:LOG_IN_ERROR].rstrip('.')}" if reason else words
-
-
-def _loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _ray() -> Any:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -20,9 +21,16 @@ import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import bootstrap, slurm_nodes, version_check
-from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
-from nbdist.cluster.rank_distribution import RankDistribution, format_count, requested_counts
+from nbdist.cluster import bootstrap
+from nbdist.cluster.allocation import (
+    AllocatedNode,
+    AllocationRequest,
+    RankDistribution,
+    allocated_nodes,
+    check_versions,
+    format_count,
+    requested_counts,
+)
 from nbdist.errors import OptionError, StartError
 
 if TYPE_CHECKING:
@@ -50,6 +58,13 @@ UNSATISFIABLE_REASONS = frozenset(
     {"PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints"}
 )
 """Pending reasons that cannot be resolved by waiting."""
+
+COMMAND_S = 10.0
+ANSWER_S = 2.0
+"""Timeout of a connection to a node."""
+_UNUSABLE = re.compile(r"down|drain|fail|error|unk|future|inval|maint|.*\*$")
+"""States of nodes that take no jobs; a star marks a node that does not respond to Slurm."""
+_PLACE = re.compile(r"NodeAddr=(\S+) .*\bPort=(\d+)")
 
 
 class SlurmCluster:
@@ -130,11 +145,9 @@ class SlurmCluster:
 
     def _query_nodes(self) -> tuple[set[str], set[str]]:
         """Names of the nodes known to Slurm, and of the last used nodes that do not respond."""
-        known = slurm_nodes.usable_nodes(
-            job=self._allocation, partition=self._job_options.get("partition", "")
-        )
+        known = usable_nodes(job=self._allocation, partition=self._job_options.get("partition", ""))
         ours = {place.name for place in self._places}
-        return known, {name for name in ours if not slurm_nodes.is_reachable(name)}
+        return known, {name for name in ours if not is_reachable(name)}
 
     def _unresponsive_nodes(self, nodes: int, progress: Callable[[str], None]) -> list[str]:
         """Nodes to exclude: the last used ones that do not respond. Waits if they are needed."""
@@ -175,7 +188,7 @@ class SlurmCluster:
         try:
             self._srun = SrunProcess(self._command(spread, avoided), self._environ())
             self._places = self._number(spread, self._srun, progress)
-            version_check.check_versions(bootstrap.software_versions(), self._places)
+            check_versions(bootstrap.software_versions(), self._places)
         except BaseException:
             self.close()
             raise
@@ -230,16 +243,8 @@ class SlurmCluster:
         self._tasks = sorted(
             found, key=lambda task: (found[task]["address"] != self.kernel_address, task)
         )
-        return [
-            AllocatedNode(
-                name=node["host"],
-                address=node["address"],
-                ranks=spread.ranks_per_node,
-                gpus=tuple(node["gpus"][: spread.ranks_per_node]) if spread.kind == "cuda" else (),
-                versions=node["versions"],
-            )
-            for node in (found[task] for task in self._tasks)
-        ]
+        nodes = [found[task] for task in self._tasks]
+        return allocated_nodes(nodes, [node["host"] for node in nodes], spread)
 
     def _collect_answers(
         self, srun: SrunProcess, what: str, count: int, progress: Callable[[str], None]
@@ -271,7 +276,7 @@ class SlurmCluster:
             if "partition" in self._job_options
             else []
         )
-        listed = slurm_nodes.run_slurm_command(
+        listed = run_slurm_command(
             "sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs and %G on each, %l", *only
         )
         has = "; ".join(line.replace("(null)", "no GPUs") for line in listed.splitlines())
@@ -401,7 +406,7 @@ class SrunProcess:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         if self.job and not self._has_answered:
-            slurm_nodes.run_slurm_command("scancel", self.job)  # it may still be queued
+            run_slurm_command("scancel", self.job)  # it may still be queued
         try:
             self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -467,7 +472,7 @@ class JobQueueStatus:
             return False
         if now - self._polled_at >= ASK_QUEUE_S:
             self._polled_at = now
-            state, _, self.reason = slurm_nodes.run_slurm_command(
+            state, _, self.reason = run_slurm_command(
                 "squeue", "--noheader", "--jobs", self._srun.job, "--format", "%T|%r"
             ).partition("|")
             self._waits = state in {"PENDING", "CONFIGURING"}
@@ -496,3 +501,49 @@ def parse_ended_tasks(line: str) -> dict[int, str]:
         first, _, last = part.partition("-")
         tasks += range(int(first), int(last or first) + 1)
     return dict.fromkeys(tasks, f"Slurm reported that its task ended: {match[3].strip()}")
+
+
+def run_slurm_command(*command: str) -> str:
+    """Return the output of a Slurm command; "" if it fails."""
+    try:
+        done = subprocess.run(  # noqa: S603 - Slurm's own commands
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def usable_nodes(*, job: str, partition: str) -> set[str]:
+    """Return the names of a job's nodes, or of a partition's nodes that accept jobs.
+
+    Args:
+        job: job number, or "".
+        partition: name of the partition; "": the default one.
+    """
+    if job:
+        listed = run_slurm_command("squeue", "--noheader", "--jobs", job, "--format", "%N")
+        return (
+            set(run_slurm_command("scontrol", "show", "hostnames", listed).split())
+            if listed
+            else set()
+        )
+    lines = run_slurm_command("sinfo", "--noheader", "--Node", "--format", "%N %P %T").splitlines()
+    return {
+        name
+        for name, own, state in (line.split() for line in lines)
+        if (own.removesuffix("*") == partition if partition else own.endswith("*"))
+        and not _UNUSABLE.match(state)
+    }
+
+
+def is_reachable(name: str) -> bool:
+    """Return True if a node's slurmd accepts a connection, or its address is unknown."""
+    place = _PLACE.search(run_slurm_command("scontrol", "show", "node", name, "--oneliner"))
+    if place is None:
+        return True
+    try:
+        socket.create_connection((place[1], int(place[2])), ANSWER_S).close()
+    except OSError:
+        return False
+    return True

@@ -8,8 +8,20 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from nbdist.display import panel_profile_html, panel_units
-from nbdist.display.profile_units import format_duration as time_of
+from nbdist.display.elements import text_bar
+from nbdist.display.units import (
+    NON_FINITE_SYMBOLS,
+    format_age,
+    format_bytes,
+    format_clock,
+    format_duration,
+    format_tokens_per_s,
+    non_finite_kind,
+    non_finite_legend,
+    precision_label,
+    relative_position,
+    sort_curve_names,
+)
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 
 if TYPE_CHECKING:
@@ -61,8 +73,16 @@ def render_page(state: PanelState, curves: Mapping[str, Points]) -> str:
 
 def _lines(state: PanelState, curves: Mapping[str, Points]) -> Iterator[str]:
     now = time.time()
-    yield from _head(state, now)
-    yield from _memory(state)
+    yield from header_lines(state, now)
+    headings = {node["name"]: node_text(node) for node in state["nodes"]}
+    for name, devices in groupby(state["devices"], key=itemgetter("node")):
+        if name:
+            yield f"node {headings[name]}"
+        notes = []
+        for device in devices:
+            yield _device(device)
+            notes += [f"    {device['name']}: {note}" for note in device_notes(device)]
+        yield from notes
     rows = state["strategies"]["rows"]
     if rows:
         yield "strategies, memory per device (* current, > recommended; to change: %nbdist switch):"
@@ -70,14 +90,7 @@ def _lines(state: PanelState, curves: Mapping[str, Points]) -> Iterator[str]:
     if state["strategies"]["note"]:
         yield f"  {state['strategies']['note']}"
     yield from render_profile(state["profile"])
-    shown = panel_units.sort_curve_names(name for name in curves if len(curves[name][0]))
-    for name in shown[:_MAX_ROWS]:
-        steps, _, values = curves[name]
-        key = panel_units.non_finite_legend(values)
-        last = f"{values[-1]:.6g} at step {steps[-1]:.0f}{f' ({key})' if key else ''}"
-        yield f"  {name:<14} {_spark(list(values))} {last}"
-    if len(shown) > _MAX_ROWS:
-        yield f"  and {len(shown) - _MAX_ROWS} more: nbdist.session().metrics"
+    yield from _curves(curves)
     for name, ranks in groupby(state["ranks"], key=itemgetter("node")):
         if name:
             yield f"ranks of node {name}:"
@@ -88,73 +101,31 @@ def _lines(state: PanelState, curves: Mapping[str, Points]) -> Iterator[str]:
         yield f"  at step {mark['step']}: {mark['kind']}: {mark['text']}"
 
 
-def _head(state: PanelState, now: float) -> Iterator[str]:
-    head = state["header"]
-    strategy = [head["backend"], panel_units.precision_label(head["precision"])]
-    strategy += [f"offload {head['offload']}"] if head["offload"] != "none" else []
-    strategy += [head["options"]] if head["options"] else []
-    since = (
-        "" if head["since"] is None else f" since {panel_units.format_clock(now - head['since'])}"
-    )
-    age = (
-        ""
-        if head["started"] is None
-        else f"; session {panel_units.format_clock(now - head['started'])} old"
-    )
-    yield f"{', '.join(strategy)} on {head['place']}"
-    yield f"{head['words']}{since}{age}"
-    yield panel_units.snapshot_note(now, head["version"])
-    if (progress := state["progress"]) is not None:
-        share = (
-            ""
-            if progress["share"] is None
-            else f", {panel_units.format_percent(progress['share'])}"
-        )
-        yield f"{progress['text']}{share}"
-    for waiting in state["queue"]:
-        yield f"queued: {waiting['text']}"
-    if (notice := state["notice"]) is not None:
-        yield from f"{notice['kind']}: {notice['text']}".splitlines()
-
-
-def _node(node: NodeView) -> str:
-    return f"node {node['name']}: {node['words']}, {panel_units.host_memory_text(node)}"
-
-
-def _memory(state: PanelState) -> Iterator[str]:
-    """Lines of the devices, below a heading for each node."""
-    headings = {node["name"]: _node(node) for node in state["nodes"]}
-    for name, devices in groupby(state["devices"], key=itemgetter("node")):
-        if name:
-            yield headings[name]
-        notes = []
-        for device in devices:
-            yield _device(device)
-            notes += [f"    {device['name']}: {note}" for note in panel_units.device_notes(device)]
-        yield from notes
+def _curves(curves: Mapping[str, Points]) -> Iterator[str]:
+    shown = sort_curve_names(name for name in curves if len(curves[name]))
+    for name in shown[:_MAX_ROWS]:
+        steps, _, values = curves[name].T.tolist()
+        key = non_finite_legend(values)
+        last = f"{values[-1]:.6g} at step {steps[-1]:.0f}{f' ({key})' if key else ''}"
+        yield f"  {name:<14} {_spark(values)} {last}"
+    if len(shown) > _MAX_ROWS:
+        yield f"  and {len(shown) - _MAX_ROWS} more: nbdist.session().metrics"
 
 
 def _device(device: DeviceView) -> str:
-    capacity = device["capacity_bytes"] or 0
-    used, peak = device["used_bytes"] or 0, device["peak_bytes"] or 0
-    bar = _bar(used, max(capacity, peak, device["predicted_bytes"] or 0))
-    predicted = (
-        ""
-        if device["predicted_bytes"] is None
-        else f", predicted {panel_units.format_bytes(device['predicted_bytes'])}"
-    )
-    activity = panel_units.device_activity_text(device)
-    others = (
-        f", others {panel_units.format_bytes(device['others_bytes'])}"
-        if device["others_bytes"]
-        else ""
-    )
-    return (
-        f"  {device['name']:<22} {bar} {panel_units.format_bytes(device['used_bytes'])} of"
-        f" {panel_units.format_bytes(device['capacity_bytes'])}, peak"
-        f" {panel_units.format_bytes(device['peak_bytes'])}"
-        f"{predicted}{others}{', ' if activity else ''}{activity}"
-    )
+    capacity, predicted = device["capacity_bytes"], device["predicted_bytes"]
+    used, peak = device["used_bytes"], device["peak_bytes"]
+    bar = text_bar(used or 0, max(capacity or 0, peak or 0, predicted or 0), _BAR)
+    parts = [
+        f"{bar} {format_bytes(used)} of {format_bytes(capacity)}",
+        f"peak {format_bytes(peak)}",
+    ]
+    if predicted is not None:
+        parts.append(f"predicted {format_bytes(predicted)}")
+    if device["others_bytes"]:
+        parts.append(f"others {format_bytes(device['others_bytes'])}")
+    parts += device_readings(device)
+    return f"  {device['name']:<22} {', '.join(parts)}"
 
 
 def _rank(rank: RankView) -> str:
@@ -165,28 +136,23 @@ def _rank(rank: RankView) -> str:
 
 
 def _checkpoint(checkpoint: CheckpointView, now: float) -> str:
-    state = {
-        "done": "",
-        "running": ", being written",
-        "failed": f", failed: {checkpoint['problem']}",
-    }
-    size = (
-        f", {panel_units.format_bytes(checkpoint['size_bytes'])}"
-        if checkpoint["state"] == "done"
-        else ""
-    )
-    step = "" if checkpoint["step"] is None else f", step {checkpoint['step']}"
-    age = panel_units.format_age(now - checkpoint["saved"])
-    return f"  checkpoint {checkpoint['name']}{step}{size}, {age} ago{state[checkpoint['state']]}"
+    is_done, note = checkpoint["state"] == "done", checkpoint_note(checkpoint)
+    parts = [
+        f"  checkpoint {checkpoint['name']}",
+        "" if checkpoint["step"] is None else f"step {checkpoint['step']}",
+        format_bytes(checkpoint["size_bytes"]) if is_done else "",
+        f"{format_age(now - checkpoint['saved'])} ago",
+        note,
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _strategy(row: StrategyRow) -> str:
     mark = ("*" if row["current"] else " ") + (">" if row["recommended"] else " ")
-    reason = panel_units.plan_reason_text(row["why"], fits=row["fits"])
-    bar = _bar(row["device_bytes"], row["capacity_bytes"])
-    size = panel_units.format_bytes(row["device_bytes"])
-    speed = f"{panel_units.format_tokens_per_s(row['tokens_per_s']):>6} tokens/s"
-    return f"{mark} {row['words']:<44} {bar} {size:>9} {speed}  {reason}"
+    bar = text_bar(row["device_bytes"], row["capacity_bytes"], _BAR)
+    size = format_bytes(row["device_bytes"])
+    speed = f"{format_tokens_per_s(row['tokens_per_s']):>6} tokens/s"
+    return f"{mark} {row['words']:<44} {bar} {size:>9} {speed}  {strategy_reason(row)}"
 
 
 def render_profile(profile: ProfileView) -> Iterator[str]:
@@ -194,14 +160,14 @@ def render_profile(profile: ProfileView) -> Iterator[str]:
     if not profile["verdict"]:
         return
     yield f"profile: {profile['verdict']}"
-    yield from (f"  {profile[key]}" for key in ("facts", "gained") if profile[key])
+    yield from (f"  {line}" for line in (profile["facts"], profile["gained"]) if line)
     top = max((rank["step_s"] for rank in profile["ranks"]), default=0.0)
     for rank in profile["ranks"]:
         slowest = " (slowest)" if rank["straggler"] else ""
         more = f"; {rank['figures']}" if rank["figures"] else ""
         yield (
-            f"  rank {rank['rank']}{slowest:<10} [{_stacked(rank, top)}] {time_of(rank['step_s'])}:"
-            f" {panel_profile_html.step_parts_text(rank)}{more}"
+            f"  rank {rank['rank']}{slowest:<10} [{_letter_bar(rank, top)}]"
+            f" {format_duration(rank['step_s'])}: {step_parts_text(rank)}{more}"
         )
     for number, advice in enumerate(profile["advice"], 1):
         yield f"  {number}. {advice['title']}: {advice['text']}"
@@ -209,7 +175,7 @@ def render_profile(profile: ProfileView) -> Iterator[str]:
     yield from (f"  {note}" for note in profile["notes"])
 
 
-def _stacked(rank: ProfiledRank, top: float) -> str:
+def _letter_bar(rank: ProfiledRank, top: float) -> str:
     """A bar of the letters of a rank's step parts."""
     drawn, seconds = "", 0.0
     for span in rank["parts"]:
@@ -219,25 +185,101 @@ def _stacked(rank: ProfiledRank, top: float) -> str:
     return drawn.ljust(_WIDE_BAR, ".")
 
 
-def _bar(part: float, whole: float) -> str:
-    filled = min(_BAR, round(_BAR * part / whole)) if whole else 0
-    return "#" * filled + "." * (_BAR - filled)
-
-
 def _spark(values: list[float]) -> str:
     """A curve as one line of block characters, with symbols for non-finite values."""
     stride = max(1, math.ceil(len(values) / _SPARK_WIDTH))
     stretches = [values[begin : begin + stride] for begin in range(0, len(values), stride)]
     # A non-finite value is shown even if its stretch has finite ones.
-    shown = [
-        next(filter(panel_units.non_finite_kind, stretch), stretch[0]) for stretch in stretches
-    ]
+    shown = [next(filter(non_finite_kind, stretch), stretch[0]) for stretch in stretches]
     numbers = [value for value in shown if math.isfinite(value)]
     low, high = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
     top = len(_SPARKS) - 1
     return "".join(
-        panel_units.NON_FINITE_SYMBOLS[panel_units.non_finite_kind(value)]
-        if panel_units.non_finite_kind(value)
-        else _SPARKS[round(top * panel_units.relative_position(low, value, high))]
+        NON_FINITE_SYMBOLS[non_finite_kind(value)]
+        if non_finite_kind(value)
+        else _SPARKS[round(top * relative_position(low, value, high))]
         for value in shown
     )
+
+
+# ---------------------------------------------------------------------------- shared with HTML
+
+
+def header_lines(state: PanelState, now: float) -> list[str]:
+    """Return the strategy, the state, the age of the page, and what is going on."""
+    head, progress, notice = state["header"], state["progress"], state["notice"]
+    strategy = [head["backend"], precision_label(head["precision"])]
+    strategy += [f"offload {head['offload']}"] if head["offload"] != "none" else []
+    strategy += [head["options"]] if head["options"] else []
+    words = head["words"]
+    if head["since"] is not None:
+        words += f" since {format_clock(now - head['since'])}"
+    if head["started"] is not None:
+        words += f"; session {format_clock(now - head['started'])} old"
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    shown = [f"{', '.join(strategy)} on {head['place']}", words]
+    shown += [f"as of {stamp}; nbdist {head['version']}"]
+    if progress is not None:
+        share = "" if progress["share"] is None else f", {progress['share']:.0%}"
+        shown.append(f"{progress['text']}{share}")
+    shown += [f"queued: {waiting['text']}" for waiting in state["queue"]]
+    if notice is not None:
+        shown += f"{notice['kind']}: {notice['text']}".splitlines()
+    return shown
+
+
+def node_text(node: NodeView) -> str:
+    """Return the name, devices and host memory of a node."""
+    used, total = format_bytes(node["host_used_bytes"]), format_bytes(node["host_bytes"])
+    return f"{node['name']}: {node['words']}, host memory {used} of {total}"
+
+
+def device_readings(device: DeviceView) -> list[str]:
+    """Return utilization, power, temperature and traffic of a device, as far as they are known."""
+    parts = []
+    if device["utilization"] is not None:
+        parts.append(f"{device['utilization']:.0%} busy")
+    if device["power_w"] is not None:
+        limit = f" of {device['power_limit_w']:.0f}" if device["power_limit_w"] is not None else ""
+        parts.append(f"{device['power_w']:.0f}{limit} W")
+    if device["temperature_c"] is not None:
+        parts.append(f"{device['temperature_c']:.0f} \N{DEGREE SIGN}C")
+    for name, tx, rx in (
+        ("PCIe", device["pcie_tx"], device["pcie_rx"]),
+        ("NVLink", device["nvlink_tx"], device["nvlink_rx"]),
+    ):
+        if tx is not None and rx is not None:
+            parts.append(f"{name} {format_bytes(tx)}/s out, {format_bytes(rx)}/s in")
+    return parts
+
+
+def device_notes(device: DeviceView) -> list[str]:
+    """Return the notes on a device, and the processes of others that hold its memory."""
+    notes = [device["note"]] if device["note"] else []
+    if device["holders"]:
+        holders = ", ".join(device["holders"])
+        notes.append(f"{format_bytes(device['others_bytes'])} are held by {holders}")
+    return notes
+
+
+def strategy_reason(row: StrategyRow) -> str:
+    """Return the reason of a plan row, marked if the row does not fit."""
+    is_complete = row["fits"] or row["why"].startswith("does not fit")
+    return row["why"] if is_complete else f"does not fit; {row['why']}"
+
+
+def step_parts_text(rank: ProfiledRank) -> str:
+    """Return the parts of a step: "forward 18%, backward 31%"."""
+    step_s = rank["step_s"]
+    parts = []
+    for span in rank["parts"]:
+        share = f"{span['seconds'] / step_s:.0%}" if step_s else "-"
+        parts.append(f"{span['part']} {share}")
+    return ", ".join(parts)
+
+
+def checkpoint_note(checkpoint: CheckpointView) -> str:
+    """Return why a checkpoint is not complete; empty if it is."""
+    if checkpoint["state"] == "failed":
+        return f"failed: {checkpoint['problem']}"
+    return "being written" if checkpoint["state"] == "running" else ""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
+from nbdist.display.elements import (
+    MEMORY_COLORS,
+    Html,
+    element,
+    html_bar,
+    html_row,
+    html_table,
+    legend,
+    lines,
+    text_bar,
+)
 from nbdist.display.units import format_count, format_gib, format_seconds, memory_part_text
 from nbdist.planner.model_spec import Workload, num_params, num_trainable_params
 from nbdist.planner.step_time import threshold_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from nbdist.planner.plan_table import PlanRow, PlanTable
-    from nbdist.planner.step_time import StepCost
 
 MAX_OTHER_ROWS = 3
 """Number of other backends that an explanation lists."""
@@ -21,22 +30,9 @@ MAX_BAR_RATIO = 1.6
 """Maximum length of a bar in HTML, relative to the free memory. Longer bars are cut."""
 MAX_SHOWN_PARTS = 4
 """Number of the largest memory parts that a line lists."""
-
-COLORS = {
-    "parameters": "#4878a8",
-    "master": "#86a8cc",
-    "gradients": "#59a14f",
-    "optimizer": "#e0a030",
-    "buffers": "#b07aa1",
-    "gathered": "#76b7b2",
-    "activations": "#d9634f",
-    "logits": "#9c755f",
-    "temporaries": "#b8b0ac",
-    "context": "#8a8a8a",
-    "margin": "#c8c8c8",
-}
-"""Memory part -> colour, in the order of the bar."""
-
+_BAR_CHARS = 20
+_TEXT_COLUMNS = (0, 1, 4)
+_BEST_STYLE = "font-weight:600;background:rgba(89,161,79,.18)"
 
 # ---------------------------------------------------------------------------- words
 
@@ -49,23 +45,16 @@ def heading(plan: PlanTable) -> str:
     sizes = ", ".join(map(str, request.batch_sizes)) + (
         f" x {request.seq_len}" if has_token_samples(plan) else ""
     )
+    precision = "full precision" if request.precision == "no" else request.precision
     return (
         f"{model.name}{frozen} on {request.cluster.describe()}: micro-batch {sizes},"
-        f" {request.optimizer.name}, {_precision(request.precision)}; {model.depth}"
+        f" {request.optimizer.name}, {precision}; {model.depth}"
     )
 
 
 def has_token_samples(plan: PlanTable) -> bool:
     """Return whether samples consist of tokens. Otherwise speed is counted in samples."""
     return plan.question.seq_len > 1
-
-
-def _per_second(plan: PlanTable) -> str:
-    return "tokens/s" if has_token_samples(plan) else "samples/s"
-
-
-def _precision(precision: str) -> str:
-    return "full precision" if precision == "no" else precision
 
 
 def explanation(plan: PlanTable) -> list[str]:
@@ -90,23 +79,19 @@ def memory_parts_text(row: PlanRow) -> str:
     return ", ".join(memory_part_text(part, size) for part, size in largest if size)
 
 
-def speed_text(plan: PlanTable, cost: StepCost) -> str:
-    """Return the speed: "about 3,100 tokens/s (within 25 %), 1.2 s per step"."""
-    return (
-        f"about {cost.tokens_per_s:,.0f} {_per_second(plan)} (within {cost.uncertainty:.0%}),"
-        f" {format_seconds(cost.step_time_s)} per step"
-    )
-
-
 def _closing(plan: PlanTable) -> Iterator[str]:
     """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
     best, request = plan.best, plan.question
     if best is None or best.cost is None:
         return
-    yield speed_text(plan, best.cost)
+    cost, unit = best.cost, "tokens/s" if has_token_samples(plan) else "samples/s"
+    yield (
+        f"about {cost.tokens_per_s:,.0f} {unit} (within {cost.uncertainty:.0%}),"
+        f" {format_seconds(cost.step_time_s)} per step"
+    )
     if request.cluster.kind == "cuda" and has_token_samples(plan):
         batch = Workload(batch_size=best.batch_size, seq_len=request.seq_len)
-        yield threshold_text(best.cost, batch)
+        yield threshold_text(cost, batch)
 
 
 def measurement_sources(plan: PlanTable) -> str:
@@ -126,14 +111,10 @@ def measurement_sources(plan: PlanTable) -> str:
         by_day.setdefault(day, []).append(item)
     measured = [f"{_and(items)} measured here ({day})" for day, items in by_day.items() if day]
     catalogue = [f"{_and(by_day[''])} from the catalogue"] if "" in by_day else []
-    return f"sources: {'; '.join([*measured, *catalogue])}{_how_to_measure(plan, measured)}"
-
-
-def _how_to_measure(plan: PlanTable, here: Sequence[str]) -> str:
-    """Hint at calibration for a machine that was not measured yet."""
-    if here or plan.question.cluster.measurement_store is None:
-        return ""
-    return " (%nbdist profile --calibrate measures them here)"
+    hint = ""
+    if not measured and cluster.measurement_store is not None:
+        hint = " (%nbdist profile --calibrate measures them here)"
+    return f"sources: {'; '.join([*measured, *catalogue])}{hint}"
 
 
 def _and(words: Sequence[str]) -> str:
@@ -143,9 +124,8 @@ def _and(words: Sequence[str]) -> str:
 
 def _others(plan: PlanTable) -> Iterator[str]:
     """One line for each of the best rows of other backends."""
-    rows = [row for row in summary_rows(plan) if row is not plan.best]
     taken = _kind(plan.best) if plan.best else None
-    different = [row for row in rows if _kind(row) != taken]
+    different = [row for row in summary_rows(plan) if _kind(row) != taken]
     for row in different[:MAX_OTHER_ROWS]:
         yield f"  {row.variant}: {row.why}"
 
@@ -180,149 +160,92 @@ def _order(row: PlanRow) -> tuple[bool, float, int]:
 
 # ---------------------------------------------------------------------------- text
 
-_WIDTH = 20
-
 
 def render_text(plan: PlanTable) -> str:
     """Return the table as text, one line per backend and offload."""
-    free = plan.question.cluster.smallest_device.free_bytes
-    lines = [heading(plan)]
-    lines += [f"  note: {note}" for note in plan.question.notes]
-    lines += [f"  {measurement_sources(plan)}"]
-    lines += [""] + [_line(row, plan, free) for row in summary_rows(plan)]
+    shown = [heading(plan)]
+    shown += [f"  note: {note}" for note in plan.question.notes]
+    shown += [f"  {measurement_sources(plan)}"]
+    shown += [""] + [_line(row, plan) for row in summary_rows(plan)]
     hidden = len(plan.rows) - len(summary_rows(plan))
     if hidden:
-        lines += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
+        shown += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
     if plan.best is not None:
-        lines += ["", plan.best.command, *(f"  {sentence}" for sentence in _closing(plan))]
-    lines += ["", "nothing fits; these changes would make it fit:"] if plan.advice else []
-    lines += [f"  {sentence}" for sentence in plan.advice]
-    return "\n".join(lines)
+        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in _closing(plan))]
+    shown += ["", "nothing fits; these changes would make it fit:"] if plan.advice else []
+    shown += [f"  {sentence}" for sentence in plan.advice]
+    return "\n".join(shown)
 
 
-def _line(row: PlanRow, plan: PlanTable, free: int) -> str:
+def _line(row: PlanRow, plan: PlanTable) -> str:
+    free = plan.question.cluster.smallest_device.free_bytes
     mark = ">" if plan.best is not None and _same(row, plan.best) else " "
     size = f" b{row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
-    if row.cost is None:
-        return f"{mark} {row.variant + size:<52} {'':{_WIDTH}} {'':>7}  {row.why}"
-    filled = min(_WIDTH, round(_WIDTH * row.device_bytes / free)) if free else _WIDTH
-    over = "!" if row.device_bytes > free else " "
-    bar = "#" * filled + "." * (_WIDTH - filled)
-    return (
-        f"{mark} {row.variant + size:<52} {bar}{over}{format_gib(row.device_bytes):>7}  {row.why}"
-    )
+    bar = over = used = ""
+    if row.cost is not None:
+        bar = text_bar(row.device_bytes, free or 1, _BAR_CHARS)
+        over = "!" if row.device_bytes > free else " "
+        used = format_gib(row.device_bytes)
+    bar = f"{bar}{over}"
+    return f"{mark} {row.variant + size:<52} {bar:{_BAR_CHARS + 1}}{used:>7}  {row.why}"
 
 
 # ---------------------------------------------------------------------------- HTML
-
-# "!important" overrides JupyterLab's own style of tables in outputs.
-_STYLE = (
-    ".nbdist-plan{font-family:var(--jp-ui-font-family,sans-serif);font-size:12px;"
-    "line-height:1.35}"
-    ".nbdist-plan table{border-collapse:collapse;margin:4px 0;font-size:12px}"
-    ".nbdist-plan td,.nbdist-plan th{padding:2px 6px!important;text-align:left!important;"
-    "vertical-align:middle;white-space:nowrap}"
-    ".nbdist-plan td.n,.nbdist-plan th.n{text-align:right!important;"
-    "font-variant-numeric:tabular-nums}"
-    ".nbdist-plan td.why{white-space:normal;min-width:200px}"
-    ".nbdist-plan ul{margin:2px 0 4px}"
-    ".nbdist-plan tr{background:none!important}"
-    ".nbdist-plan tr.best{font-weight:600;background:rgba(89,161,79,.18)!important}"
-    ".nbdist-plan tr.no td{opacity:.62}"
-    ".nbdist-plan .bar{display:inline-flex;width:150px;height:12px;position:relative;"
-    "background:rgba(128,128,128,.15);overflow:hidden;vertical-align:middle}"
-    ".nbdist-plan .bar i{display:block;height:100%}"
-    ".nbdist-plan .bar b{position:absolute;top:0;bottom:0;width:2px;"
-    "background:var(--jp-ui-font-color1,currentColor)}"
-    ".nbdist-plan .key span{white-space:nowrap}"
-    ".nbdist-plan .key i{display:inline-block;width:10px;height:10px;margin:0 4px 0 10px}"
-)
 
 
 def render_html(plan: PlanTable) -> str:
     """Return the table as HTML with one bar per row; a tick marks the free memory of the device."""
     rows = summary_rows(plan)
-    return "".join(
-        (
-            f"<style>{_STYLE}</style><div class='nbdist-plan'>",
-            f"<div><b>{escape(_verdict(plan))}</b></div>{_list(plan.advice)}",
-            f"<div>{escape(heading(plan))}</div>",
-            *(f"<div>{escape(note)}</div>" for note in plan.question.notes),
-            f"<div>{escape(measurement_sources(plan))}</div>",
-            _table(plan, rows),
-            _key(rows),
-            *(f"<div>{escape(sentence)}</div>" for sentence in _closing(plan)),
-            _folded(plan),
-            "</div>",
-        )
+    verdict = "Nothing fits. These changes would make it fit:"
+    if plan.best is not None:
+        verdict = f"{plan.best.command}   ({plan.best.why})"
+    advice = element("ul", *(element("li", sentence) for sentence in plan.advice))
+    used = {part for row in rows for part, size in row.memory.items() if size}
+    all_rows = element(
+        "details",
+        element("summary", f"all {len(plan.rows)} variants"),
+        _table(plan, sorted(plan.rows, key=_order)),
+    )
+    return element(
+        "div",
+        element("div", element("b", verdict)),
+        advice if plan.advice else "",
+        lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
+        _table(plan, rows),
+        legend(MEMORY_COLORS, used),
+        lines(_closing(plan)),
+        all_rows,
+        style="font-size:12px;line-height:1.35",
     )
 
 
-def _verdict(plan: PlanTable) -> str:
-    if plan.best is None:
-        return "Nothing fits. These changes would make it fit:"
-    return f"{plan.best.command}   ({plan.best.why})"
-
-
-def _list(sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _table(plan: PlanTable, rows: Sequence[PlanRow]) -> str:
+def _table(plan: PlanTable, rows: Sequence[PlanRow]) -> Html:
     free = plan.question.cluster.smallest_device.free_bytes
     longest = max(row.device_bytes for row in rows)
     scale = max(free, min(longest, int(MAX_BAR_RATIO * free))) or 1
-    head = (
-        "<tr><th></th><th>memory per device</th><th class='n'>GiB</th>"
-        f"<th class='n'>{_per_second(plan)}</th><th></th></tr>"
+    per_second = "tokens/s" if has_token_samples(plan) else "samples/s"
+    return html_table(
+        ["", "memory per device", "GiB", per_second, ""],
+        [_html_row(row, plan, free, scale) for row in rows],
+        _TEXT_COLUMNS,
     )
-    return f"<table>{head}{''.join(_html_row(row, plan, free, scale) for row in rows)}</table>"
 
 
-def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> str:
-    best = plan.best is not None and _same(row, plan.best)
-    kind = "best" if best else "" if row.fits else "no"
+def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
+    is_best = plan.best is not None and _same(row, plan.best)
+    style = _BEST_STYLE if is_best else "" if row.fits else "opacity:.62"
     size = f", micro-batch {row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
-    has_no_cost = row.cost is None
-    cells = (
-        f"<td>{escape(row.variant + size)}</td>",
-        f"<td>{'' if has_no_cost else _bar(row, free, scale)}</td>",
-        f"<td class='n'>{'' if has_no_cost else format_gib(row.device_bytes)}</td>",
-        f"<td class='n'>{'' if has_no_cost else f'{row.tokens_per_s:,.0f}'}</td>",
-        f"<td class='why'>{escape(row.why)}</td>",
-    )
-    return f"<tr class='{kind}'>{''.join(cells)}</tr>"
-
-
-def _bar(row: PlanRow, free: int, scale: int) -> str:
-    """Stacked bar of the memory parts, cut at the end of the scale. The tooltip lists the parts."""
-    pieces = (
-        f"<i style='flex:none;width:{100 * row.memory.get(part, 0) / scale:.2f}%;"
-        f"background:{color}'></i>"
-        for part, color in COLORS.items()
-        if row.memory.get(part)
-    )
-    tip = f"{row.peak_moment}: {memory_parts_text(row)}"
-    mark = f"<b style='left:{100 * free / scale:.2f}%'></b>"
-    label = f"{format_gib(row.device_bytes)} of {format_gib(free, unit=True)}"
-    return (
-        f"<span class='bar' role='img' aria-label='{escape(label)}' title='{escape(tip)}'>"
-        f"{''.join(pieces)}{mark}</span>"
-    )
-
-
-def _key(rows: Iterable[PlanRow]) -> str:
-    used = {part for row in rows for part, size in row.memory.items() if size}
-    items = (
-        f"<span><i style='background:{color}'></i>{part}</span> "
-        for part, color in COLORS.items()
-        if part in used
-    )
-    return f"<div class='key'>{''.join(items)}</div>"
-
-
-def _folded(plan: PlanTable) -> str:
-    """A collapsed table of all rows."""
-    summary = f"<summary>all {len(plan.rows)} variants</summary>"
-    return f"<details>{summary}{_table(plan, sorted(plan.rows, key=_order))}</details>"
+    if row.cost is None:
+        cells = ["", "", ""]
+    else:
+        sizes = {part: row.memory.get(part, 0) for part in MEMORY_COLORS}
+        bar = html_bar(
+            [(part, size, "") for part, size in sizes.items() if size],
+            MEMORY_COLORS,
+            scale,
+            label=f"{format_gib(row.device_bytes)} of {format_gib(free, unit=True)}",
+            title=f"{row.peak_moment}: {memory_parts_text(row)}",
+            overlays={"limit": free},
+        )
+        cells = [bar, format_gib(row.device_bytes), f"{row.tokens_per_s:,.0f}"]
+    return html_row([row.variant + size, *cells, row.why], _TEXT_COLUMNS, style=style)

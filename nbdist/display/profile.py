@@ -1,79 +1,70 @@
-"""A profile as text for a terminal and as static HTML.
-
-Uses inline styles only, as front ends strip `<style>` from untrusted notebooks. The colours work on
-light and dark themes, and every piece of a bar has a label or a row in the table below. All user
-text is escaped.
-"""
+"""A profile as text for a terminal and as static HTML."""
 
 from __future__ import annotations
 
-from html import escape
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.display import profile_tables
-from nbdist.display.profile_units import format_duration, format_percent
-from nbdist.display.units import format_count
+from nbdist.display.elements import (
+    PAGE_STYLE,
+    STEP_COLORS,
+    Html,
+    element,
+    html_bar,
+    html_row,
+    html_table,
+    join,
+    legend,
+    lines,
+    text_table,
+)
+from nbdist.display.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+    format_source_line,
+    precision_label,
+)
+from nbdist.profiler.advice import remarks_without_advice
+from nbdist.profiler.measurements import STEP_PARTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from nbdist.display.profile_tables import TextTable
-    from nbdist.profiler.advice import Advice
     from nbdist.profiler.analysis import ProfileAnalysis
-    from nbdist.profiler.lint_finding import LintFinding
-    from nbdist.profiler.measurements import RankProfile, StepPart
+    from nbdist.profiler.measurements import RankProfile
 
-COLORS: Mapping[StepPart, str] = {
-    "data": "#986f00",
-    "copies": "#9b6c41",
-    "forward": "#337ab6",
-    "backward": "#875fd1",
-    "optimizer": "#478429",
-    "communication": "#b85d0a",
-    "waiting": "#c24c7b",
-    "offload": "#108380",
-    "python": "#2f78c2",
-    "idle": "#6c7785",
-}
-"""Part of the step -> colour of its piece, as in widgets/src/times.ts. White text is readable on
-each (contrast 4.5:1), and each contrasts with light and dark backgrounds (3:1)."""
-_MIN_LABEL_SHARE = 0.1
-"""Share of a bar: a narrower piece has no room for its name."""
-_CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:middle"
-_NUMBER = "padding:2px 10px 2px 0;text-align:right;vertical-align:middle;white-space:nowrap"
-_TRACK = "width:100%;min-width:240px;height:18px;border-radius:2px;overflow:hidden"
-_TRACK += ";background:rgba(124,134,148,.22)"
+_MAX_RANKS = 8
+"""Maximum number of ranks in a table."""
+_MAX_LINES = 5
+_MIN_SHARE = 0.001
+"""Share of a step: a part that is shorter on all ranks is omitted."""
+
+
+# ---------------------------------------------------------------------------- words
 
 
 def heading(profile: ProfileAnalysis) -> str:
     """Return the speed of the run in one line."""
-    model = profile.model
+    model, first = profile.model, profile.ranks[0]
     steps = f"{profile.num_steps} step{'' if profile.num_steps == 1 else 's'}"
     unit = "tokens/s" if model and model.seq_len > 1 else "samples/s"
+    num_ranks = len(profile.ranks)
     parts = [
         (
             f"{steps} of {format_duration(profile.step_s)} (p50 {format_duration(profile.p50_s)},"
             f" p90 {format_duration(profile.p90_s)})"
         ),
         f"{profile.tokens_per_s:,.0f} {unit}" if profile.samples_per_s else "",
-        _mfu(profile),
-        f"{_device(profile)}, {profile.options.describe()}",
     ]
+    if profile.mfu is not None and profile.peak_flops is not None:
+        peak = f"{format_count(profile.peak_flops)} FLOP/s ({precision_label(profile.precision)})"
+        parts.append(f"MFU {format_percent(profile.mfu)} of {peak}")
+    device = f"{num_ranks} x {first.device}" if num_ranks > 1 else first.device
+    parts.append(f"{device}, {profile.options.describe()}")
     return "; ".join(filter(None, parts))
-
-
-def _device(profile: ProfileAnalysis) -> str:
-    ranks = len(profile.ranks)
-    return f"{ranks} x {profile.ranks[0].device}" if ranks > 1 else profile.ranks[0].device
-
-
-def _mfu(profile: ProfileAnalysis) -> str:
-    """The MFU as "MFU 41 % of 989T FLOP/s (bf16)"."""
-    if profile.mfu is None or profile.peak_flops is None:
-        return ""
-    precision = "fp32" if profile.precision == "no" else profile.precision
-    peak = f"{format_count(profile.peak_flops)} FLOP/s ({precision})"
-    return f"MFU {format_percent(profile.mfu)} of {peak}"
 
 
 def lint_lines(profile: ProfileAnalysis) -> list[str]:
@@ -81,17 +72,8 @@ def lint_lines(profile: ProfileAnalysis) -> list[str]:
     return [
         f"{finding.cell}, line {finding.line} ({finding.sure}): {finding.reason.rstrip('.')}."
         f" Instead: {finding.change}"
-        for finding in profile.remarks
-        if not _is_covered(profile, finding)
+        for finding in remarks_without_advice(profile.remarks, profile.advice)
     ]
-
-
-def _is_covered(profile: ProfileAnalysis, remark: LintFinding) -> bool:
-    """Return whether an advice covers the finding, by the same option or the same line."""
-    return any(
-        remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
-        for advice in profile.advice
-    )
 
 
 def trace_file_lines(profile: ProfileAnalysis) -> Iterator[str]:
@@ -103,35 +85,172 @@ def trace_file_lines(profile: ProfileAnalysis) -> Iterator[str]:
         yield f"memory (pytorch.org/memory_viz): {', '.join(snapshots)}"
 
 
+# ---------------------------------------------------------------------------- tables
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of formatted cells."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: frozenset[int] = frozenset({0})
+    """Indices of the columns that hold text instead of numbers."""
+    note: str = ""
+
+
+def profile_tables(profile: ProfileAnalysis) -> list[TextTable]:
+    """Return all tables that are not empty."""
+    tables = (
+        step_parts_table(profile),
+        collectives_table(profile),
+        source_lines_table(profile),
+        memory_table(profile),
+    )
+    return [table for table in tables if table.rows]
+
+
+def shown_ranks(profile: ProfileAnalysis) -> list[RankProfile]:
+    """Return the ranks to show: the first ones, and the straggler."""
+    first = list(profile.ranks[:_MAX_RANKS])
+    slow = [rank for rank in profile.ranks[_MAX_RANKS:] if rank.rank == profile.straggler]
+    return [*first[: _MAX_RANKS - len(slow)], *slow]
+
+
+def step_parts_table(profile: ProfileAnalysis) -> TextTable:
+    """Return the share and duration of each step part, one column per rank."""
+
+    def cell(seconds: float, step_s: float) -> str:
+        share = seconds / step_s if step_s > 0 else 0.0
+        return f"{format_percent(share)}  {format_duration(seconds):>7}"
+
+    ranks = shown_ranks(profile)
+    rows = [
+        (name, *(cell(rank.parts.get(name, 0.0), rank.step_s) for rank in ranks))
+        for name in STEP_PARTS
+        if any(rank.parts.get(name, 0.0) > _MIN_SHARE * rank.step_s for rank in ranks)
+    ]
+    rows.append(("step", *(format_duration(rank.step_s) for rank in ranks)))
+    hidden = len(profile.ranks) - len(ranks)
+    return TextTable(
+        header=("part of a step", *(f"rank {rank.rank}" for rank in ranks)),
+        rows=tuple(rows),
+        note=f"and {hidden} more ranks: profile.ranks" if hidden > 0 else "",
+    )
+
+
+def collectives_table(profile: ProfileAnalysis) -> TextTable:
+    """Return each kind of collective, per step and averaged over the ranks."""
+    header = ("collective", "per step", "size", "bandwidth", "exposed", "of which waiting")
+    rows = tuple(
+        (
+            stats.name,
+            f"{stats.count:g}",
+            format_bytes(stats.bytes),
+            f"{format_bytes(stats.bandwidth)}/s" if stats.bandwidth else "-",
+            format_duration(stats.exposed_s),
+            format_duration(stats.waiting_s),
+            format_duration(max(0.0, stats.seconds - stats.exposed_s)),
+        )
+        for stats in profile.traffic
+    )
+    return TextTable(header=(*header, "overlapped"), rows=rows)
+
+
+def source_lines_table(profile: ProfileAnalysis) -> TextTable:
+    """Return the slowest source lines outside of the model, on the slowest or the first rank."""
+    slow = next(
+        (rank for rank in profile.ranks if rank.rank == profile.straggler), profile.ranks[0]
+    )
+    longest = sorted(slow.lines, key=lambda line: -line.seconds)[:_MAX_LINES]
+    rows = tuple(
+        (
+            f"{line.cell}, line {line.line}",
+            format_duration(line.seconds),
+            format_source_line(line.source),
+        )
+        for line in longest
+        if line.seconds > _MIN_SHARE * slow.step_s
+    )
+    header = (f"slowest lines, rank {slow.rank}", "per step", "")
+    return TextTable(header=header, rows=rows, text_columns=frozenset({0, 2}))
+
+
+def memory_table(profile: ProfileAnalysis) -> TextTable:
+    """Return the memory parts at the peak of the fullest rank, measured and predicted."""
+    peaks = [(rank.rank, rank.memory) for rank in profile.ranks if rank.memory]
+    if not peaks:
+        return TextTable(header=(), rows=())
+    rank, peak = max(peaks, key=lambda pair: sum(pair[1].parts.values()))
+    predicted = predicted_memory_parts(profile)
+
+    def prediction(size: int) -> str:
+        return format_bytes(size) if predicted else "-"
+
+    rows = [
+        (name, format_bytes(peak.parts.get(name, 0)), prediction(predicted.get(name, 0)))
+        for name in dict.fromkeys((*peak.parts, *predicted))
+        if peak.parts.get(name) or predicted.get(name)
+    ]
+    tensors = format_bytes(sum(peak.parts.values()))
+    rows.append(("all tensors", tensors, prediction(sum(predicted.values()))))
+    if peak.device_bytes is not None and profile.kind == "cpu":
+        rows.append(("resident memory", format_bytes(peak.device_bytes), "-"))
+    elif peak.device_bytes is not None:
+        expected = format_bytes(profile.predicted.device_bytes) if profile.predicted else "-"
+        rows.append(("whole device", format_bytes(peak.device_bytes), expected))
+    for line in sorted(peak.lines, key=lambda line: -line.bytes)[:_MAX_LINES]:
+        if line.bytes > 0:
+            text = f"{line.cell}, line {line.line}: {format_source_line(line.source)}"
+            rows.append((text, format_bytes(line.bytes), ""))
+    header = (f"memory peak, rank {rank}", "measured", "predicted")
+    return TextTable(header=header, rows=tuple(rows))
+
+
+_CATEGORY_BY_PART: Mapping[str, str] = {
+    "master": "optimizer",
+    "gathered": "parameters",
+    "logits": "activations",
+    "temporaries": "other",
+    "context": "",
+    "margin": "",
+}
+"""Memory part of the planner -> measured category; "" for memory that holds no tensors."""
+
+
+def predicted_memory_parts(profile: ProfileAnalysis) -> dict[str, int]:
+    """Return the planner's peak in the categories of the measurement; empty if unknown.
+
+    On CPU ranks it includes offloaded memory, which is in the same place.
+    """
+    row = profile.predicted
+    if row is None:
+        return {}
+    items = [*row.memory.items(), *(row.host.items() if profile.kind == "cpu" else ())]
+    sums: Counter[str] = Counter()
+    for part, num_bytes in items:
+        sums[_CATEGORY_BY_PART.get(part, part)] += num_bytes
+    del sums[""]
+    return dict(sums)
+
+
 # ---------------------------------------------------------------------------- text
 
 
 def render_text(profile: ProfileAnalysis) -> str:
     """Return the profile as text: verdict, advice, tables."""
-    lines = [profile.verdict]
-    lines += [f"  {profile.advice_outcome}"] if profile.advice_outcome else []
+    shown = [profile.verdict]
+    shown += [f"  {profile.advice_outcome}"] if profile.advice_outcome else []
     for number, item in enumerate(profile.advice, 1):
-        lines += [f"  {number}. {item.text}", f"     {item.line}"]
-    lines += [f"  in the text: {item}" for item in lint_lines(profile)]
-    lines += ["", heading(profile)]
-    for table in profile_tables.profile_tables(profile):
-        lines += ["", *_text_table(table)]
+        shown += [f"  {number}. {item.text}", f"     {item.line}"]
+    shown += [f"  in the text: {item}" for item in lint_lines(profile)]
+    shown += ["", heading(profile)]
+    for table in profile_tables(profile):
+        cells = text_table([table.header, *table.rows], table.text_columns)
+        shown += ["", *(f"  {line}" for line in cells)]
+        shown += [f"  {table.note}"] if table.note else []
     tail = [*profile.notes, *trace_file_lines(profile)]
-    return "\n".join([*lines, *([""] if tail else []), *(f"  note: {item}" for item in tail)])
-
-
-def _text_table(table: TextTable) -> Iterator[str]:
-    """Lines of a table with aligned columns; numbers are right-aligned."""
-    rows = [table.header, *table.rows]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(table.header))]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if at in table.text_columns else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield f"  {'  '.join(cells)}".rstrip()
-    if table.note:
-        yield f"  {table.note}"
+    return "\n".join([*shown, *([""] if tail else []), *(f"  note: {item}" for item in tail)])
 
 
 # ---------------------------------------------------------------------------- HTML
@@ -139,103 +258,48 @@ def _text_table(table: TextTable) -> Iterator[str]:
 
 def render_html(profile: ProfileAnalysis) -> str:
     """Return the profile as HTML, with one stacked bar per rank."""
-    gained = f"<div>{escape(profile.advice_outcome)}</div>" if profile.advice_outcome else ""
-    findings = "".join(f"<div>in the text: {escape(item)}</div>" for item in lint_lines(profile))
-    notes = "".join(
-        f"<div>{escape(item)}</div>" for item in (*profile.notes, *trace_file_lines(profile))
-    )
-    shown = profile_tables.profile_tables(profile)
-    sections = (
-        f"<div style='font-weight:600;font-size:14px'>{escape(profile.verdict)}</div>",
-        gained,
-        _advice(profile.advice),
-        findings,
-        f"<div style='margin-top:6px'>{escape(heading(profile))}</div>",
+    advice = [
+        element("li", item.text, element("br"), element("code", item.line))
+        for item in profile.advice
+    ]
+    tables = [_html_table(table) for table in profile_tables(profile)]
+    folded = element("details", element("summary", "lines and memory"), *tables[2:])
+    return element(
+        "div",
+        element("div", profile.verdict, style="font-weight:600;font-size:14px"),
+        lines([profile.advice_outcome]),
+        element("ol", *advice, style="margin:2px 0 2px 1.6em;padding:0") if advice else "",
+        lines(f"in the text: {item}" for item in lint_lines(profile)),
+        element("div", heading(profile), style="margin-top:6px"),
         render_rank_bars(profile),
-        *(_html_table(item) for item in shown[:2]),
-        _folded(shown[2:]),
-        notes,
+        *tables[:2],
+        folded if tables[2:] else "",
+        lines([*profile.notes, *trace_file_lines(profile)]),
+        style=PAGE_STYLE,
     )
-    return f"<div style='font-size:13px;line-height:1.4;max-width:960px'>{''.join(sections)}</div>"
 
 
-def _advice(several: Sequence[Advice]) -> str:
-    items = "".join(
-        f"<li>{escape(advice.text)}<br><code>{escape(advice.line)}</code></li>"
-        for advice in several
-    )
-    return f"<ol style='margin:2px 0 2px 1.6em;padding:0'>{items}</ol>" if items else ""
-
-
-def render_rank_bars(profile: ProfileAnalysis) -> str:
+def render_rank_bars(profile: ProfileAnalysis) -> Html:
     """Return one bar per rank, on a common scale, with a legend."""
     longest = max(sum(rank.parts.values()) for rank in profile.ranks) or 1.0
-    rows = "".join(
-        f"<tr><td style='{_CELL};white-space:nowrap'>{_whose(profile, rank)}</td>"
-        f"<td style='{_CELL};width:100%'>{_bar(rank, longest)}</td>"
-        f"<td style='{_NUMBER}'>{format_duration(rank.step_s)}</td></tr>"
-        for rank in profile_tables.shown_ranks(profile)
-    )
-    return f"<table style='width:100%;border-collapse:collapse'>{rows}</table>{_key(profile)}"
+    rows = []
+    for rank in shown_ranks(profile):
+        pieces, words = [], []
+        for part in STEP_PARTS:
+            seconds = rank.parts.get(part, 0.0)
+            if seconds > 0:
+                text = f"{part} {format_percent(seconds / longest)}"
+                pieces.append((part, seconds, f"{text}, {format_duration(seconds)}"))
+                words.append(text)
+        label = f"rank {rank.rank}: {', '.join(words)}"
+        bar = html_bar(pieces, STEP_COLORS, longest, label=label, names=True)
+        slow = " (slowest)" if rank.rank == profile.straggler else ""
+        cells = [f"rank {rank.rank}{slow}", bar, format_duration(rank.step_s)]
+        rows.append(html_row(cells, {1}, wide_column=1))
+    used = {part for part in STEP_PARTS if profile.parts[part] > 0}
+    return join([html_table([], rows, style="width:100%"), legend(STEP_COLORS, used)])
 
 
-def _whose(profile: ProfileAnalysis, rank: RankProfile) -> str:
-    slow = " (slowest)" if rank.rank == profile.straggler else ""
-    return f"rank {rank.rank}{slow}"
-
-
-def _bar(rank: RankProfile, longest: float) -> str:
-    """The stacked bar of one rank, with a description for screen readers."""
-    pieces = ""
-    for part, color in COLORS.items():
-        seconds = rank.parts.get(part, 0.0)
-        share = seconds / longest
-        if share <= 0:
-            continue
-        label = f"{part} {format_percent(share)}"
-        pieces += (
-            f"<div title='{label}, {format_duration(seconds)}' style='float:left;"
-            f"box-sizing:border-box;height:100%;width:{100 * share:.2f}%;"
-            f"background:{color};color:#fff;font-size:11px;"
-            "line-height:18px;text-align:center;overflow:hidden;white-space:nowrap;"
-            "border-right:1px solid rgba(255,255,255,.6)'>"
-            f"{part if share >= _MIN_LABEL_SHARE else ''}</div>"
-        )
-    spoken = ", ".join(
-        f"{part} {format_percent(seconds / longest)}"
-        for part, seconds in rank.parts.items()
-        if seconds > 0
-    )
-    return (
-        f"<div role='img' aria-label='rank {rank.rank}: {spoken}' style='{_TRACK}'>{pieces}</div>"
-    )
-
-
-def _key(profile: ProfileAnalysis) -> str:
-    items = "".join(
-        "<span style='white-space:nowrap;margin-right:12px'><span style='display:inline-block;"
-        f"width:10px;height:10px;background:{color}'></span> {part}</span> "
-        for part, color in COLORS.items()
-        if profile.parts[part] > 0
-    )
-    return f"<div>{items}</div>"
-
-
-def _html_table(table: TextTable) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag} style='{_CELL if column in table.text_columns else _NUMBER}'>"
-            f"{escape(cell)}</{tag}>"
-            for column, cell in enumerate(cells)
-        )
-
-    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in table.rows)
-    note = f"<div>{escape(table.note)}</div>" if table.note else ""
-    head = f"<tr>{row(table.header, 'th')}</tr>"
-    return f"<table style='border-collapse:collapse;margin-top:6px'>{head}{body}</table>{note}"
-
-
-def _folded(several: Iterable[TextTable]) -> str:
-    """A collapsed section with the source line and memory tables."""
-    body = "".join(_html_table(table) for table in several)
-    return f"<details><summary>lines and memory</summary>{body}</details>" if body else ""
+def _html_table(table: TextTable) -> Html:
+    rows = [html_row(cells, table.text_columns) for cells in table.rows]
+    return join([html_table(table.header, rows, table.text_columns), lines([table.note])])

@@ -19,7 +19,7 @@ def doctor(*, run: bool = False) -> Diagnosis:
     itself; `.findings` lists the findings and `.to_json()` returns them as JSON.
 
     Args:
-        run: check the training run instead: its last profile, its options and its last errors.
+        run: check the training run instead: its last errors and its last profile.
     """
     from nbdist.doctor.report import diagnose_machine, diagnose_run
 

@@ -19,9 +19,6 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HIDDEN = "***"
 _MAX_VALUE_CHARS = 60
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-_STEP = 1024
-_GIB = 3  # index of the first unit that is shown with one decimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +58,6 @@ def redacted_variable(name: str, value: str) -> str:
     text = _HIDDEN if is_secret_name(name) else _IN_URL.sub(_HIDDEN, value)
     text = text if text.isprintable() else repr(text)
     return f"{name}={text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + '...'}"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Format bytes in the units of container limits: "64 MiB", "1.5 GiB"."""
-    step = 0
-    while num_bytes >= _STEP and step < len(_UNITS) - 1:
-        num_bytes, step = num_bytes / _STEP, step + 1
-    return f"{num_bytes:.{1 if step >= _GIB else 0}f} {_UNITS[step]}"
 
 
 def summarize_list(things: Iterable[object], most: int = 4) -> str:

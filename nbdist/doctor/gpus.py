@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.doctor.finding import format_bytes, note, ok, problem, summarize_list
+from nbdist.display.units import format_bytes
+from nbdist.doctor.finding import note, ok, problem, summarize_list
 from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ def check_gpus(
         driver: a file that exists if the driver is installed.
     """
     nvml = nvml or discovery.import_pynvml()
+    cpu_ranks = f"a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks"
+    if nvml is None and driver.exists():
+        says = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
+        yield problem(TOPIC, says, "pip install nvidia-ml-py")
+        return
     if nvml is None:
-        yield from _without_nvml(driver)
+        yield ok(TOPIC, f"none; {cpu_ranks}")
         return
     try:
         with discovery.open_nvml(nvml):
@@ -51,19 +57,12 @@ def check_gpus(
             do = "run nvidia-smi: driver and libraries may differ in version, or a GPU was lost"
             yield problem(TOPIC, f"the NVIDIA driver does not respond: {error}", do)
         else:
-            yield ok(
-                TOPIC,
-                f"none and no NVIDIA driver; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks",
-            )
-    yield from _used_by_the_kernel()
-
-
-def _without_nvml(driver: Path) -> Iterator[Finding]:
-    if driver.exists():
-        says = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
-        yield problem(TOPIC, says, "pip install nvidia-ml-py")
-    else:
-        yield ok(TOPIC, f"none; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks")
+            yield ok(TOPIC, f"none and no NVIDIA driver; {cpu_ranks}")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        says = "this notebook's own process has initialized CUDA and holds GPU memory"
+        do = "the ranks are not affected; restart the kernel to free the memory"
+        yield note(TOPIC, says, do)
 
 
 def _visible(
@@ -88,8 +87,15 @@ def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Ite
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     says = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} free"
-    holders = _holders(nvml, handle)
-    others = [description for pid, description in holders if pid not in own]
+    try:
+        holders = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        holders = []  # not supported on some MIG instances
+    others = [
+        _describe_process(process.pid, process.usedGpuMemory)
+        for process in holders
+        if process.pid not in own
+    ]
     if others:
         do = "end the processes that you no longer need, or exclude this GPU with --gpus"
         yield note(topic, f"{says}; held by {summarize_list(others)}", do)
@@ -99,16 +105,7 @@ def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Ite
         yield problem(topic, refused.says, refused.do)
 
 
-def _holders(nvml: Any, handle: Any) -> list[tuple[int, str]]:
-    """Processes that hold memory of the GPU, as (process id, description)."""
-    try:
-        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:
-        return []  # not supported on some MIG instances
-    return [(process.pid, _words(process.pid, process.usedGpuMemory)) for process in running]
-
-
-def _words(pid: int, used: int | None) -> str:
+def _describe_process(pid: int, used: int | None) -> str:
     # The program's name only: its arguments may hold secrets.
     memory = "" if used is None else f", {format_bytes(used)}"
     try:
@@ -116,11 +113,3 @@ def _words(pid: int, used: int | None) -> str:
         return f"{process.name()} of {process.username()} (pid {pid}{memory})"
     except psutil.Error:
         return f"pid {pid} of another container (not visible from here{memory})"
-
-
-def _used_by_the_kernel() -> Iterator[Finding]:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        says = "this notebook's own process has initialized CUDA and holds GPU memory"
-        do = "the ranks are not affected; restart the kernel to free the memory"
-        yield note(TOPIC, says, do)

@@ -33,31 +33,18 @@ def check_ports(pids: Iterable[int] = ()) -> Iterator[Finding]:
         yield problem("loopback", f"{LOOPBACK} does not work: {error}", do)
     else:
         yield ok("loopback", f"{LOOPBACK} works")
-    yield from exposed_listener_findings(exposed_listeners(pids), exposed_listeners([os.getpid()]))
-
-
-def exposed_listener_findings(session: list[str], kernel: list[str]) -> Iterator[Finding]:
-    """Yield findings for listeners that other machines can reach.
-
-    Args:
-        session: addresses of the launcher and the ranks.
-        kernel: addresses of the notebook kernel.
-    """
-    if session:
+    if session := exposed_listeners(pids):
         says = (
             "the session listens on addresses that other machines can reach:"
             f" {summarize_list(session)}"
         )
-        yield problem(
-            "ports",
-            says,
-            "close it if code in a cell opened it; otherwise report this as a bug of nbdist",
-        )
+        do = "close it if code in a cell opened it; otherwise report this as a bug of nbdist"
+        yield problem("ports", says, do)
     else:
         yield ok("ports", "launcher and ranks listen on loopback only")
-    if kernel:
+    if kernel := exposed_listeners([os.getpid()]):
         says = (
-            "this kernel listens on addresses that other machines can reach:"
+            f"this kernel listens on addresses that other machines can reach:"
             f" {summarize_list(kernel)}"
         )
         do = "opened by Jupyter or a library: start kernels with ip 127.0.0.1"
@@ -89,15 +76,10 @@ def exposed_listeners(pids: Iterable[int]) -> list[str]:
     addresses = []
     for pid in pids:
         with suppress(psutil.Error):
-            addresses += [
-                f"{connection.laddr.ip}:{connection.laddr.port} (pid {pid})"
-                for connection in psutil.Process(pid).net_connections("inet")
-                if connection.status == psutil.CONN_LISTEN and not _is_loopback(connection.laddr.ip)
-            ]
+            for connection in psutil.Process(pid).net_connections("inet"):
+                if connection.status != psutil.CONN_LISTEN:
+                    continue
+                address = ipaddress.ip_address(connection.laddr.ip.partition("%")[0])
+                if not (getattr(address, "ipv4_mapped", None) or address).is_loopback:
+                    addresses.append(f"{connection.laddr.ip}:{connection.laddr.port} (pid {pid})")
     return addresses
-
-
-def _is_loopback(ip: str) -> bool:
-    address = ipaddress.ip_address(ip.partition("%")[0])
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

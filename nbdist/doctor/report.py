@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist._version import __version__
 from nbdist.cluster.orphan_cleanup import kernel_descendants
+from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.doctor import (
-    clusters,
-    compilers,
     environment,
     gpus,
-    notebook,
     ports,
     resources,
-    session,
+    software,
     stale_resources,
-    training_checks,
-    versions,
+    training_run,
 )
 from nbdist.doctor.finding import LEVELS, Finding, note
 from nbdist.session.session import current_session
@@ -36,8 +33,8 @@ log = logging.getLogger(__name__)
 
 WIDTH, TOPIC_WIDTH = 110, 15
 """Characters of a line, and of the topic column."""
-SWITCH_COMMAND_PREFIX = "%nbdist switch "
-"""Prefix of a remedy that is a command to paste."""
+_TO_PASTE = re.compile(r"%nbdist switch |# |\w+ = ")
+"""Matches the beginning of a remedy to paste, which must stay in one line."""
 COLORS = {"problem": "#c0392b", "note": "#b7791f", "ok": "#2f855a"}
 
 
@@ -66,13 +63,20 @@ class Diagnosis:
 
     def _repr_html_(self) -> str:
         """Return the findings as an HTML table."""
-        rows = "".join(_row(finding) for finding in self.findings)
-        style = "border-collapse: collapse; text-align: left"
-        return f'<div><b>{escape(self._heading())}</b><table style="{style}">{rows}</table></div>'
+        rows = []
+        for finding in self.findings:
+            level = element("b", finding.level, style=f"color:{COLORS[finding.level]}")
+            remedy = [element("br"), element("i", finding.do)] if finding.do else []
+            cells = [level, finding.topic, join([finding.says, *remedy])]
+            rows.append(html_row(cells, range(len(cells))))
+        return element("div", element("b", self._heading()), html_table([], rows))
 
     def _heading(self) -> str:
         counts = Counter(finding.level for finding in self.findings)
-        parts = [f"{counts[level]} {_plural(level, counts[level])}" for level in LEVELS]
+        parts = [
+            f"{counts[level]} {level}{'s' * (level != 'ok' and counts[level] != 1)}"
+            for level in LEVELS
+        ]
         return f"nbdist {__version__} \N{MIDDLE DOT} {', '.join(parts)}"
 
 
@@ -83,16 +87,16 @@ def diagnose_machine() -> Diagnosis:
     root = None if active is None else active.checkpoints.root
     checkpoints = root if isinstance(root, Path) else None
     checks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
-        ("session", lambda: session.check_session(active)),
-        ("versions", versions.check_versions),
+        ("session", lambda: training_run.check_session(active)),
+        ("versions", software.check_versions),
         ("GPUs", lambda: gpus.check_gpus(own=pids)),
         ("limits", lambda: resources.check_resources(ranks=ranks, checkpoints=checkpoints)),
-        ("building", compilers.check_compilers),
+        ("building", software.check_compilers),
         ("leftovers", stale_resources.check_stale_resources),
         ("environment", environment.check_environment),
-        ("clusters", clusters.check_clusters),
+        ("clusters", environment.check_clusters),
         ("ports", lambda: ports.check_ports(pids)),
-        ("notebook", notebook.check_notebook),
+        ("notebook", software.check_notebook),
     )
     findings = [finding for topic, check in checks for finding in _looked(topic, check)]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
@@ -101,11 +105,8 @@ def diagnose_machine() -> Diagnosis:
 
 def diagnose_run() -> Diagnosis:
     """Check the current or last training run."""
-    running = current_session()
-    profiles = [] if running is None else running.profiles
-    findings = _looked(
-        "run", lambda: training_checks.check_training(next(reversed(profiles), None), running)
-    )
+    findings = _looked("run", lambda: training_run.check_training(current_session()))
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return Diagnosis(tuple(findings))
 
 
@@ -131,8 +132,8 @@ def _text(finding: Finding) -> str:
     first = f"{finding.level:<8} {finding.topic:<{TOPIC_WIDTH}} "
     indent = " " * len(first)
     lines = [_filled(first + finding.says, indent)]
-    if finding.do.startswith(SWITCH_COMMAND_PREFIX):
-        lines.append(f"{indent}-> {finding.do}")  # a line break would be pasted too
+    if _TO_PASTE.match(finding.do):
+        lines.append(f"{indent}-> {finding.do}")
     elif finding.do:
         lines.append(_filled(f"{indent}-> {finding.do}", indent))
     return "\n".join(lines)
@@ -142,14 +143,3 @@ def _filled(line: str, indent: str) -> str:
     return textwrap.fill(
         line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _row(finding: Finding) -> str:
-    level = f'<td style="color: {COLORS[finding.level]}"><b>{finding.level}</b></td>'
-    do = f"<br><i>{escape(finding.do)}</i>" if finding.do else ""
-    cells = f"{level}<td>{escape(finding.topic)}</td>"
-    return f'<tr>{cells}<td style="text-align: left">{escape(finding.says)}{do}</td></tr>'
-
-
-def _plural(level: str, count: int) -> str:
-    return level if level == "ok" or count == 1 else f"{level}s"

@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbdist.cluster import file_limits, run_dir
-from nbdist.doctor.finding import format_bytes, is_writable, note, ok, problem
+from nbdist.cluster import launcher_process, run_dir
+from nbdist.display.units import format_bytes
+from nbdist.doctor.finding import is_writable, note, ok, problem
 from nbdist.hardware import discovery
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def check_resources(
     ranks = ranks or len(discovery.discover_machine().gpus) or discovery.DEFAULT_CPU_RANKS
     yield check_shared_memory(_room(run_dir.SHARED_MEMORY))
     yield check_file_descriptors(
-        file_limits.descriptor_limit(), file_limits.descriptors_needed(ranks), ranks
+        launcher_process.descriptor_limit(), launcher_process.descriptors_needed(ranks), ranks
     )
     yield check_host_memory(
         discovery.host_free_memory_bytes(), discovery.host_memory_bytes(), ranks

@@ -17,9 +17,9 @@ import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -114,32 +114,19 @@ class SessionNode:
 
 
 def nodes_to_json(nodes: Iterable[SessionNode]) -> list[dict[str, Any]]:
-    """Return nodes as JSON values, run-length encoded: consecutive equal nodes give one entry.
-
-    Node names, GPU UUIDs and warnings are left out because they differ between equal nodes.
-    """
-    nameless = ((_without_names(node.machine), len(node.ranks)) for node in nodes)
-    return [
-        {"nodes": len(list(alike)), "ranks": ranks, "machine": machine.to_json()}
-        for (machine, ranks), alike in groupby(nameless)
-    ]
-
-
-def _without_names(machine: Machine) -> Machine:
-    gpus = tuple(replace(gpu, uuid="") for gpu in machine.gpus)
-    return replace(machine, gpus=gpus, warnings=())
+    """Return nodes as JSON values, without their names."""
+    return [{"ranks": len(node.ranks), "machine": node.machine.to_json()} for node in nodes]
 
 
 def nodes_from_json(descriptions: Iterable[Mapping[str, Any]]) -> list[SessionNode]:
     """Rebuild the list from ``nodes_to_json``; the nodes are named by their numbers."""
     nodes: list[SessionNode] = []
     first = 0
-    for run in descriptions:
-        machine = Machine.from_json(run["machine"])
-        for _ in range(run["nodes"]):
-            ranks = tuple(range(first, first + run["ranks"]))
-            nodes.append(SessionNode(f"node {len(nodes)}", ranks, machine))
-            first += len(ranks)
+    for description in descriptions:
+        ranks = tuple(range(first, first + description["ranks"]))
+        machine = Machine.from_json(description["machine"])
+        nodes.append(SessionNode(f"node {len(nodes)}", ranks, machine))
+        first += len(ranks)
     return nodes
 
 
@@ -396,33 +383,22 @@ def _in_mig_mode(nvml: Any, handle: Any) -> bool:
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
+    uuid = nvml.nvmlDeviceGetUUID(handle)
     try:
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(_whole(nvml, handle))
+        whole = handle
+        if uuid.startswith("MIG-"):
+            whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
     except nvml.NVMLError:
         major, minor = 0, 0
-    return Gpu(
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=_memory_bytes(nvml, handle),
-        capability=(major, minor),
-    )
-
-
-def _memory_bytes(nvml: Any, handle: Any) -> int:
-    """Memory of a GPU. NVML reports none of a GPU that shares the host's memory."""
     try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:
-        if getattr(error, "value", None) == nvml.NVML_ERROR_NOT_SUPPORTED:
-            return host_memory_bytes()
-        raise
-
-
-def _whole(nvml: Any, handle: Any) -> Any:
-    """Return the GPU that contains a MIG instance, or the GPU itself."""
-    if not nvml.nvmlDeviceGetUUID(handle).startswith("MIG-"):
-        return handle
-    return nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+        # NVML reports no memory of a GPU that shares the host's
+        if getattr(error, "value", None) != nvml.NVML_ERROR_NOT_SUPPORTED:
+            raise
+        memory_bytes = host_memory_bytes()
+    return Gpu(uuid, nvml.nvmlDeviceGetName(handle), memory_bytes, (major, minor))
 
 
 def _link(nvml: Any, handles: Sequence[Any]) -> Literal["NVLink", "PCIe"] | None:

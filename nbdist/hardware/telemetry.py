@@ -70,23 +70,16 @@ class UsageSnapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        readings = {rank: _changed_fields(reading) for rank, reading in self.readings.items()}
-        return {"host_free_bytes": self.host_free_bytes, "readings": readings}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """Rebuild from `to_json()`."""
         readings = {
-            int(rank): GpuReading(**{**reading, "holders": tuple(reading.get("holders", ()))})
+            int(rank): GpuReading(**{**reading, "holders": tuple(reading["holders"])})
             for rank, reading in given["readings"].items()
         }
         return cls(int(given["host_free_bytes"]), readings)
-
-
-def _changed_fields(reading: GpuReading) -> dict[str, Any]:
-    """Fields that differ from the default: nodes send one reading per rank and second."""
-    defaults = asdict(GpuReading())
-    return {name: value for name, value in asdict(reading).items() if value != defaults[name]}
 
 
 class GpuMonitor:

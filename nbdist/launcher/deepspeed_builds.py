@@ -32,7 +32,6 @@ from nbdist.launcher import device_visibility, process_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import ModuleType
 
 BUILD_TIMEOUT_S: Final = 1800.0
 """Timeout of one build; the slowest observed took 262 s on a busy machine with two cores."""
@@ -74,12 +73,14 @@ def build_missing_ops(
     kind = os.environ["DS_ACCELERATOR"] = "cuda" if device_visibility.is_gpu(shown) else "cpu"
     if not ops:
         return
-    folder = deepspeed_requirements.cache_dir() / "extensions" / _key(kind)
+    folder = _folder(kind)
     _check_owner(folder)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     missing = [op for op in ops if not (folder / op / BUILT_FILE).exists()]
     if missing:
-        _check_tools(missing, kind)
+        os.environ["PATH"] = deepspeed_requirements.build_search_path()
+        if text := deepspeed_requirements.missing_requirements(missing, kind):
+            raise StartError(text)
         with _locked(folder, progress=progress, limit_s=limit_s) as lock:
             for op in missing:
                 if not (folder / op / BUILT_FILE).exists():
@@ -97,34 +98,24 @@ def _check_owner(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not created yet
             status = path.stat()
             if status.st_uid not in {os.geteuid(), 0} or status.st_mode & 0o022:
-                message = (
+                raise StartError(
                     f"{str(path)!r} can be written to by others, and code built there is executed."
                     " Make it private (chmod go-w), or set NBDIST_CACHE_DIR to a private folder."
                 )
-                raise StartError(message)
 
 
-def _key(kind: str) -> str:
-    """Return the folder name for builds of this Python, torch, DeepSpeed and processor."""
+def _folder(kind: str) -> Path:
+    """Return the folder for builds of this Python, torch, DeepSpeed and processor."""
     version = f"py{sys.version_info.major}.{sys.version_info.minor}"
     torch, deepspeed = (importlib.metadata.version(name) for name in ("torch", "deepspeed"))
-    return f"{version}-torch{torch}-deepspeed{deepspeed}-{kind}-{_processor()}"
-
-
-def _processor() -> str:
-    """Return a short hash of the processor's features, which builds depend on."""
+    processor = platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):
-                return hashlib.sha256(line.encode()).hexdigest()[:8]
-    return platform.machine()
-
-
-def _check_tools(ops: Sequence[str], kind: str) -> None:
-    """Put this environment's programs on PATH; raise if a build tool is missing."""
-    os.environ["PATH"] = deepspeed_requirements.build_search_path()
-    if text := deepspeed_requirements.missing_requirements(ops, kind):
-        raise StartError(text)
+            if line.startswith(("flags", "Features")):  # builds depend on them
+                processor = hashlib.sha256(line.encode()).hexdigest()[:8]
+                break
+    name = f"{version}-torch{torch}-deepspeed{deepspeed}-{kind}-{processor}"
+    return deepspeed_requirements.cache_dir() / "extensions" / name
 
 
 @contextlib.contextmanager
@@ -136,28 +127,23 @@ def _locked(folder: Path, *, progress: Callable[[str], None], limit_s: float) ->
     except OSError as error:
         message = f"Cannot write to {str(folder)!r} ({error}). Set NBDIST_CACHE_DIR to a folder."
         raise StartError(message) from error
+    start = time.monotonic()
     try:
-        _wait_for(lock, progress=progress, limit_s=limit_s)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                waited = time.monotonic() - start
+                if waited > limit_s:
+                    raise StartError(
+                        f"Another session has been building DeepSpeed's ops for {waited:.0f} s."
+                    ) from error
+                progress(f"waiting for another session that builds DeepSpeed's ops: {waited:.0f} s")
+                time.sleep(TICK_S)
         yield lock
     finally:
         os.close(lock)
-
-
-def _wait_for(lock: int, *, progress: Callable[[str], None], limit_s: float) -> None:
-    """Take the lock; raise if another session holds it too long."""
-    start = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            waited = time.monotonic() - start
-            if waited > limit_s:
-                message = f"Another session has been building DeepSpeed's ops for {waited:.0f} s."
-                raise StartError(message) from error
-            progress(f"waiting for another session that builds DeepSpeed's ops: {waited:.0f} s")
-            time.sleep(TICK_S)
-        else:
-            return
 
 
 def _build(
@@ -199,21 +185,15 @@ def _build(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(TICK_S)
     finally:
-        _end(child)
+        child.terminate()  # it ends its compilers first
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
     if child.returncode != 0 or not (folder / f"{op}.so").exists():
-        message = f"Cannot build DeepSpeed's {op} ({_last_line(log)}). See {log}."
-        raise StartError(message)
+        raise StartError(f"Cannot build DeepSpeed's {op} ({_last_line(log)}). See {log}.")
     (folder / BUILT_FILE).touch()
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a build process and its compilers."""
-    child.terminate()
-    try:
-        child.wait(END_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
 
 
 def _last_line(log: Path) -> str:
@@ -231,26 +211,22 @@ def _load(op: str, folder: Path) -> None:
     loaded = builder.OpBuilder._loaded_ops  # noqa: SLF001
     if op in loaded:
         return
-    loaded[op] = _imported(op, folder / f"{op}.so")
+    library = folder / f"{op}.so"
+    loader = importlib.machinery.ExtensionFileLoader(op, str(library))
+    spec = importlib.util.spec_from_file_location(op, library, loader=loader)
+    try:  # from its file, without initialising a device
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+        loader.exec_module(module)
+    except ImportError as error:
+        (folder / BUILT_FILE).unlink(missing_ok=True)
+        message = f"Cannot load DeepSpeed's {op} ({error}). Start again to rebuild it."
+        raise StartError(message) from error
+    loaded[op] = module
     if op == "pin_memory":
         # deepspeed 0.19: async_io resolves symbols of pin_memory in the global table.
         from deepspeed.ops.op_builder import PinMemoryBuilder
 
         PinMemoryBuilder().load(verbose=False)
-
-
-def _imported(op: str, library: Path) -> ModuleType:
-    """Import an extension module from its file without initialising a device."""
-    loader = importlib.machinery.ExtensionFileLoader(op, str(library))
-    spec = importlib.util.spec_from_file_location(op, library, loader=loader)
-    try:
-        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-        loader.exec_module(module)
-    except ImportError as error:
-        (library.parent / BUILT_FILE).unlink(missing_ok=True)
-        message = f"Cannot load DeepSpeed's {op} ({error}). Start again to rebuild it."
-        raise StartError(message) from error
-    return module
 
 
 def _main(op: str) -> None:

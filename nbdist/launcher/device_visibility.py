@@ -38,13 +38,27 @@ def shown(uuids: Sequence[str] | None) -> dict[str, str]:
     return {VISIBLE: discovery.cuda_visible_devices(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
+def take(shown: Mapping[str, str]) -> None:
+    """Make this rank's GPUs visible, which the launcher hid; call it before any use of CUDA.
+
+    Args:
+        shown: from ``shown``.
+    """
+    os.environ.update(shown)
+    # transformers 5 checks for a GPU at import (for flash attention) and caches the result.
+    functions = vars(sys.modules.get("transformers.utils.import_utils", object))
+    for function in functions.values():
+        if callable(cache_clear := getattr(function, "cache_clear", None)):
+            cache_clear()
+
+
 def is_gpu(shown: Mapping[str, str]) -> bool:
     """Return True if a process with these variables sees a GPU."""
     return bool(shown.get(VISIBLE))
 
 
 def close_nvml() -> None:
-    """Close NVML before forking; `worker.device_visibility.open_nvml` reopens it on the ranks.
+    """Close NVML before forking; `worker.engines.deepspeed` reopens it on the ranks.
 
     NVML does not guarantee to work across forks, and DeepSpeed 0.19.8 opens it at import.
     """

@@ -59,7 +59,7 @@ class RankExitWatch:
 
     def stop_reporting(self) -> None:
         """Stop reporting: the launcher has failed and ends the ranks itself."""
-        self._send = _ignore_message
+        self._send = lambda _message: None
 
     def close(self) -> None:
         """Report the remaining exits and stop. Call it when all ranks have ended."""
@@ -125,8 +125,18 @@ class RankExitWatch:
         rank = self._ranks[fd]
         code = _code(rank.pid)
         if code is None and rank.process is not None:
-            code = _collected(rank.process)
-        end = messages.RankExited(self._generation, rank.number, code, _unread(rank.pipes))
+            # The main thread has reaped it, and is about to record the exit code.
+            deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
+            while rank.process.exitcode is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            code = rank.process.exitcode
+        left = b""
+        for pipe in rank.pipes:
+            if select.select([pipe], [], [], 0)[0]:
+                left += os.read(pipe, _LAST_BYTES)
+        end = messages.RankExited(
+            self._generation, rank.number, code, left.decode(errors="replace")
+        )
         self._forget(fd)
         return end
 
@@ -134,10 +144,6 @@ class RankExitWatch:
         self._poll.unregister(fd)
         for descriptor in (fd, *self._ranks.pop(fd).pipes):
             os.close(descriptor)
-
-
-def _ignore_message(_message: messages.LauncherMessage) -> None:
-    """Ignore the message."""
 
 
 def _code(pid: int) -> int | None:
@@ -155,23 +161,6 @@ def _process(pid: int) -> BaseProcess | None:
     """The child's process object in multiprocessing; `active_children()` would reap it."""
     children = list(process._children)  # type: ignore[attr-defined]  # noqa: SLF001
     return next((child for child in children if child.pid == pid), None)
-
-
-def _collected(child: BaseProcess) -> int | None:
-    """Wait briefly for the exit code that the main thread is about to record."""
-    deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
-    while child.exitcode is None and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    return child.exitcode
-
-
-def _unread(pipes: list[int]) -> str:
-    """Return the remaining output in the pipes of a process that has ended."""
-    left = b""
-    for fd in pipes:
-        if select.select([fd], [], [], 0)[0]:
-            left += os.read(fd, _LAST_BYTES)
-    return left.decode(errors="replace")
 
 
 def _follows(end: messages.RankExited) -> bool:

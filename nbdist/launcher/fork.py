@@ -1,6 +1,11 @@
 """Forks the ranks of one start and waits until they end.
 
 Runs on the launcher's main thread. When a rank fails, torch elastic ends its peers within 0.1 s.
+
+torch elastic's rendezvous connects agents of several machines through a store; here one agent forks
+all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is given, without
+authentication, and c10d's rendezvous unpickles data from it. So there is a rendezvous in memory
+without a network, and the ranks use a file store (`worker.rendezvous_store`).
 """
 
 from __future__ import annotations
@@ -16,7 +21,15 @@ from typing import TYPE_CHECKING
 
 from accelerate import notebook_launcher
 from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies
@@ -25,7 +38,6 @@ from nbdist.launcher import (
     device_visibility,
     nvme_folder,
     process_tree,
-    rendezvous,
 )
 from nbdist.launcher.exit_watch import RankExitWatch
 from nbdist.protocol import messages
@@ -39,9 +51,59 @@ if TYPE_CHECKING:
 POLL_S = 0.02
 """Interval in which torch elastic checks the ranks; its default of 0.1 s slows a restart."""
 
-rendezvous.register_rendezvous()
 # the agent logs a traceback for each rank that was ended on purpose; exit codes are reported
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+RENDEZVOUS_BACKEND = "nbdist"
+RENDEZVOUS_ENDPOINT = "127.0.0.1:0"
+"""Required by torch elastic; nothing listens there."""
+_NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
+"""MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
+
+
+class SingleAgentRendezvous(RendezvousHandler):
+    """A single agent on one machine: rank 0 of 1 as torch elastic counts agents."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        self._store = HashStore()
+
+    def get_backend(self) -> str:
+        """Name of this handler in torch elastic."""
+        return RENDEZVOUS_BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, so that torch's rank 0 does not serve a TCPStore."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store and the only agent's rank."""
+        return RendezvousInfo(self._store, 0, 1, _NOWHERE)
+
+    def is_closed(self) -> bool:
+        """Return False: it stays open for its agent."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there are no other agents."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there are no other nodes."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Id given by the launcher."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Drop the store."""
+        del self._store
+        return True
+
+
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, SingleAgentRendezvous)
 
 
 def run_ranks(launch: messages.LaunchRanks, link: KernelLink) -> messages.AllRanksExited:
@@ -115,8 +177,8 @@ def fork_ranks(
             rank_main,
             (launch, link, watch, shown),
             num_processes=launch.local_world_size,
-            rdzv_backend=rendezvous.BACKEND_NAME,
-            rdzv_endpoint=rendezvous.ENDPOINT,
+            rdzv_backend=RENDEZVOUS_BACKEND,
+            rdzv_endpoint=RENDEZVOUS_ENDPOINT,
             rdzv_id=f"nbdist-{launch.generation}",
             monitor_interval=POLL_S,
         )
@@ -128,8 +190,8 @@ def fork_ranks(
         max_nodes=1,
         nproc_per_node=1,
         run_id=f"nbdist-{launch.generation}",
-        rdzv_backend=rendezvous.BACKEND_NAME,
-        rdzv_endpoint=rendezvous.ENDPOINT,
+        rdzv_backend=RENDEZVOUS_BACKEND,
+        rdzv_endpoint=RENDEZVOUS_ENDPOINT,
         max_restarts=0,
         monitor_interval=POLL_S,
         start_method="fork",

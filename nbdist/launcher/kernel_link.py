@@ -68,11 +68,19 @@ class KernelLink:
                 if isinstance(message, messages.LaunchRanks):
                     self.launch_queue.put(message)
                 elif isinstance(message, messages.StopRanks):
-                    self._halt()
+                    if stuck := process_tree.end_descendants():
+                        # torch elastic would wait for them; the kernel starts another launcher
+                        log.error("cannot kill these processes: %s", stuck)
+                        os._exit(1)
                 elif isinstance(message, messages.CleanupFolder):
                     self._folders = [folder for folder in self._folders if folder != message.folder]
                     self._folders += [message.folder] if message.remove else []
-        self._kernel_is_gone()
+        # The kernel has ended.
+        process_tree.end_descendants()
+        shm_cleanup.remove_orphaned_files(self._run_dir)
+        for folder in (*map(Path, self._folders), self._run_dir):
+            process_identity.remove_folder(folder)
+        os._exit(0)  # the main thread may be blocked in torch elastic
 
     def install_signal_actions(self) -> None:
         """Make SIGTERM and SIGHUP end everything, and ignore SIGINT, which only ranks handle.
@@ -99,16 +107,3 @@ class KernelLink:
             shutil.rmtree(folder, ignore_errors=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-
-    def _halt(self) -> None:
-        if stuck := process_tree.end_descendants():
-            # torch elastic would wait for them; the kernel starts another launcher instead
-            log.error("cannot kill these processes: %s", stuck)
-            os._exit(1)
-
-    def _kernel_is_gone(self) -> None:
-        process_tree.end_descendants()
-        shm_cleanup.remove_orphaned_files(self._run_dir)
-        for folder in (*map(Path, self._folders), self._run_dir):
-            process_identity.remove_folder(folder)
-        os._exit(0)  # the main thread may be blocked in torch elastic

@@ -1,15 +1,55 @@
-"""Argument parsers for the commands of `%nbdist`, one per command."""
+"""Argument parsers of `%%distribute` and of the commands of `%nbdist`."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import MagicArgumentParser
+from IPython.core.magic_arguments import ArgDecorator, MagicArgumentParser
 
+from nbdist import strategies
+from nbdist.errors import OptionError
 from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
+
+
+class SessionArguments(ArgDecorator):
+    """Decorates a magic whose line takes every option of a session."""
+
+    def add_to_parser(self, parser: MagicArgumentParser, group: object) -> None:  # noqa: ARG002
+        """Add the options; called by `magic_arguments`."""
+        for name, argument in strategies.ARGUMENTS.items():
+            add_session_argument(parser, name, argument)
+
+
+def add_session_argument(
+    parser: MagicArgumentParser, name: str, argument: strategies.Argument
+) -> None:
+    """Add one option of a session; it is None if the line does not have it."""
+    flags = argument.flags(name)
+    if argument.metavar:
+        parser.add_argument(
+            *flags, type=argument.type, metavar=argument.metavar, help=argument.help, dest=name
+        )
+    else:
+        # An option that a switch can turn on can also be turned off again.
+        action = argparse.BooleanOptionalAction if argument.can_switch else "store_true"
+        parser.add_argument(*flags, action=action, default=None, help=argument.help, dest=name)
+
+
+def session_options(line: argparse.Namespace) -> dict[str, Any]:
+    """Return the session options that the line sets; others stay unchanged.
+
+    Raises:
+        OptionError: a config file that cannot be read.
+    """
+    return {
+        name: argument.read(value)
+        for name, argument in strategies.ARGUMENTS.items()
+        if (value := getattr(line, name, None)) is not None
+    }
 
 
 def command_parser(name: str, description: str) -> MagicArgumentParser:
@@ -17,6 +57,23 @@ def command_parser(name: str, description: str) -> MagicArgumentParser:
     # IPython puts the "%" before the name in the usage.
     parser = MagicArgumentParser(f"nbdist {name}", description=description, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    return parser
+
+
+def switch_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist switch`, with the options that can change in a session."""
+    parser = command_parser(
+        "switch", "Switch the prepared models to another backend; the training state is kept."
+    )
+    parser.add_argument(
+        "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."
+    )
+    for name, argument in strategies.ARGUMENTS.items():
+        if argument.can_switch and name != "backend":
+            add_session_argument(parser, name, argument)
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="discard the optimizer state"
+    )
     return parser
 
 
@@ -146,8 +203,7 @@ def split_line(line: str, command: str) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        msg = f"%nbdist {command} {line}: {error}."
-        raise UsageError(msg) from None
+        raise UsageError(f"%nbdist {command} {line}: {error}.") from None
 
 
 def option_flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:
@@ -161,3 +217,52 @@ def option_flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> li
             flag for action in actions if action.nargs is None for flag in action.option_strings
         ]
     return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def check_contradictory_options(options: argparse.Namespace) -> None:
+    """Check `%%distribute` for options that exclude each other.
+
+    Raises:
+        OptionError: there are some.
+    """
+    if options.auto and options.backend:
+        raise OptionError(
+            f"--auto chooses the backend itself, but --backend {options.backend} was given."
+            " Leave one of them out."
+        )
+    if not options.profile and (options.steps is not None or options.trace is not None):
+        raise OptionError("--steps and --trace need --profile. Add it, or leave them out.")
+    if options.background and options.pull:
+        raise OptionError(
+            "--background and --pull exclude each other: values exist only after the cell has"
+            " ended. Use %nbdist wait, then %nbdist pull."
+        )
+
+
+def check_ignored_options(options: argparse.Namespace) -> None:
+    """Check `%nbdist profile` for options that another option makes useless.
+
+    Raises:
+        OptionError: there is one.
+    """
+    other = "--calibrate" if options.calibrate else "--show" if options.show else ""
+    plain = options.steps is None and options.trace is None and options.memory
+    if other and not plain:
+        raise OptionError(f"{other} records no steps. Leave out --steps, --trace and --no-memory.")
+    if options.calibrate and options.show:
+        raise OptionError("--show and --calibrate exclude each other. Leave one of them out.")
+    if options.disk is not None and not options.calibrate:
+        raise OptionError(f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out.")
+
+
+def parse_names(names: str) -> list[str]:
+    """Parse "a,b" or "a b" into identifiers.
+
+    Raises:
+        OptionError: no name, or one that is not an identifier.
+    """
+    wanted = names.replace(",", " ").split()
+    wrong = [name for name in wanted if not name.isidentifier()]
+    if wrong or not wanted:
+        raise OptionError(f"Expected variable names such as a,b, got {names!r}.")
+    return wanted

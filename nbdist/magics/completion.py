@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
 OPTION_VALUES: dict[str, tuple[str, ...]] = {
-    "--backend": strategies.BACKENDS,
-    "-b": strategies.BACKENDS,
-    "--precision": strategies.PRECISIONS,
-    "--offload": ("none", "cpu", "nvme:"),
-    "--replicate-across": strategies.REPLICATE_ACROSS,
     "--output": ("all", "0", "none"),
-    "--on": ("local", "ray", "ray://", "ray://auto", "slurm"),
+    **{
+        flag: argument.values
+        for name, argument in strategies.ARGUMENTS.items()
+        for flag in argument.flags(name)
+        if argument.values
+    },
 }
 """Options with a fixed list of values."""
 

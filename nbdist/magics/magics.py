@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
-from IPython.core.magic_arguments import (
-    MagicArgumentParser,
-    argument,
-    magic_arguments,
-    parse_argstring,
-)
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 from traitlets import Bunch, Enum, Int, TraitError, Unicode, validate
 
@@ -26,25 +21,53 @@ from nbdist.doctor import doctor
 from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, plan
-from nbdist.session import cell_source, status
+from nbdist.magics.arguments import SessionArguments
 from nbdist.session import checkpoints as session_checkpoints
+from nbdist.session import status
+from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, current_session
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.magic_arguments import MagicArgumentParser
+
+_Method = TypeVar("_Method", bound="Callable[..., None]")
 
 
-def parse_clip_norm(text: str) -> float | str:
-    """Parse the value of --clip: a number, or "none"."""
-    return "none" if text == "none" else float(text)
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of `%nbdist`."""
+
+    run: Callable[[NbDist, Any], None]
+    """Method of the magics; called with the parsed line, or without a parser with the text."""
+    parser: Callable[[], MagicArgumentParser] | None
+    required: str
+    """Argument without which the help is printed."""
+    flags: tuple[str, ...]
+    """Options that tab completion offers."""
 
 
-def strip_quotes(text: str) -> str:
-    """Remove the quotes that IPython (9.18) leaves around an option's value."""
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
+COMMANDS: dict[str, Command] = {}
+
+
+def command(
+    name: str,
+    parser: Callable[[], MagicArgumentParser] | None = None,
+    *,
+    required: str = "",
+    flags: tuple[str, ...] = (),
+) -> Callable[[_Method], _Method]:
+    """Register a method of `NbDist` as the command `%nbdist NAME`."""
+
+    def register(method: _Method) -> _Method:
+        own = flags if parser is None else tuple(arguments.option_flags(parser()))
+        COMMANDS[name] = Command(method, parser, required, own)
+        return method
+
+    return register
 
 
 @magics_class
@@ -72,7 +95,7 @@ class NbDist(Magics):
         self.observe(self._move_checkpoints, "checkpoints")
         self.observe(
             self._warn_on_restart_options,
-            [name for name in CONFIGURABLE_OPTIONS if name != "checkpoints"],
+            [name for name in self.default_names() if name != "checkpoints"],
         )
         self.launcher_provider = LocalLauncherProvider()
         self.ended: Session | None = None
@@ -108,81 +131,7 @@ class NbDist(Magics):
 
     @no_var_expand
     @magic_arguments("%distribute")
-    @argument(
-        "-b",
-        "--backend",
-        metavar="NAME",
-        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; prepared models are switched to it",
-    )
-    @argument(
-        "--auto",
-        action="store_true",
-        help="choose the backend at accelerator.prepare() from model and machine, and explain it",
-    )
-    @argument(
-        "-n",
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="number of ranks; default: one per visible GPU, or 2 CPU ranks without a GPU",
-    )
-    @argument("--gpus", metavar="LIST", help="GPU indices, such as 0,2")
-    @argument(
-        "--on",
-        metavar="WHERE",
-        help="where ranks run: local, ray, ray://HOST:PORT or slurm; default: local",
-    )
-    @argument(
-        "--nodes", type=int, metavar="N", help="number of cluster nodes, with equally many ranks"
-    )
-    @argument(
-        "--gpus-per-node",
-        type=int,
-        metavar="N",
-        help="GPUs and ranks per node; 0 for CPU ranks; default: all",
-    )
-    @argument("--partition", metavar="NAME", help="Slurm partition")
-    @argument("--time", metavar="TIME", help="time limit of the Slurm job, such as 1:00:00")
-    @argument("--account", metavar="NAME", help="account of the Slurm job")
-    @argument("--interface", metavar="NAME", help="network interface between nodes, such as ib0")
-    @argument(
-        "--precision",
-        metavar="NAME",
-        help="no, fp16, bf16, fp8; default: bf16 if the hardware supports it, else no",
-    )
-    @argument(
-        "--offload", metavar="WHERE", help="where to offload optimizer state: none, cpu, nvme:PATH"
-    )
-    @argument(
-        "--offload-params",
-        action=argparse.BooleanOptionalAction,
-        help="also offload the parameters",
-    )
-    @argument(
-        "--replicate-across",
-        metavar="WHAT",
-        help="with fsdp: nodes shards within nodes and replicates across (HSDP); default: none",
-    )
-    @argument(
-        "--activation-checkpointing",
-        action=argparse.BooleanOptionalAction,
-        help="recompute activations in the backward pass",
-    )
-    @argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile at prepare()")
-    @argument("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
-    @argument("--clip", type=parse_clip_norm, metavar="NORM", help="maximum gradient norm, or none")
-    @argument(
-        "--deepspeed-config",
-        type=strip_quotes,
-        metavar="FILE",
-        help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
-    )
-    @argument(
-        "--fsdp-config",
-        type=strip_quotes,
-        metavar="FILE",
-        help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
-    )
+    @SessionArguments()
     @argument("--ranks", metavar="LIST", help="run on these ranks only, such as 0,2-3")
     @argument(
         "--push",
@@ -228,12 +177,12 @@ class NbDist(Magics):
         if options.help:
             print(self.distribute.__doc__)
             return
-        check_contradictory_options(options)
+        arguments.check_contradictory_options(options)
         # IPython 9.18 increments execution_count before the cell runs, older versions after it
         count = len(self.shell.user_ns["_ih"]) - 1
         code = keep_line_numbers(line, cell)
         try:
-            cell_source.check_code(code)
+            check_code(code)
         except SyntaxError as error:
             raise CellSyntaxError(format_syntax_error(error, count)) from None
         session = self.get_or_start_session(options)
@@ -276,24 +225,32 @@ class NbDist(Magics):
         panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
         profile         where the time of a step goes, and what would make it faster
         """
-        command, _, rest = line.strip().partition(" ")
-        if not command:
+        name, _, rest = line.strip().partition(" ")
+        if not name:
             print(inspect.getdoc(type(self).nbdist))
-        elif command in COMMANDS:
-            COMMANDS[command](self, rest.strip())
+            return
+        if name not in COMMANDS:
+            raise UsageError(f"Unknown command %nbdist {name!r}. Use one of {', '.join(COMMANDS)}.")
+        chosen = COMMANDS[name]
+        if chosen.parser is None:
+            chosen.run(self, rest.strip())
+            return
+        parser = chosen.parser()
+        options = parser.parse_args(arguments.split_line(rest.strip(), name))
+        if options.help or (chosen.required and not getattr(options, chosen.required)):
+            print(parser.format_help())
         else:
-            msg = f"Unknown command %nbdist {command!r}. Use one of {', '.join(COMMANDS)}."
-            raise UsageError(msg)
+            chosen.run(self, options)
 
     # -- the session
 
     def get_or_start_session(self, options: argparse.Namespace) -> Session:
         """Return the current session with the line's options; start or restart it as needed."""
-        changes = session_options(options)
+        changes = arguments.session_options(options)
         session = current_session()
         if session is not None and options.on is not None and options.on != session.on:
             # Created first: if it fails, the current session keeps running.
-            moved = self.new_session(options, changes)
+            moved = self.new_session(changes)
             print(
                 f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
                 " ranks are lost"
@@ -301,11 +258,11 @@ class NbDist(Magics):
             session.stop()
             return moved.start()
         if session is None:
-            return self.new_session(options, changes).start()
+            return self.new_session(changes).start()
         differing = session.differing(**changes)
         if options.fresh:
             session.restart(**changes)
-        elif RESTART_OPTIONS & differing.keys():
+        elif "auto" in differing:  # auto is set up when the ranks start
             words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
             print(f"nbdist: {words}: starting new ranks; variables of the old ranks are lost")
             session.restart(**changes)
@@ -313,17 +270,17 @@ class NbDist(Magics):
             print(session.switch(**changes))
         return session
 
-    def new_session(self, arguments: argparse.Namespace, options: Mapping[str, Any]) -> Session:
+    def new_session(self, options: Mapping[str, Any]) -> Session:
         """Return a new session with the options of the line; its ranks are not started."""
-        return Session(
-            **{**self.session_defaults(arguments), **options}, engine=self.launcher_provider
-        )
+        chosen_by_auto = {"backend", "offload"} if options.get("auto") else set()
+        names = [name for name in self.default_names() if name not in chosen_by_auto]
+        defaults = {name: getattr(self, name) for name in names}
+        return Session(**{**defaults, **options}, engine=self.launcher_provider)
 
-    def session_defaults(self, options: argparse.Namespace) -> dict[str, Any]:
-        """Return the configured options of a new session; --auto sets backend and offload."""
-        of_auto = {"backend", "offload"} if options.auto else set()
-        settings = [name for name in CONFIGURABLE_OPTIONS if name not in of_auto]
-        return {name: getattr(self, name) for name in settings}
+    @classmethod
+    def default_names(cls) -> list[str]:
+        """Return the traits of `%config NbDist` that are options of a session."""
+        return [name for name in cls.class_own_traits(config=True) if name != "output"]
 
     def require_session(self) -> Session:
         """Return the current session.
@@ -333,8 +290,7 @@ class NbDist(Magics):
         """
         session = current_session()
         if session is None:
-            msg = "There is no session. Run a %%distribute cell to start one."
-            raise SessionError(msg)
+            raise SessionError("There is no session. Run a %%distribute cell to start one.")
         return session
 
     def notebook_values(self, names: str) -> dict[str, object]:
@@ -343,7 +299,7 @@ class NbDist(Magics):
         Raises:
             OptionError: a variable is not defined.
         """
-        wanted = parse_names(names)
+        wanted = arguments.parse_names(names)
         missing = [name for name in wanted if name not in self.shell.user_ns]
         if missing:
             msg = f"The notebook has no variable {', '.join(missing)}. Define it before pushing it."
@@ -352,44 +308,49 @@ class NbDist(Magics):
 
     def bind_pulled(self, session: Session, names: str) -> None:
         """Copy variables of rank 0 to the notebook."""
-        wanted = parse_names(names)
+        wanted = arguments.parse_names(names)
         values = session.pull(*wanted)
         self.shell.push(dict(zip(wanted, values if len(wanted) > 1 else [values], strict=True)))
 
     # -- commands
 
+    @command("status")
     def status_command(self, _: str) -> None:
         """Print the state of the session and of each rank."""
         for line in status.status_lines(self.require_session()):
             print(line)
 
+    @command("pull")
     def pull_command(self, names: str) -> None:
         """Copy variables of rank 0 to the notebook."""
         self.bind_pulled(self.require_session(), names)
 
+    @command("push")
     def push_command(self, names: str) -> None:
         """Copy variables of the notebook to all ranks."""
         self.require_session().push(**self.notebook_values(names))
 
+    @command("wait")
     def wait_command(self, _: str) -> None:
         """Wait for the cell that runs in the background."""
         self.require_session().wait()
 
+    @command("interrupt")
     def interrupt_command(self, _: str) -> None:
         """Interrupt the running cell on all ranks."""
         self.require_session().interrupt()
 
+    @command("restart", flags=("--wait",))
     def restart_command(self, line: str) -> None:
         """Start new ranks with the same options.
 
         After a node failure they start on the remaining nodes, or with --wait on a full set.
         """
         if line not in {"", "--wait"}:
-            message = (
+            raise UsageError(
                 f"%nbdist restart takes only the option --wait, got {line!r}. Use %nbdist switch"
                 " or %%distribute to change options."
             )
-            raise UsageError(message)
         session = self.require_session()
         before = session.placement.num_nodes
         session.restart(wait=bool(line))
@@ -399,6 +360,7 @@ class NbDist(Magics):
                 " ranks; %nbdist load NAME continues from a checkpoint"
             )
 
+    @command("stop")
     def stop_command(self, _: str) -> None:
         """End the ranks and the launcher; start to warm up a new launcher."""
         self.ended = self.require_session()
@@ -406,6 +368,7 @@ class NbDist(Magics):
         self.warm_up()
         print("nbdist: ranks and launcher ended")
 
+    @command("log", flags=("--stacks",))
     def log_command(self, rank: str) -> None:
         """Print the last lines of a rank or of the launcher, or all stacks."""
         if rank == "--stacks":
@@ -413,27 +376,21 @@ class NbDist(Magics):
                 print(f"-- rank {number} --\n{text}\n")
             return
         if rank and not (rank.isascii() and rank.isdigit()):
-            msg = f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}."
-            raise UsageError(msg)
+            raise UsageError(f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}.")
         print(self.require_session().log(int(rank) if rank else None))
 
-    def switch_command(self, line: str) -> None:
+    @command("switch", arguments.switch_parser)
+    def switch_command(self, options: argparse.Namespace) -> None:
         """Switch the prepared models to another backend."""
-        parser = switch_parser()
-        options = parser.parse_args(arguments.split_line(line, "switch"))
-        changes = session_options(options)
-        if options.help or not changes:
-            print(parser.format_help())
+        changes = arguments.session_options(options)
+        if not changes:
+            print(arguments.switch_parser().format_help())
             return
         print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 
-    def export_command(self, line: str) -> None:
+    @command("export", arguments.export_parser, required="folder")
+    def export_command(self, options: argparse.Namespace) -> None:
         """Write the prepared model as a `from_pretrained` folder."""
-        parser = arguments.export_parser()
-        options = parser.parse_args(arguments.split_line(line, "export"))
-        if options.help or not options.folder:
-            print(parser.format_help())
-            return
         print(
             self.require_session().export(
                 options.folder,
@@ -444,13 +401,9 @@ class NbDist(Magics):
             )
         )
 
-    def save_command(self, line: str) -> None:
+    @command("save", arguments.save_parser, required="name")
+    def save_command(self, options: argparse.Namespace) -> None:
         """Write a checkpoint in the background."""
-        parser = arguments.save_parser()
-        options = parser.parse_args(arguments.split_line(line, "save"))
-        if options.help or not options.name:
-            print(parser.format_help())
-            return
         save = self.require_session().save(
             options.name, options.overwrite, options.keep, options.wait, folder=options.dir
         )
@@ -458,13 +411,9 @@ class NbDist(Magics):
         if not save.done:
             session_checkpoints.show_when_done(save)
 
-    def load_command(self, line: str) -> None:
+    @command("load", arguments.load_parser, required="name")
+    def load_command(self, options: argparse.Namespace) -> None:
         """Load a checkpoint into the prepared models."""
-        parser = arguments.load_parser()
-        options = parser.parse_args(arguments.split_line(line, "load"))
-        if options.help or not options.name:
-            print(parser.format_help())
-            return
         print(
             self.require_session().load(
                 options.name,
@@ -474,42 +423,27 @@ class NbDist(Magics):
             )
         )
 
-    def checkpoints_command(self, line: str) -> None:
+    @command("checkpoints", arguments.checkpoints_parser)
+    def checkpoints_command(self, options: argparse.Namespace) -> None:
         """List the checkpoints; works without a session."""
-        parser = arguments.checkpoints_parser()
-        options = parser.parse_args(arguments.split_line(line, "checkpoints"))
         session = current_session()
-        if options.help:
-            print(parser.format_help())
-        elif options.dir is not None:
+        if options.dir is not None:
             print(session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir)))
-        elif session is None:
-            print(
-                session_checkpoints.Checkpoints(
-                    session_checkpoints.parse_root(
-                        self.checkpoints or session_checkpoints.DEFAULT_FOLDER
-                    )
-                )
-            )
-        else:
+        elif session is not None:
             print(session.checkpoints)
-
-    def plan_command(self, line: str) -> None:
-        """Show what every strategy needs for a model, or compare a plan with measurements."""
-        answer = plan.run_plan_command(line, self.shell.user_ns, current_session())
-        if isinstance(answer, str):
-            print(answer)
         else:
-            display(answer)
+            root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
+            print(session_checkpoints.Checkpoints(session_checkpoints.parse_root(root)))
 
-    def profile_command(self, line: str) -> None:
+    @command("plan", plan.plan_parser)
+    def plan_command(self, options: argparse.Namespace) -> None:
+        """Show what every strategy needs for a model, or compare a plan with measurements."""
+        display(plan.run_plan_command(options, self.shell.user_ns, current_session()))
+
+    @command("profile", arguments.profile_parser)
+    def profile_command(self, options: argparse.Namespace) -> None:
         """Profile the running loop or the next cell, or show the last profile again."""
-        parser = arguments.profile_parser()
-        options = parser.parse_args(arguments.split_line(line, "profile"))
-        if options.help:
-            print(parser.format_help())
-            return
-        check_ignored_options(options)
+        arguments.check_ignored_options(options)
         session = current_session()
         if session is None:
             msg = "There is no session to profile. Use %%distribute --profile to start one."
@@ -524,23 +458,15 @@ class NbDist(Magics):
             now = session.profiling
             print(f"nbdist: no profile yet{'' if now is None else f'; {now.text}'}")
 
-    def panel_command(self, line: str) -> None:
+    @command("panel", arguments.panel_parser)
+    def panel_command(self, options: argparse.Namespace) -> None:
         """Show the panel of the session."""
-        parser = arguments.panel_parser()
-        options = parser.parse_args(arguments.split_line(line, "panel"))
-        if options.help:
-            print(parser.format_help())
-        else:
-            session = current_session() or self.ended or self.require_session()
-            session.panel(options.face)
+        session = current_session() or self.ended or self.require_session()
+        session.panel(options.face)
 
-    def doctor_command(self, line: str) -> None:
+    @command("doctor", arguments.doctor_parser)
+    def doctor_command(self, options: argparse.Namespace) -> None:
         """Show problems of this machine or of this training, and what to do about them."""
-        parser = arguments.doctor_parser()
-        options = parser.parse_args(arguments.split_line(line, "doctor"))
-        if options.help:
-            print(parser.format_help())
-            return
         diagnosis = doctor(run=options.run)
         if options.json:
             print(diagnosis.to_json())
@@ -548,122 +474,18 @@ class NbDist(Magics):
             display(diagnosis)
 
 
-CLUSTER_OPTIONS = (
-    "on",
-    "nodes",
-    "gpus_per_node",
-    "partition",
-    "time",
-    "account",
-    "interface",
-)
-"""Options for the cluster of a session; `%nbdist switch` accepts the numeric ones."""
-
-ENGINE_OPTIONS = (
-    "backend",
-    "nproc",
-    "precision",
-    "offload",
-    "offload_params",
-    "replicate_across",
-    "activation_checkpointing",
-    "compile",
-    "accumulate",
-    "clip",
-)
-
-SWITCH_OPTIONS = frozenset(
-    {*ENGINE_OPTIONS, "gpus", "nodes", "gpus_per_node", "deepspeed_config", "fsdp_config"}
-    - {"backend"}
-)
-"""`dest` names of the options that `%nbdist switch` accepts too."""
-
-
-COMMANDS: dict[str, Callable[[NbDist, str], None]] = {
-    "status": NbDist.status_command,
-    "pull": NbDist.pull_command,
-    "push": NbDist.push_command,
-    "wait": NbDist.wait_command,
-    "interrupt": NbDist.interrupt_command,
-    "restart": NbDist.restart_command,
-    "stop": NbDist.stop_command,
-    "log": NbDist.log_command,
-    "plan": NbDist.plan_command,
-    "profile": NbDist.profile_command,
-    "switch": NbDist.switch_command,
-    "export": NbDist.export_command,
-    "save": NbDist.save_command,
-    "load": NbDist.load_command,
-    "checkpoints": NbDist.checkpoints_command,
-    "panel": NbDist.panel_command,
-    "doctor": NbDist.doctor_command,
-}
-
-
-def switch_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist switch`, with the backend options of `%%distribute`."""
-    parser = arguments.command_parser(
-        "switch", "Switch the prepared models to another backend; the training state is kept."
-    )
-    parser.add_argument(
-        "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."
-    )
-    for action in NbDist.distribute.parser._actions:  # noqa: SLF001 - argparse has no public API
-        if action.dest in SWITCH_OPTIONS:
-            parser._add_action(action)  # noqa: SLF001
-    parser.add_argument(
-        "--reset-optimizer", action="store_true", help="discard the optimizer state"
-    )
-    parser.set_defaults(auto=None)
-    return parser
-
-
 MATCHER = completion.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
-    of_commands={
-        "plan": arguments.option_flags(plan.plan_parser()),
-        "switch": arguments.option_flags(switch_parser()),
-        "export": arguments.option_flags(arguments.export_parser()),
-        "save": arguments.option_flags(arguments.save_parser()),
-        "load": arguments.option_flags(arguments.load_parser()),
-        "checkpoints": arguments.option_flags(arguments.checkpoints_parser()),
-        "profile": arguments.option_flags(arguments.profile_parser()),
-        "panel": arguments.option_flags(arguments.panel_parser()),
-        "doctor": arguments.option_flags(arguments.doctor_parser()),
-        "log": ["--stacks"],
-        "restart": ["--wait"],
-    },
+    of_commands={name: command.flags for name, command in COMMANDS.items() if command.flags},
 )
-
-RESTART_OPTIONS = frozenset({"auto"})
-"""Options that need new ranks."""
-
-CONFIGURABLE_OPTIONS = ("backend", "nproc", "precision", "offload", "on", "checkpoints")
-"""Traits of `%config NbDist` that a new session uses."""
 
 
 def format_syntax_error(error: SyntaxError, count: int) -> str:
     """Format a syntax error with the notebook's name of the cell."""
     text = "".join(traceback.format_exception_only(error))
-    return text.replace(f'File "{cell_source.CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
-
-
-def session_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the session options that the line sets; others stay unchanged."""
-    options = {name: getattr(arguments, name, None) for name in (*ENGINE_OPTIONS, *CLUSTER_OPTIONS)}
-    options["devices"] = arguments.gpus
-    options["auto"] = arguments.auto or None
-    for name in ("deepspeed_config", "fsdp_config"):
-        text = getattr(arguments, name)
-        named = text and text != "none"
-        options[name] = strategies.load_config(text) if named else text
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in ("clip", "deepspeed_config", "fsdp_config"):
-        if given.get(name) == "none":
-            given[name] = None
-    return given
+    return text.replace(f'File "{CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
 
 
 def parse_distribute_line(line: str) -> argparse.Namespace:
@@ -675,65 +497,8 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
     try:
         options: argparse.Namespace = parse_argstring(NbDist.distribute, line)
     except ValueError as error:
-        msg = f"%%distribute {line}: {error}."
-        raise UsageError(msg) from None
+        raise UsageError(f"%%distribute {line}: {error}.") from None
     return options
-
-
-def check_ignored_options(options: argparse.Namespace) -> None:
-    """Check `%nbdist profile` for options that another option makes useless.
-
-    Raises:
-        OptionError: there is one.
-    """
-    other = "--calibrate" if options.calibrate else "--show" if options.show else ""
-    plain = options.steps is None and options.trace is None and options.memory
-    if other and not plain:
-        msg = f"{other} records no steps. Leave out --steps, --trace and --no-memory."
-        raise OptionError(msg)
-    if options.calibrate and options.show:
-        msg = "--show and --calibrate exclude each other. Leave one of them out."
-        raise OptionError(msg)
-    if options.disk is not None and not options.calibrate:
-        msg = f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out."
-        raise OptionError(msg)
-
-
-def check_contradictory_options(options: argparse.Namespace) -> None:
-    """Check `%%distribute` for options that exclude each other.
-
-    Raises:
-        OptionError: there are some.
-    """
-    if options.auto and options.backend:
-        msg = (
-            f"--auto chooses the backend itself, but --backend {options.backend} was given."
-            " Leave one of them out."
-        )
-        raise OptionError(msg)
-    if not options.profile and (options.steps is not None or options.trace is not None):
-        msg = "--steps and --trace need --profile. Add it, or leave them out."
-        raise OptionError(msg)
-    if options.background and options.pull:
-        msg = (
-            "--background and --pull exclude each other: values exist only after the cell has"
-            " ended. Use %nbdist wait, then %nbdist pull."
-        )
-        raise OptionError(msg)
-
-
-def parse_names(names: str) -> list[str]:
-    """Parse "a,b" or "a b" into identifiers.
-
-    Raises:
-        OptionError: no name, or one that is not an identifier.
-    """
-    wanted = names.replace(",", " ").split()
-    wrong = [name for name in wanted if not name.isidentifier()]
-    if wrong or not wanted:
-        msg = f"Expected variable names such as a,b, got {names!r}."
-        raise OptionError(msg)
-    return wanted
 
 
 def keep_line_numbers(line: str, cell: str) -> str:

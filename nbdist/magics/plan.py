@@ -1,4 +1,4 @@
-"""`%nbdist plan`: parse the line and run the plan, or compare a plan with measurements."""
+"""`%nbdist plan`: its parser, and the plan or the comparison with measurements."""
 
 from __future__ import annotations
 
@@ -76,25 +76,19 @@ def plan_parser() -> MagicArgumentParser:
 
 
 def run_plan_command(
-    line: str, names: Mapping[str, Any], session: Session | None
-) -> Plan | PlanValidation | str:
-    """Run `%nbdist plan LINE`.
+    options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
+) -> Plan | PlanValidation:
+    """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
 
     Args:
-        line: the text after `plan`.
+        options: the parsed line.
         names: variables of the notebook.
         session: the current session, or None.
 
-    Returns:
-        An object to display: a plan, a comparison, or the help text.
-
     Raises:
-        UsageError: the line cannot be parsed.
+        UsageError: --batch-size is not a list of integers.
         PlanError: the model or the devices cannot be planned for.
     """
-    options = plan_parser().parse_args(magics_arguments.split_line(line, "plan"))
-    if options.help:
-        return str(plan_parser().format_help())
     if options.check:
         return planner.compare_with_measured(_needed(session))
     arguments = _arguments(options)
@@ -109,11 +103,10 @@ def run_plan_command(
 
 def _needed(session: Session | None) -> Session:
     if session is None:
-        message = (
+        raise PlanError(
             "There is no session with a prepared model. Name a model, for example"
             " %nbdist plan 7b --devices 8xA100-80GB."
         )
-        raise PlanError(message)
     return session
 
 

@@ -9,9 +9,10 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbdist.display.elements import element, html_row, html_table, join, lines
+from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
 from nbdist.planner import fit_measurements, local_devices, step_time
@@ -70,16 +71,9 @@ class CalibrationReport:
 
     def _repr_html_(self) -> str:
         """Return an HTML table."""
-        cells = [
-            f"<tr><td>{escape(row.what)}</td>"
-            f"<td style='text-align:right'>{escape(row.measured)}</td>"
-            f"<td style='text-align:right'>{escape(row.before)}</td></tr>"
-            for row in self.lines
-        ]
-        head = "<tr><th></th><th>measured</th><th>plans took</th></tr>"
-        notes = "".join(f"<div>{escape(note)}</div>" for note in self.notes)
-        table = f"<table>{head}{''.join(cells)}</table>"
-        return f"<div><b>{escape(self._title)}</b></div>{table}{notes}"
+        rows = [html_row([row.what, row.measured, row.before], {0}) for row in self.lines]
+        table = html_table(["", "measured", "plans took"], rows, {0})
+        return join([element("div", element("b", self._title)), table, lines(self.notes)])
 
 
 def calibrate(
@@ -167,7 +161,7 @@ def _lines(
         for size, taken in curves.get(name, ()):
             then = step_time.collective_time_s(name, size, before)
             yield CalibrationRow(
-                what=f"{name} of {_size(size)}", measured=_time(taken), before=_time(then)
+                what=f"{name} of {format_bytes(size)}", measured=_time(taken), before=_time(then)
             )
     device, then_device = after.slowest_device, before.slowest_device
     for kind in kinds:
@@ -213,10 +207,6 @@ def _notes(figures: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
         yield f"The filesystem is {name}, measured {cache} the page cache."
         if DiskSpeed.is_memory_filesystem(name):
             yield "That is memory, not a disk: plans do not use it. Use another folder."
-
-
-def _size(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _time(seconds: float) -> str:

@@ -26,7 +26,7 @@ from nbdist.protocol.operations import (
     slowest_phases,
 )
 from nbdist.session.collective_request import CollectiveRequest
-from nbdist.session.suppress_interrupt import suppress_interrupt
+from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

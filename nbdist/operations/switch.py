@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from nbdist.display.units import format_bytes
 from nbdist.protocol.operations import SWITCH, SwitchRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
@@ -80,16 +81,6 @@ def describe_change(before: str, after: str) -> str:
     """Return "ranks: old -> new", with the ranks once if they are the same."""
     (ranks, _, old), (then, _, new) = before.partition(", "), after.partition(", ")
     return f"{ranks}: {old} -> {new}" if ranks == then else f"{before} -> {after}"
-
-
-def format_bytes(count: int) -> str:
-    """Format a number of bytes."""
-    amount, unit = float(count), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:  # noqa: PLR2004
-            break
-        amount, unit = amount / 1024, larger
-    return f"{amount:.0f} {unit}" if unit == "bytes" else f"{amount:.1f} {unit}"
 
 
 def switch_backend(

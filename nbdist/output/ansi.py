@@ -77,14 +77,3 @@ def format_bytes(num_bytes: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     return f"{amount:.1f} GB"
-
-
-def rank_label(ranks: tuple[int, ...]) -> str:
-    """Format ranks as ranges: "0", "0-3", "0,2-3"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

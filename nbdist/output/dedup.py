@@ -1,233 +1,170 @@
-"""Merges equal output of several ranks, so that it is shown once.
+"""Merges equal output of several ranks, so that it is passed on once.
 
-Each rank has a queue of items. An item waits briefly for equal items of the other ranks and is then
-emitted together with them. The order of a rank's items is kept, except that stdout and stderr items
-may pass each other to reach an equal item. Ranks with equal queues share one queue, so equal output
-of a thousand ranks costs as much as that of a few.
+Each rank has a queue of items. An item waits briefly for equal items of the other ranks and then
+leaves together with them. The order of a rank's items is kept, except that stdout and stderr items
+may pass each other to reach an equal item.
+
+The kernel merges the lines of a cell, the agent of a node the messages of its ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Sequence
 
 T = TypeVar("T")
 
+StreamName = Literal["stdout", "stderr"]
+ItemStream = Literal["stdout", "stderr", ""]
+"""Stream of text; "" for an item that no other item may pass."""
+MimeBundle = dict[str, Any]
+
+MERGE_DELAY_S = 0.15
+"""Maximum wait of a line for the same line of the other ranks."""
 _MAX_OVERTAKEN = 16
 """Number of items of the other stream that an item may pass to reach an equal item."""
 _REORDER_WINDOW_S = 0.1
-"""Items that arrive within this time are emitted in rank order."""
+"""Items that arrive within this time leave in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputItem(Generic[T]):
-    """One piece of a rank's output."""
+    """One piece of a rank's output; all stages from the ranks to the cell pass such items on."""
 
-    key: Hashable
-    """Equal for equal output."""
-    stream: str
-    """"stdout", "stderr", or "" for an item that no other item may pass."""
+    content: T
     arrived_at: float
     """Arrival time in monotonic seconds."""
-    merge_delay_s: float
+    stream: ItemStream = ""
+    key: Hashable = None
+    """Equal for equal output. Set by the stage before the merge."""
+    merge_delay_s: float = MERGE_DELAY_S
     """Maximum wait for the other ranks."""
-    content: T
 
 
-@dataclass(slots=True, eq=False)
-class _RankQueue(Generic[T]):
-    """A queue shared by ranks with the same pending items."""
+@dataclass(frozen=True, slots=True)
+class DisplayOutput:
+    """A MIME bundle; its `display_id` contains the rank."""
 
-    ranks: frozenset[int]
-    queue: deque[OutputItem[T]] = field(default_factory=deque)
-    keys: Counter[Hashable] = field(default_factory=Counter)
-    first: int = field(init=False)
-    """The lowest rank."""
+    bundle: MimeBundle
+    metadata: MimeBundle
+    display_id: str | None = None
 
-    def __post_init__(self) -> None:
-        self.first = min(self.ranks)
 
-    def split_off(self, ranks: frozenset[int]) -> _RankQueue[T]:
-        """Move some of the ranks to a copy of the queue."""
-        self.ranks -= ranks
-        self.first = min(self.ranks)
-        return _RankQueue(ranks, self.queue.copy(), self.keys.copy())
+@dataclass(frozen=True, slots=True)
+class ClearOutput:
+    """A rank's `clear_output(wait)`."""
+
+    wait: bool
 
 
 class OutputMerger(Generic[T]):
-    """Queues of several ranks, and the order in which their items are emitted."""
+    """Queues of several ranks, and the order in which their items leave."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._all = tuple(sorted(ranks))
-        whole: _RankQueue[T] = _RankQueue(frozenset(ranks))
-        self._rank_queues = [whole]
-        """In the order of their lowest ranks."""
-        self._queue_by_rank = dict.fromkeys(ranks, whole)
-        self._owners: Counter[Hashable] = Counter()
-        """Number of ranks with an item of this key."""
+        self._queues: dict[int, deque[OutputItem[T]]] = {rank: deque() for rank in sorted(ranks)}
+        self._owners: defaultdict[Hashable, Counter[int]] = defaultdict(Counter)
+        """For each key the ranks that have such items, with their number."""
 
     def add_items(self, ranks: Collection[int], items: Sequence[OutputItem[T]]) -> None:
         """Append items to the queue of each of these ranks."""
-        for strand in self._queues_for(frozenset(ranks)) if items else ():
-            strand.queue.extend(items)
-            for item in items:
-                if item.key not in strand.keys:
-                    self._owners[item.key] += len(strand.ranks)
-                strand.keys[item.key] += 1
+        for item in items:
+            owners = self._owners[item.key]
+            for rank in ranks:
+                self._queues[rank].append(item)
+                owners[rank] += 1
 
     def has_items(self, rank: int) -> bool:
         """Return whether the rank has pending items."""
-        return bool(self._queue_by_rank[rank].queue)
+        return bool(self._queues[rank])
 
-    def pop_ready(self, now: float, *, final: bool = False) -> Iterator[tuple[tuple[int, ...], T]]:
-        """Yield the items that need not wait any longer, as (ranks, content).
+    @property
+    def next_due_at(self) -> float | None:
+        """Time at which the next item need not wait any longer; None without items."""
+        heads = (queue[0] for queue in self._queues.values() if queue)
+        return min((item.arrived_at + item.merge_delay_s for item in heads), default=None)
+
+    def pop_ready(
+        self, now: float, *, final: bool = False
+    ) -> Iterator[tuple[tuple[int, ...], OutputItem[T]]]:
+        """Yield the items that need not wait any longer, with their ranks.
 
         Args:
             now: monotonic seconds.
-            final: emit everything without waiting.
+            final: all items leave without waiting.
         """
-        while candidate := self._next(now, final=final):
-            strand, ready = candidate
-            item = strand.queue[0]
-            yield self._take(strand, ready)
-            while not ready and self._follows(item, strand):  # no other item can be due in between
-                yield self._take(strand, {})
-        self._unite()
+        while positions := self._next(now, final=final):
+            rank, index = next(iter(positions.items()))
+            item = self._queues[rank][index]
+            owners = self._owners[item.key]
+            for rank, index in positions.items():
+                del self._queues[rank][index]
+                owners[rank] -= 1
+                if not owners[rank]:
+                    del owners[rank]
+            if not owners:
+                del self._owners[item.key]
+            yield tuple(sorted(positions)), item
 
-    def _queues_for(self, ranks: frozenset[int]) -> list[_RankQueue[T]]:
-        """Queues of exactly these ranks; queues shared with other ranks are split."""
-        strands = []
-        for strand in {self._queue_by_rank[rank]: None for rank in ranks}:
-            if strand.ranks <= ranks:
-                strands.append(strand)
-            else:
-                part = strand.split_off(strand.ranks & ranks)
-                self._rank_queues.append(part)
-                self._queue_by_rank.update(dict.fromkeys(part.ranks, part))
-                strands.append(part)
-        self._rank_queues.sort(key=lambda strand: strand.first)
-        return strands
+    def _next(self, now: float, *, final: bool) -> dict[int, int]:
+        """Ranks and positions of the next item that leaves; empty if all items have to wait."""
+        heads = {rank: queue[0] for rank, queue in self._queues.items() if queue}
+        oldest = min((item.arrived_at for item in heads.values()), default=0.0)
 
-    def _unite(self) -> None:
-        """Merge the empty queues into one."""
-        empty = [strand for strand in self._rank_queues if not strand.queue]
-        if len(empty) > 1:
-            united: _RankQueue[T] = _RankQueue(frozenset().union(*(queue.ranks for queue in empty)))
-            self._rank_queues = [united, *(strand for strand in self._rank_queues if strand.queue)]
-            self._rank_queues.sort(key=lambda strand: strand.first)
-            self._queue_by_rank.update(dict.fromkeys(united.ranks, united))
+        def order(rank: int) -> tuple[float, int]:
+            return max(0.0, heads[rank].arrived_at - oldest - _REORDER_WINDOW_S), rank
 
-    def _next(
-        self, now: float, *, final: bool
-    ) -> tuple[_RankQueue[T], dict[_RankQueue[T], int]] | None:
-        """The next queue whose head can be emitted, and the queues and indices of equal items."""
-        for strand in self._heads():
-            item = strand.queue[0]
-            due = final or now - item.arrived_at >= item.merge_delay_s
-            if not due and self._owners[item.key] < len(self._all):
+        seen: set[Hashable] = set()
+        for rank in sorted(heads, key=order):
+            item = heads[rank]
+            due = final or now >= item.arrived_at + item.merge_delay_s
+            if not due and (item.key in seen or len(self._owners[item.key]) < len(self._queues)):
                 continue  # some rank does not have the item
-            ready, behind = self._others(strand)
-            if len(strand.ranks) + sum(len(other.ranks) for other in ready) == len(self._all):
-                return strand, ready
-            if due:
-                return self._released([strand], behind)
-        return None
-
-    def _follows(self, before: OutputItem[T], strand: _RankQueue[T]) -> bool:
-        """True if the head arrived with the previous item and no other rank has an equal item."""
-        if not strand.queue:
-            return False
-        item = strand.queue[0]
-        is_same_kind = (item.arrived_at, item.merge_delay_s, item.stream) == (
-            before.arrived_at,
-            before.merge_delay_s,
-            before.stream,
-        )
-        return is_same_kind and self._owners[item.key] == len(strand.ranks)
-
-    def _heads(self) -> list[_RankQueue[T]]:
-        """Non-empty queues: oldest head first, simultaneous ones in rank order."""
-        strands = [strand for strand in self._rank_queues if strand.queue]
-        oldest = min((strand.queue[0].arrived_at for strand in strands), default=0.0)
-        return sorted(
-            strands,
-            key=lambda each: (
-                max(0.0, each.queue[0].arrived_at - oldest - _REORDER_WINDOW_S),
-                each.first,
-            ),
-        )
-
-    def _others(
-        self, strand: _RankQueue[T]
-    ) -> tuple[dict[_RankQueue[T], int], list[_RankQueue[T]]]:
-        """Queues in which the equal item is reachable (with its index), and where it is not yet."""
-        item = strand.queue[0]
-        ready: dict[_RankQueue[T], int] = {}
-        behind: list[_RankQueue[T]] = []
-        if self._owners[item.key] == len(strand.ranks):
-            return ready, behind
-        for other in self._rank_queues:
-            if other is strand or item.key not in other.keys:
+            seen.add(item.key)
+            reachable, blocked = self._find_equal(rank)
+            if not due and len(reachable) < len(self._queues):
                 continue
-            index = _find_item(other, item)
-            if index is None:
-                behind.append(other)
-            else:
-                ready[other] = index
-        return ready, behind
+            # what stands before the equal items of other ranks leaves first
+            path = [rank]
+            while blocked:
+                following = next((other for other in sorted(blocked) if other not in path), None)
+                if following is None:
+                    # Deadlock (A B here, B A there): the item with the most distant equal item
+                    # leaves without the others.
+                    return self._find_equal(max(path, key=self._distance))[0]
+                path.append(following)
+                reachable, blocked = self._find_equal(following)
+            return reachable
+        return {}
 
-    def _released(
-        self, path: list[_RankQueue[T]], behind: list[_RankQueue[T]]
-    ) -> tuple[_RankQueue[T], dict[_RankQueue[T], int]]:
-        """Resolve what blocks the head of path[-1]: items before equal ones are emitted first."""
-        if not behind:
-            return path[-1], self._others(path[-1])[0]
-        for other in behind:
-            if other not in path:
-                return self._released([*path, other], self._others(other)[1])
-        # Deadlock (A B here, B A there): emit the item with the most distant equal item alone.
-        strand = max(path, key=self._depth)
-        return strand, self._others(strand)[0]
+    def _find_equal(self, rank: int) -> tuple[dict[int, int], list[int]]:
+        """Find the items equal to the head of a rank's queue.
 
-    def _depth(self, strand: _RankQueue[T]) -> int:
-        key = strand.queue[0].key
-        depths = [
-            next(index for index, item in enumerate(other.queue) if item.key == key)
-            for other in self._rank_queues
-            if other is not strand and key in other.keys
-        ]
-        return max(depths, default=0)
+        Returns:
+            Positions of those that may leave now, by rank, and the other ranks that have one.
+        """
+        head = self._queues[rank][0]
+        reachable, blocked = {rank: 0}, []
+        for other in self._owners[head.key]:
+            if other == rank:
+                continue
+            for index, item in enumerate(self._queues[other]):
+                if item.key == head.key:
+                    reachable[other] = index
+                    break
+                passes = "" not in (head.stream, item.stream) and head.stream != item.stream
+                if index >= _MAX_OVERTAKEN or not passes:
+                    blocked.append(other)
+                    break
+        return reachable, blocked
 
-    def _take(
-        self, strand: _RankQueue[T], ready: dict[_RankQueue[T], int]
-    ) -> tuple[tuple[int, ...], T]:
-        content = strand.queue[0].content
-        ranks = strand.ranks.union(*(other.ranks for other in ready))
-        for each, index in {strand: 0, **ready}.items():
-            key = each.queue[index].key
-            del each.queue[index]
-            each.keys[key] -= 1
-            if not each.keys[key]:
-                del each.keys[key]
-                self._owners[key] -= len(each.ranks)
-                if not self._owners[key]:
-                    del self._owners[key]
-        return self._all if len(ranks) == len(self._all) else tuple(sorted(ranks)), content
-
-
-def _find_item(strand: _RankQueue[T], item: OutputItem[T]) -> int | None:
-    """Index of an equal item that may be emitted now."""
-    for index, other in enumerate(strand.queue):
-        if other.key == item.key:
-            return index
-        if (
-            index >= _MAX_OVERTAKEN
-            or "" in (item.stream, other.stream)
-            or other.stream == item.stream
-        ):
-            return None
-    return None
+    def _distance(self, rank: int) -> int:
+        """Largest position of an item that is equal to the head of a rank's queue."""
+        key = self._queues[rank][0].key
+        return max(
+            next(index for index, item in enumerate(self._queues[other]) if item.key == key)
+            for other in self._owners[key]
+        )

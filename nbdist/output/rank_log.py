@@ -40,7 +40,17 @@ class RankLog:
             self.written += len(text)
             if newline:
                 head = self._open.pop(name, "")
-                self._add(head + body[-self._limit :] + newline)
+                lines = replace_invalid_chars(head + body[-self._limit :] + newline)
+                if "\r" in lines:
+                    shown = (_overwritten(line.rstrip("\r")) for line in lines.split("\n"))
+                    lines = "\n".join(shown)
+                self._chunks.append(lines)
+                self._chars += len(lines)
+                while self._chars > self._limit and len(self._chunks) > 1:
+                    self._chars -= len(self._chunks.popleft())
+                if self._chars > self._limit:
+                    self._chunks[0] = self._chunks[0][-self._limit :]
+                    self._chars = len(self._chunks[0])
             kept = self._open.get(name, "") + rest[-_OPEN_CHARS:]
             if kept:
                 self._open[name] = _overwritten(kept)[-_OPEN_CHARS:]
@@ -61,18 +71,6 @@ class RankLog:
         """Return the last lines, joined with newlines."""
         kept = self.text().removesuffix("\n").split("\n")
         return "\n".join(kept[-lines:]) if lines > 0 else ""
-
-    def _add(self, text: str) -> None:
-        text = replace_invalid_chars(text)
-        if "\r" in text:
-            text = "\n".join(_overwritten(line.rstrip("\r")) for line in text.split("\n"))
-        self._chunks.append(text)
-        self._chars += len(text)
-        while self._chars > self._limit and len(self._chunks) > 1:
-            self._chars -= len(self._chunks.popleft())
-        if self._chars > self._limit:
-            self._chunks[0] = self._chunks[0][-self._limit :]
-            self._chars = len(self._chunks[0])
 
 
 def _overwritten(line: str) -> str:

@@ -12,19 +12,28 @@ rank's flood.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from nbdist.output.ansi import format_bytes
+from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
+from nbdist.output.terminal_line import MAX_LINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from nbdist.output.dedup import ItemStream
+
+    RankItems = Iterator[tuple[Sequence[int], OutputItem[Any]]]
 
 LINES_PER_DISPLAY = 10
 """Cost of one rich display, in lines."""
 TAIL_LINES = 20
 """Number of lines at the end of a flood that are always shown."""
 
+_DISPLAY_CHARS = 20
+"""Text of a display costs less than printed text by this factor: figures are large."""
+_LONG_BAR = 4_000
 _IDLE_S = 0.5
 _TAIL_CHARS = 64_000
 _MAX_WINDOWS = 1000
@@ -77,17 +86,169 @@ class _RankBudget:
 
 
 class OutputLimiter:
-    """Decides which lines of each rank are shown."""
+    """Passes items on, cuts them, or counts them as omitted."""
 
     def __init__(self, ranks: Sequence[int], *, budget: OutputBudget) -> None:
         self._budget = budget.per_rank(len(ranks))
         self._ranks = {rank: _RankBudget(self._budget.lines, self._budget.chars) for rank in ranks}
         self._windows: deque[tuple[int, int]] = deque(maxlen=_MAX_WINDOWS)
+        """Ranges of line numbers that are shown beyond the budgets."""
         self._frontier = 0
+        """The first line number that is not decided yet."""
         self._lines: float = self._budget.lines_per_s
         self._chars: float = self._budget.chars_per_s
         self._refilled_at = float("-inf")
         self._flowing = True
+        self._omitted = {rank: OmittedBuffer() for rank in ranks}
+        self._mid_line: set[tuple[int, ItemStream]] = set()
+        """Ranks and streams whose last shown text has no newline at its end; of several ranks."""
+        self._skipping: set[tuple[int, ItemStream]] = set()
+        """Ranks and streams whose last omitted text has no newline at its end."""
+        self._bars: dict[tuple[int, ItemStream], OutputItem[Any]] = {}
+        """Last state of bars that change too fast."""
+
+    def admit(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+        """Yield what is shown of an item, with the ranks, after notes about omitted output."""
+        content = item.content
+        if isinstance(content, str):
+            ranks_by_text: dict[str, list[int]] = {}
+            for rank in ranks:
+                is_rest = (rank, item.stream) in self._skipping
+                text = self._omit_rest_of_line(rank, item) if is_rest else content
+                ranks_by_text.setdefault(text, []).append(rank)
+            for text, same_ranks in ranks_by_text.items():
+                if "\n" in text:
+                    yield from self._admit_complete_lines(same_ranks, replace(item, content=text))
+                elif text:
+                    yield from self._admit_open_text(same_ranks, replace(item, content=text))
+        elif isinstance(content, DisplayOutput):
+            yield from self._admit_display(ranks, item)
+        else:
+            if isinstance(content, ClearOutput):
+                for rank in ranks:
+                    self._omitted[rank].clear()
+            yield ranks, item
+
+    def end_floods(self, now: float, *, final: bool = False) -> RankItems:
+        """Yield notes about floods that have ended with their last lines, and states of bars.
+
+        Args:
+            now: monotonic seconds.
+            final: True if the cell has ended.
+        """
+        ranks_by_end: dict[tuple[OmittedOutput, tuple[tuple[ItemStream, str], ...]], list[int]] = {}
+        for rank, omitted in self._omitted.items():
+            if omitted and (final or self.is_quiet(rank, now)):
+                counts, tail = omitted.pop_with_tail()
+                ranks_by_end.setdefault((counts, tuple(tail)), []).append(rank)
+        for (counts, ending), ranks in ranks_by_end.items():
+            self._skipping = {place for place in self._skipping if place[0] not in ranks}
+            if counts.num_lines or counts.num_displays or counts.num_chars:
+                yield ranks, OutputItem(counts, now, key=counts)
+            for stream, text in ending:
+                yield from self._show(ranks, OutputItem(text, now, stream))
+        for (rank, stream), bar in list(self._bars.items()):
+            if final or self.admit_chars(rank, len(bar.content), now=now):
+                del self._bars[rank, stream]
+                yield from self._show((rank,), replace(bar, arrived_at=now))
+
+    def _admit_display(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+        bundle = item.content.bundle
+        chars = sum(len(text) for text in bundle.values() if isinstance(text, str))
+        cost = 1 + chars // _DISPLAY_CHARS
+        for rank in ranks:
+            ((shown, _),) = self.admit_lines(
+                rank, 1, cost, now=item.arrived_at, weight=LINES_PER_DISPLAY
+            )
+            if shown:
+                yield from self._show((rank,), item)
+            else:
+                self._omitted[rank].add_display(chars)
+
+    def _admit_complete_lines(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+        text = item.content
+        lines = text.count("\n")
+        cost = min(len(text), lines * MAX_LINE)
+        ranks_by_runs: dict[tuple[tuple[bool, int], ...], list[int]] = {}
+        for rank in ranks:
+            self._bars.pop((rank, item.stream), None)
+            runs = tuple(self.admit_lines(rank, lines, cost, now=item.arrived_at))
+            ranks_by_runs.setdefault(runs, []).append(rank)
+        for runs, same_ranks in ranks_by_runs.items():
+            start = 0
+            for number, (shown, count) in enumerate(runs, 1):
+                end = start
+                for _ in range(count):
+                    end = text.find("\n", end) + 1
+                if number == len(runs):
+                    end = len(text)  # the text after the last newline belongs to the last run
+                piece = replace(item, content=text[start:end])
+                start = end
+                if shown:
+                    yield from self._show(same_ranks, piece)
+                else:
+                    for rank in same_ranks:
+                        yield from self._omit(rank, piece, count)
+
+    def _admit_open_text(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+        """Yield text without a newline, half a line or a progress bar, if it is within the budget.
+
+        The open text of several ranks is not limited: live displays are.
+        """
+        text = item.content
+        if "\r" in text and len(text) > _LONG_BAR:
+            text = "\r" + text.rstrip("\r").rpartition("\r")[2]
+            item = replace(item, content=text)
+        place = ranks[0], item.stream
+        if len(self._ranks) > 1 or self.admit_chars(
+            ranks[0], min(len(text), MAX_LINE), now=item.arrived_at
+        ):
+            self._bars.pop(place, None)
+            yield from self._show(ranks, item)
+        elif "\r" in text:
+            self._bars[place] = item
+        else:
+            yield from self._omit(ranks[0], item, 0)
+
+    def _show(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+        ranks_by_omitted: dict[OmittedOutput, list[int]] = {}
+        for rank in ranks:
+            if self._omitted[rank]:
+                ranks_by_omitted.setdefault(self._omitted[rank].pop_counts(), []).append(rank)
+        for omitted, same_ranks in ranks_by_omitted.items():
+            yield same_ranks, OutputItem(omitted, item.arrived_at, key=omitted)
+        if len(self._ranks) > 1:
+            streams: tuple[ItemStream, ...] = ("stdout", "stderr")
+            if isinstance(item.content, str):
+                streams = (item.stream,)
+            places = {(rank, stream) for rank in ranks for stream in streams}
+            if isinstance(item.content, str) and not item.content.endswith("\n"):
+                self._mid_line |= places
+            else:
+                self._mid_line -= places
+        yield ranks, item
+
+    def _omit(self, rank: int, item: OutputItem[Any], lines: int) -> RankItems:
+        text, place = item.content, (rank, item.stream)
+        if lines and place in self._mid_line:  # a line of which the beginning is shown
+            end = text.find("\n") + 1
+            self._mid_line.discard(place)
+            yield (rank,), replace(item, content=text[:end])
+            text, lines = text[end:], lines - 1
+        if text:
+            self._omitted[rank].add_text(item.stream, text, lines)
+            if not text.endswith("\n"):
+                self._skipping.add(place)
+
+    def _omit_rest_of_line(self, rank: int, item: OutputItem[Any]) -> str:
+        """Omit the rest of an omitted line; return the text after it."""
+        end = item.content.find("\n") + 1
+        self._omitted[rank].add_text(item.stream, item.content[: end or None], 1 if end else 0)
+        if not end:
+            return ""
+        self._skipping.discard((rank, item.stream))
+        text: str = item.content[end:]
+        return text
 
     def admit_lines(
         self, rank: int, lines: int, chars: int, *, now: float, weight: int = 1
@@ -149,7 +310,8 @@ class OutputLimiter:
     def _paced(
         self, begin: int, end: int, *, mean: float, weight: int, now: float
     ) -> Iterator[tuple[bool, int]]:
-        """Runs of the lines begin..end-1: earlier decisions, then new ones."""
+        """Runs of the lines begin..end-1, which are beyond the rank's budget."""
+        # lines that another rank has already reached: decided as for that rank
         for start, stop in self._windows:
             low, high = max(begin, start), min(end, stop)
             if low < high:
@@ -161,35 +323,28 @@ class OutputLimiter:
         if begin < known:
             yield False, known - begin
             begin = known
-        if begin < end:
-            yield from self._decided(begin, end, mean=mean, weight=weight, now=now)
-
-    def _decided(
-        self, begin: int, end: int, *, mean: float, weight: int, now: float
-    ) -> Iterator[tuple[bool, int]]:
+        if begin == end:
+            return
         self._refill(now)
         count = min(end - begin, int(self._lines // weight), _quotient(self._chars, mean))
-        if not self._flowing and not self._half_full():
+        # after a gap wait until half of the rate has recovered: at most two notes per second
+        budget = self._budget
+        if not self._flowing and (
+            self._lines < budget.lines_per_s / 2 or self._chars < budget.chars_per_s / 2
+        ):
             count = 0
         self._flowing = count == end - begin
         self._frontier = end
         if count:
             self._lines -= count * weight
             self._chars -= count * mean
-            self._note(begin, begin + count)
+            start = begin
+            if self._windows and self._windows[-1][1] == begin:
+                start = self._windows.pop()[0]
+            self._windows.append((start, begin + count))
             yield True, count
         if begin + count < end:
             yield False, end - begin - count
-
-    def _half_full(self) -> bool:
-        """True if the rate budget has recovered enough; limits the notes to two per second."""
-        budget = self._budget
-        return self._lines >= budget.lines_per_s / 2 and self._chars >= budget.chars_per_s / 2
-
-    def _note(self, start: int, stop: int) -> None:
-        if self._windows and self._windows[-1][1] == start:
-            start = self._windows.pop()[0]
-        self._windows.append((start, stop))
 
 
 @dataclass(slots=True)
@@ -199,71 +354,52 @@ class OmittedBuffer:
     num_lines: int = 0
     num_displays: int = 0
     num_chars: int = 0
-    _tail: deque[tuple[str, str, int]] = field(default_factory=deque)
+    _tail: deque[tuple[ItemStream, str]] = field(
+        default_factory=lambda: deque(maxlen=TAIL_LINES + 1)
+    )
+    """The last complete lines, and an unfinished one."""
 
     def __bool__(self) -> bool:
         """Return whether any output was omitted."""
         return bool(self.num_lines or self.num_displays or self.num_chars)
 
-    def add_text(self, name: str, text: str, lines: int) -> None:
+    def add_text(self, name: ItemStream, text: str, lines: int) -> None:
         """Count text of a stream and keep its end."""
         self.num_lines += lines
         self.num_chars += len(text)
-        if len(text) > _TAIL_CHARS:
-            text = text[-_TAIL_CHARS:]
-            lines = text.count("\n")
-        self._tail.append((name, text, lines))
-        while sum(kept for _, _, kept in self._tail) - self._tail[0][2] >= TAIL_LINES + 1:
-            self._tail.popleft()
-        while len(self._tail) > 10 * TAIL_LINES:
-            self._tail.popleft()
+        pieces = text[-_TAIL_CHARS:].rsplit("\n", TAIL_LINES + 1)
+        for number, piece in enumerate(pieces, 1):
+            line = piece if number == len(pieces) else piece + "\n"
+            if self._tail and self._tail[-1][0] == name and not self._tail[-1][1].endswith("\n"):
+                line = self._tail.pop()[1] + line
+            if line:
+                self._tail.append((name, line[-_TAIL_CHARS:]))
 
     def add_display(self, chars: int) -> None:
         """Count a display."""
         self.num_displays += 1
         self.num_chars += chars
 
-    def pop_with_tail(self) -> tuple[OmittedOutput, list[tuple[str, str]]]:
+    def pop_with_tail(self) -> tuple[OmittedOutput, list[tuple[ItemStream, str]]]:
         """Return the omitted output and its last lines as (stream, text), and reset the buffer."""
-        tail: deque[tuple[str, str]] = deque()
-        missing = TAIL_LINES
-        for name, text, _ in reversed(self._tail):
-            piece = _last_lines(text, missing)
-            tail.appendleft((name, piece))
-            missing -= piece.count("\n")
-            if missing <= 0:
-                break
-        shown = "".join(text for _, text in tail)
-        gap = self._gap(shown.count("\n"), len(shown))
-        self.clear()
-        return gap, list(tail)
+        tail = list(self._tail)
+        while sum(text.endswith("\n") for _, text in tail) > TAIL_LINES:
+            del tail[0]
+        self.num_lines -= sum(text.endswith("\n") for _, text in tail)
+        self.num_chars -= sum(len(text) for _, text in tail)
+        return self.pop_counts(), tail
 
     def pop_counts(self) -> OmittedOutput:
         """Return the omitted output including its last lines, and reset the buffer."""
-        gap = self._gap(0, 0)
+        counts = OmittedOutput(self.num_lines, self.num_displays, self.num_chars)
         self.clear()
-        return gap
+        return counts
 
     def clear(self) -> None:
         """Reset the buffer."""
         self.num_lines = self.num_displays = self.num_chars = 0
         self._tail.clear()
 
-    def _gap(self, shown_lines: int, shown_chars: int) -> OmittedOutput:
-        return OmittedOutput(
-            self.num_lines - shown_lines, self.num_displays, self.num_chars - shown_chars
-        )
-
 
 def _quotient(amount: float, each: float) -> int:
     return int(amount // each) if each else int(amount)
-
-
-def _last_lines(text: str, count: int) -> str:
-    """At most `count` complete lines from the end, and an unfinished one."""
-    end = len(text)
-    for _ in range(count + 1):
-        end = text.rfind("\n", 0, end)
-        if end < 0:
-            return text
-    return text[end + 1 :]

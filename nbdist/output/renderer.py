@@ -1,45 +1,58 @@
 """Renders the output of a cell: text, displays and errors of the ranks, merged into one output.
 
 The cell passes messages of the ranks and calls `tick()` every 50-100 ms. Only the thread that owns
-the sink may call the renderer. Text passes these stages:
+the sink may call the renderer. Output is an ``OutputItem`` in each stage:
 
-    log (everything) -> shown ranks -> rate limit -> labels and merging -> sink
+    decode      the renderer's methods make items, log all text, and drop that of hidden ranks
+    limit       ``OutputLimiter`` counts what is omitted
+    split       ``LineSplitter`` makes lines; open lines stay there until a newline
+    merge       ``OutputMerger`` unites equal items of several ranks
+    write       ``CellWriter`` adds labels and writes to the sink
+
+If a single rank writes, its text is neither split nor merged: the front end handles its progress
+bars and half lines.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from nbdist.output import tracebacks
-from nbdist.output.ansi import rank_label, replace_invalid_chars
-from nbdist.output.comm_relay import CommRelay
-from nbdist.output.multi_rank import MERGE_DELAY_S, MultiRankOutput
-from nbdist.output.rank_log import RankLog
-from nbdist.output.rate_limit import (
-    LINES_PER_DISPLAY,
-    OmittedBuffer,
-    OmittedOutput,
-    OutputBudget,
-    OutputLimiter,
+from nbdist.output.ansi import replace_invalid_chars
+from nbdist.output.dedup import (
+    MERGE_DELAY_S,
+    ClearOutput,
+    DisplayOutput,
+    OutputItem,
+    OutputMerger,
 )
-from nbdist.output.single_rank import SingleRankOutput
-from nbdist.output.terminal_line import MAX_LINE
+from nbdist.output.rank_log import RankLog
+from nbdist.output.rate_limit import OmittedOutput, OutputBudget, OutputLimiter
+from nbdist.output.terminal_line import (
+    LineSplitter,
+    LiveDisplay,
+    truncate_lines,
+    truncate_open_line,
+)
+from nbdist.rank_sets import describe_ranks, format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.output.sink import MimeBundle, OutputSink, StreamName
+    from nbdist.output.dedup import MimeBundle, StreamName
+    from nbdist.output.rate_limit import RankItems
+    from nbdist.output.sink import OutputSink
+    from nbdist.output.terminal_line import TerminalLines
     from nbdist.protocol.messages import RankError
 
 ShownRanks = Literal["all", "none"] | frozenset[int]
 
 _UPDATE_S = 0.1
+"""Displays are updated at most this often."""
 _FLUSH_S = 0.1
-_DISPLAY_CHARS = 20
-"""Text of a display costs less than printed text by this factor: figures are large."""
-_LONG_BAR = 4_000
 
 
 class OutputRenderer:
@@ -50,7 +63,6 @@ class OutputRenderer:
         ranks: the ranks that run the cell.
         show: the ranks whose output is displayed. Everything is logged.
         clock: returns monotonic seconds.
-        hold_s: maximum wait of a line for the same line of the other ranks.
         budget: rate limit of the shown output.
         logs: log by rank. Default: new logs.
     """
@@ -62,52 +74,42 @@ class OutputRenderer:
         ranks: Sequence[int],
         show: ShownRanks = "all",
         clock: Callable[[], float] = time.monotonic,
-        hold_s: float = MERGE_DELAY_S,
         budget: OutputBudget | None = None,
         logs: Mapping[int, RankLog] | None = None,
     ) -> None:
-        writers = _writers(ranks, show)
+        chosen = {"all": ranks, "none": ()}[show] if isinstance(show, str) else show
+        self._shown = [rank for rank in ranks if rank in chosen]
         self.rank_logs = {rank: (logs or {}).get(rank) or RankLog() for rank in ranks}
-        self._screen = screen
         self._clock = clock
-        self._writer = (
-            MultiRankOutput(screen, writers, hold_s=hold_s)
-            if len(writers) > 1
-            else SingleRankOutput(screen)
-        )
-        self._limiter = OutputLimiter(writers, budget=budget or OutputBudget())
-        self._dropped = {rank: OmittedBuffer() for rank in writers}
-        self._skipping: set[tuple[int, StreamName]] = set()
-        self._bars: dict[tuple[int, StreamName], str] = {}
-        self._updates: dict[str, tuple[MimeBundle, MimeBundle]] = {}
+        self._limiter = OutputLimiter(self._shown, budget=budget or OutputBudget())
+        self._splitter = LineSplitter()
+        self._merger: OutputMerger[Any] = OutputMerger(self._shown)
+        self._writer = CellWriter(screen, self._shown)
+        self._comm_updates: dict[str, tuple[MimeBundle, MimeBundle]] = {}
+        """By comm id the content and metadata of a widget's merged state update."""
+        self._display_updates: dict[str, DisplayOutput] = {}
+        """Last update by display id."""
         self._updated_at = self._flushed_at = float("-inf")
-        self._relay = CommRelay(screen)
-        self._notice = self._noticed_by = ""
+        self._status_text = ""
+        self._status_id = f"nbdist-{uuid4().hex}"
+        self._status_shown = False
 
     @property
     def sink(self) -> OutputSink:
         """The output sink; may be replaced while the cell runs."""
-        return self._screen
+        return self._writer.sink
 
     @sink.setter
     def sink(self, screen: OutputSink) -> None:
-        self._screen = self._writer.sink = self._relay.sink = screen
+        self._writer.sink = screen
 
     def write_text(self, ranks: Sequence[int], name: StreamName, text: str) -> None:
         """Add text that each of these ranks has printed."""
-        now = self._clock()
-        ranks_by_text: dict[str, list[int]] = {}
         for rank in ranks:
             self.rank_logs[rank].append(text, name=name)
-            if rank in self._dropped:
-                skips = (rank, name) in self._skipping
-                rest = self._end_of_dropped_line(rank, name, text) if skips else text
-                ranks_by_text.setdefault(rest, []).append(rank)
-        for rest, same_ranks in ranks_by_text.items():
-            if lines := rest.count("\n"):
-                self._lines(same_ranks, name, rest, lines, now)
-            elif rest:
-                self._open_text(same_ranks, name, rest, now)
+        shown = [rank for rank in ranks if rank in self._shown]
+        if shown and text:
+            self._pass_on(self._limiter.admit(shown, OutputItem(text, self._clock(), name)))
 
     def display(
         self,
@@ -119,22 +121,16 @@ class OutputRenderer:
         update: bool = False,
     ) -> None:
         """Add a display of a rank, or an update of one with an id."""
-        if rank not in self._dropped:
+        if rank not in self._shown:
             return
-        bundle, metadata = _cleaned(bundle), _cleaned(metadata)
         own_id = None if display_id is None else f"nbdist-{rank}-{display_id}"
-        if update and own_id is not None:
-            self._updates[own_id] = bundle, metadata
+        display = DisplayOutput(_cleaned(bundle), _cleaned(metadata), own_id)
+        if own_id is not None and update:
+            self._display_updates[own_id] = display
             return
-        now = self._clock()
-        chars = sum(len(text) for text in bundle.values() if isinstance(text, str))
-        cost = 1 + chars // _DISPLAY_CHARS
-        runs = self._limiter.admit_lines(rank, 1, cost, now=now, weight=LINES_PER_DISPLAY)
-        if not runs[0][0]:
-            self._dropped[rank].add_display(chars)
-            return
-        self._end_gaps((rank,), now)
-        self._writer.display(rank, bundle, metadata, display_id=own_id, now=now)
+        if own_id is not None:
+            self._writer.pending_displays.add(own_id)
+        self._pass_on(self._limiter.admit((rank,), OutputItem(display, self._clock())))
 
     def result(self, rank: int, bundle: MimeBundle, metadata: MimeBundle) -> None:
         """Add the value of a cell's last expression."""
@@ -145,9 +141,9 @@ class OutputRenderer:
 
     def clear_output(self, rank: int, *, wait: bool) -> None:
         """Add a rank's clear_output, which takes effect once all ranks have called it."""
-        if rank in self._dropped:
-            self._dropped[rank].clear()
-            self._writer.clear(rank, wait=wait, now=self._clock())
+        if rank in self._shown:
+            item = OutputItem(ClearOutput(wait), self._clock())
+            self._pass_on(self._limiter.admit((rank,), item))
 
     def relay_comm(
         self,
@@ -157,20 +153,41 @@ class OutputRenderer:
         metadata: MimeBundle,
         buffers: list[Any],
     ) -> None:
-        """Forward a widget's comm message to the front end."""
-        if rank in self._dropped:
-            self._relay.add_message(msg_type, _cleaned(content), metadata, buffers)
+        """Forward a widget's comm message to the front end, in order for each widget.
+
+        State updates of a widget are merged until the next tick; the newest value of each key wins.
+        A front end handles about 500 messages per second and a `tqdm.notebook` bar sends three per
+        step.
+        """
+        if rank not in self._shown:
+            return
+        content = _cleaned(content)
+        comm_id, data = str(content.get("comm_id")), content.get("data")
+        is_state = (
+            msg_type == "comm_msg"
+            and isinstance(data, dict)
+            and data.get("method") == "update"
+            and isinstance(data.get("state"), dict)
+            and not (buffers or data.get("buffer_paths"))
+        )
+        if not is_state:
+            self._send_comm_update(comm_id)
+            self.sink.relay_comm(msg_type, content, metadata, buffers)
+            return
+        earlier, _ = self._comm_updates.pop(comm_id, ({"data": {"state": {}}}, {}))
+        state = {**earlier["data"]["state"], **content["data"]["state"]}
+        merged = {**content, "data": {**content["data"], "state": state}}
+        self._comm_updates[comm_id] = merged, metadata
 
     def show_errors(
         self, errors: Sequence[RankError], *, waiting: Sequence[int], advice: Sequence[str] = ()
     ) -> None:
         """Show the errors of a cell, whose other ranks may still run."""
         groups = tracebacks.group_errors(errors)
-        label = rank_label(tuple(waiting))
         several = len(waiting) > 1
         lines = [*tracebacks.format_tracebacks(groups), *advice]
         if waiting:
-            running = f"rank{'s'[:several]} {label} still run{'s'[several:]}"
+            running = f"{describe_ranks(waiting)} still run{'' if several else 's'}"
             lines.append(
                 f"{running}. Interrupt the cell to stop {'them' if several else 'it'};"
                 " a rank that waits for others is interrupted soon."
@@ -179,173 +196,176 @@ class OutputRenderer:
 
     def show_lines(self, lines: Sequence[str]) -> None:
         """Show lines of nbdist below the output of the ranks."""
-        self._writer.tick(self._clock())
-        self._screen.write("stderr", "\n".join([*lines, ""]))
-        self._screen.flush()
+        self._write_ready(self._clock())
+        self.sink.write("stderr", "\n".join([*lines, ""]))
+        self.sink.flush()
 
     def show_bundle(self, bundle: MimeBundle) -> None:
         """Show a display of nbdist below the output of the ranks."""
-        self._writer.tick(self._clock())
-        self._screen.display(bundle, {})
-        self._screen.flush()
+        self._write_ready(self._clock())
+        self.sink.display(bundle, {})
+        self.sink.flush()
 
     def set_status_line(self, text: str) -> None:
         """Show one line that changes in place below the output; "" removes it.
 
         Without updatable displays the first text is printed and stays.
         """
-        if text == self._notice:
+        if text == self._status_text:
             return
-        first, self._notice = not self._notice, text
-        if not self._screen.can_update:
+        first, self._status_text = not self._status_text, text
+        if not self.sink.can_update:
             if first:
                 self.show_lines([text])
             return
-        shown = {"text/plain": f"nbdist: {text}"} if text else {"text/plain": ""}
-        update, self._noticed_by = bool(self._noticed_by), self._noticed_by or uuid4().hex
-        self._screen.display(shown, {}, display_id=f"nbdist-{self._noticed_by}", update=update)
+        shown = {"text/plain": f"nbdist: {text}" if text else ""}
+        self.sink.display(shown, {}, display_id=self._status_id, update=self._status_shown)
+        self._status_shown = True
 
     def tick(self) -> None:
         """Show output that is due. Call it every 50-100 ms and after each batch of messages."""
-        now = self._clock()
-        dropped = [rank for rank, dropped in self._dropped.items() if dropped]
-        self._end_floods([rank for rank in dropped if self._limiter.is_quiet(rank, now)], now)
-        self._show_bars(now, final=False)
-        self._relay.flush()
-        self._writer.tick(now)
-        self._send_updates(now)
-        if now - self._flushed_at >= _FLUSH_S:
-            self._flushed_at = now
-            self._screen.flush()
+        self._advance(final=False)
 
     def close(self) -> None:
         """Show all pending output and notes about omitted output."""
+        self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> None:
         now = self._clock()
-        self._end_floods([rank for rank, dropped in self._dropped.items() if dropped], now)
-        self._show_bars(now, final=True)
-        self._relay.flush()
-        self._writer.close(now)
-        self._send_updates(now, final=True)
-        self._screen.flush()
+        self._pass_on(self._limiter.end_floods(now, final=final))
+        for comm_id in list(self._comm_updates):
+            self._send_comm_update(comm_id)
+        self._write_ready(now, final=final)
+        if final or now - self._updated_at >= _UPDATE_S:
+            self._updated_at = now
+            for display_id in self._display_updates.keys() - self._writer.pending_displays:
+                last = self._display_updates.pop(display_id)
+                self.sink.display(last.bundle, last.metadata, display_id=display_id, update=True)
+        if final or now - self._flushed_at >= _FLUSH_S:
+            self._flushed_at = now
+            self.sink.flush()
 
-    def _lines(
-        self, ranks: Sequence[int], name: StreamName, text: str, lines: int, now: float
-    ) -> None:
-        """Show or drop lines as decided by the rate limit."""
-        cost = min(len(text), lines * MAX_LINE)
-        ranks_by_runs: dict[tuple[tuple[bool, int], ...], list[int]] = {}
-        for rank in ranks:
-            self._bars.pop((rank, name), None)
-            runs = tuple(self._limiter.admit_lines(rank, lines, cost, now=now))
-            ranks_by_runs.setdefault(runs, []).append(rank)
-        for runs, same_ranks in ranks_by_runs.items():
-            for shown, count, piece in _pieces(text, runs):
-                if shown:
-                    self._end_gaps(same_ranks, now)
-                    self._writer.write_text(same_ranks, name, piece, now)
-                else:
-                    for rank in same_ranks:
-                        self._drop(rank, name, piece, count, now)
+    def _pass_on(self, limited: RankItems) -> None:
+        """Split what has passed the limit into lines and queue it for merging."""
+        for ranks, item in limited:
+            if len(self._shown) == 1:
+                self._writer.write(ranks, item)
+                self._writer.flush_text()
+                continue
+            for same_ranks, items in self._splitter.split(ranks, item):
+                self._merger.add_items(same_ranks, items)
 
-    def _drop(self, rank: int, name: StreamName, text: str, lines: int, now: float) -> None:
-        if self._writer.is_mid_line(rank, name):
-            end = text.find("\n") + 1
-            self._writer.write_text((rank,), name, text[:end], now)
-            text, lines = text[end:], lines - 1
-        if not text:
-            return
-        self._dropped[rank].add_text(name, text, lines)
-        if not text.endswith("\n"):
-            self._skipping.add((rank, name))
+    def _write_ready(self, now: float, *, final: bool = False) -> None:
+        """Write items that need not wait any longer, then draw the open lines."""
+        for ranks, items in self._splitter.end_bars(now, final=final):
+            self._merger.add_items(ranks, items)
+        for ranks, item in self._merger.pop_ready(now, final=final):
+            self._writer.write(ranks, item)
+        self._writer.flush_text()
+        for rank, lines in self._splitter.open_lines() if self.sink.can_update else ():
+            is_next = not lines.is_displayed and not self._merger.has_items(rank)
+            if is_next and (lines.is_progress_bar or now - lines.began >= MERGE_DELAY_S):
+                self._writer.show_open_lines(rank, lines)
+        self._writer.draw(now, final=final)
 
-    def _end_of_dropped_line(self, rank: int, name: StreamName, text: str) -> str:
-        """Drop the rest of a dropped line. Returns the text after it."""
-        end = text.find("\n") + 1
-        self._dropped[rank].add_text(name, text[: end or None], 1 if end else 0)
-        if not end:
-            return ""
-        self._skipping.discard((rank, name))
-        return text[end:]
+    def _send_comm_update(self, comm_id: str) -> None:
+        if comm_id in self._comm_updates:
+            content, metadata = self._comm_updates.pop(comm_id)
+            self.sink.relay_comm("comm_msg", content, metadata, [])
 
-    def _open_text(self, ranks: Sequence[int], name: StreamName, text: str, now: float) -> None:
-        """Show or drop text without a newline: half a line, or a progress bar."""
-        if "\r" in text and len(text) > _LONG_BAR:
-            text = "\r" + text.rstrip("\r").rpartition("\r")[2]
-        shown = []
-        for rank in ranks:
-            if not self._writer.limits_open_text or self._limiter.admit_chars(
-                rank, min(len(text), MAX_LINE), now=now
-            ):
-                self._bars.pop((rank, name), None)
-                shown.append(rank)
-            elif "\r" in text:
-                self._bars[rank, name] = text
+
+class CellWriter:
+    """Writes merged items to the sink, labelled if several ranks write.
+
+    Args:
+        sink: the output sink.
+        ranks: the ranks that write.
+    """
+
+    def __init__(self, sink: OutputSink, ranks: Sequence[int]) -> None:
+        self.sink = sink
+        self.pending_displays: set[str] = set()
+        """Ids of displays that are still in an earlier stage."""
+        self._is_labelled = len(ranks) > 1
+        self._text: list[str] = []
+        """Text that is not yet written, all for `_stream`."""
+        self._stream: StreamName = "stdout"
+        self._is_mid_line = self._has_output = False
+        self._live_displays: list[LiveDisplay] = []
+        self._serial = 0
+        """Number of written items."""
+        self._serials = dict.fromkeys(ranks, 0)
+        """By rank the number of its last item."""
+
+    def write(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Write an item; text is joined until the next `flush_text()`."""
+        content = item.content
+        label = f"[{_label(tuple(ranks))}]" if self._is_labelled else ""
+        if isinstance(content, str):
+            stream: StreamName = item.stream or "stdout"
+            if label:
+                self._write_text(stream, f"{label} {content}\n")
             else:
-                self._drop(rank, name, text, 0, now)
-        if shown:
-            self._end_gaps(shown, now)
-            self._writer.write_text(shown, name, text, now)
+                self._write_text(
+                    stream, truncate_open_line(replace_invalid_chars(truncate_lines(content)))
+                )
+        elif isinstance(content, OmittedOutput):
+            start = f"{label} " if label else "\n" if self._is_mid_line else ""
+            self._write_text("stderr", f"{start}{content.describe(ranks[0])}\n")
+        elif isinstance(content, DisplayOutput):
+            if label:
+                self._write_text("stdout", f"{label}\n")
+            self.flush_text()
+            self.sink.display(content.bundle, content.metadata, display_id=content.display_id)
+            self.pending_displays.discard(content.display_id or "")
+            self._is_mid_line, self._has_output = False, True
+        elif len(ranks) == len(self._serials):  # of a clear, all ranks have called it
+            self.flush_text()
+            if self._has_output:
+                self.sink.clear(wait=content.wait)
+            self._is_mid_line = self._has_output = False
+            for live_display in self._live_displays:
+                live_display.release_lines()
+            self._live_displays.clear()
+        self._serial += 1
+        self._serials.update(dict.fromkeys(ranks, self._serial))
 
-    def _show_bars(self, now: float, *, final: bool) -> None:
-        """Show the last state of bars that changed too fast."""
-        for (rank, name), text in list(self._bars.items()):
-            if final or self._limiter.admit_chars(rank, len(text), now=now):
-                del self._bars[rank, name]
-                self._writer.write_text((rank,), name, text, now)
+    def flush_text(self) -> None:
+        """Write the joined text."""
+        if self._text:
+            self.sink.write(self._stream, "".join(self._text))
+            self._text.clear()
 
-    def _end_gaps(self, ranks: Sequence[int], now: float) -> None:
-        """Report omitted output before new output is shown."""
-        ranks_by_gap: dict[OmittedOutput, list[int]] = {}
-        for rank in ranks:
-            if self._dropped[rank]:
-                ranks_by_gap.setdefault(self._dropped[rank].pop_counts(), []).append(rank)
-        for gap, same_ranks in ranks_by_gap.items():
-            self._writer.show_omitted(same_ranks, gap, now)
+    def show_open_lines(self, rank: int, lines: TerminalLines) -> None:
+        """Show open lines in the last live display, or a new one if the rank has written since."""
+        last = self._live_displays[-1] if self._live_displays else None
+        if last is None or last.is_full or last.output_serial < self._serials[rank]:
+            last = LiveDisplay(output_serial=self._serial)
+            self._live_displays.append(last)
+            self._has_output = True
+        last.add_lines(rank, lines)
 
-    def _end_floods(self, ranks: Sequence[int], now: float) -> None:
-        """Report omitted output and show its last lines."""
-        ranks_by_flood: dict[tuple[OmittedOutput, tuple[tuple[str, str], ...]], list[int]] = {}
-        for rank in ranks:
-            gap, last = self._dropped[rank].pop_with_tail()
-            ranks_by_flood.setdefault((gap, tuple(last)), []).append(rank)
-        for (gap, tail), same_ranks in ranks_by_flood.items():
-            if gap.num_lines or gap.num_displays or gap.num_chars:
-                self._writer.show_omitted(same_ranks, gap, now)
-            for name, text in tail:
-                self._writer.write_text(same_ranks, _stream_name(name), text, now)
-        if ranks:
-            ended = frozenset(ranks)
-            self._skipping = {key for key in self._skipping if key[0] not in ended}
+    def draw(self, now: float, *, final: bool = False) -> None:
+        """Redraw the live displays; forget those that are complete, except the last one."""
+        for live_display in self._live_displays:
+            is_complete = not live_display.has_open_lines
+            live_display.draw(self.sink, now=now, final=final or is_complete)
+        self._live_displays = [
+            live_display
+            for live_display in self._live_displays
+            if live_display.has_open_lines or live_display is self._live_displays[-1]
+        ]
 
-    def _send_updates(self, now: float, *, final: bool = False) -> None:
-        """Send the last state of each changed display, at most every _UPDATE_S."""
-        if not self._updates or not (final or now - self._updated_at >= _UPDATE_S):
-            return
-        self._updated_at = now
-        for display_id, (bundle, metadata) in list(self._updates.items()):
-            if not self._writer.holds_display(display_id):
-                del self._updates[display_id]
-                self._screen.display(bundle, metadata, display_id=display_id, update=True)
+    def _write_text(self, stream: StreamName, text: str) -> None:
+        if stream != self._stream:
+            self.flush_text()
+            self._stream = stream
+        self._text.append(text)
+        self._is_mid_line, self._has_output = not text.endswith("\n"), True
 
 
-def _writers(ranks: Sequence[int], show: ShownRanks) -> list[int]:
-    if show == "all":
-        return list(ranks)
-    return [] if isinstance(show, str) else [rank for rank in ranks if rank in show]
-
-
-def _pieces(text: str, runs: Sequence[tuple[bool, int]]) -> Iterator[tuple[bool, int, str]]:
-    """Split text into the runs; the text after the last newline belongs to the last run."""
-    start = 0
-    for index, (shown, count) in enumerate(runs):
-        if index == len(runs) - 1:
-            yield shown, count, text[start:]
-            return
-        end = start
-        for _ in range(count):
-            end = text.find("\n", end) + 1
-        yield shown, count, text[start:end]
-        start = end
+_label = functools.lru_cache(maxsize=64)(format_ranks)
+"""Cached, because the same ranks write line after line."""
 
 
 def _cleaned(value: Any) -> Any:
@@ -357,7 +377,3 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, list):
         return [_cleaned(item) for item in value]
     return value
-
-
-def _stream_name(name: str) -> StreamName:
-    return "stderr" if name == "stderr" else "stdout"

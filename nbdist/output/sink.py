@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-StreamName = Literal["stdout", "stderr"]
-MimeBundle = dict[str, Any]
+if TYPE_CHECKING:
+    from nbdist.output.dedup import MimeBundle, StreamName
+
 PANEL_FORMATS = ("auto", "widget", "html", "text")
 """Output formats of the panel. Defined here so that magics need not import the panel."""
 

@@ -1,15 +1,22 @@
-"""Open lines of one rank: progress bars and half lines that have no newline yet.
+"""Splits the text of ranks into lines; open lines have no newline yet: progress bars, half lines.
 
-``LineAssembler`` splits a stream into complete lines and keeps open text in ``TerminalLines``: a
-few rows with a cursor, in which carriage return, backspace, erase and cursor-up work as in a
-terminal. So a progress bar of one rank cannot erase or overwrite output of another rank, and nested
-bars keep their rows.
+``TerminalLines`` holds the open text of one rank: a few rows with a cursor, in which carriage
+return, backspace, erase and cursor-up work as in a terminal. So a progress bar of one rank cannot
+erase or overwrite output of another rank, and nested bars keep their rows. ``LiveDisplay`` shows
+the open text of all ranks in one display that is updated in place, and keeps its position while
+other output appears below it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from nbdist.output.ansi import (
     COLOUR_SEQUENCE,
@@ -18,17 +25,34 @@ from nbdist.output.ansi import (
     add_style,
     close_colours,
     format_bytes,
+    replace_invalid_chars,
 )
+from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
+from nbdist.rank_sets import format_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from nbdist.output.dedup import StreamName
+    from nbdist.output.sink import OutputSink
 
 MAX_LINE = 20_000
 """Maximum number of characters of one line that are shown."""
 
+MAX_OPEN_LINE_CHARS = 200_000
+"""Maximum number of characters without a newline in one write of a single rank."""
+LIVE_UPDATE_S = 0.125
+
 _NOTE_CHARS = 64
 """Room for the note that ``truncate_lines`` appends to a line."""
 _MAX_ROWS = 50
+_MAX_DISPLAY_ROWS = 64
+_BAR_END_S = 0.15
+"""A bar is closed if it has ended with a newline and is not continued within this time."""
+_DISPLAY_DELAY_S = 1.0
+"""Drawing a figure takes a different time on each rank, and a late figure is better than two."""
+_CLEAR_DELAY_S = 1.0
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _KEPT_RETURNS = 50
 _DRAWS = re.compile(r"\r(?!\n|$)|\x08|\x1b\[[0-9;]*[ABGKFEJ]")
 _TOKEN = re.compile(rf"\r|\x08|{ESCAPE_SEQUENCE.pattern}|[^\r\x08\x1b]+")
@@ -42,7 +66,7 @@ class TerminalLines:
     """Rows of open text with a cursor."""
 
     def __init__(self, *, began: float, style: str = "") -> None:
-        self.output_serial = began
+        self.began = began
         self.style = style
         self.rows: list[StyledRow] = [[]]
         self.is_progress_bar = False
@@ -90,21 +114,18 @@ class TerminalLines:
         """Return the rows as text with closed colours, without trailing blank rows of a bar."""
         if self._final is not None:
             return self._final
-        lines = self._lines()
-        if self.is_closed:
-            self._final = lines
-            self.rows = [[]]
-        return lines
-
-    def _lines(self) -> list[str]:
         rows = [_text(cells) for cells in self.rows]
         if self._overflow:
             rows[self._row] += truncation_note(self._overflow + MAX_LINE)
-        if not self.is_progress_bar:
-            return rows if rows[-1].strip() else rows[:-1]
-        rows = [row.rstrip(" ") for row in rows]
-        while rows and not rows[-1]:
+        if self.is_progress_bar:
+            rows = [row.rstrip(" ") for row in rows]
+            while rows and not rows[-1]:
+                rows.pop()
+        elif not rows[-1].strip():
             rows.pop()
+        if self.is_closed:
+            self._final = rows
+            self.rows = [[]]
         return rows
 
     @property
@@ -166,6 +187,92 @@ class TerminalLines:
             cells.clear()
 
 
+class LineSplitter:
+    """Splits text into lines, the same for all ranks that write the same."""
+
+    def __init__(self) -> None:
+        self._assemblers: dict[tuple[int, StreamName], LineAssembler] = {}
+
+    def split(
+        self, ranks: Sequence[int], item: OutputItem[Any]
+    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
+        """Yield the complete lines of text; other items are yielded with a key and a delay."""
+        if not isinstance(item.content, str):
+            yield from self._split_other(ranks, item)
+            return
+        text, now = replace_invalid_chars(truncate_lines(item.content)), item.arrived_at
+        stream: StreamName = item.stream or "stdout"
+        # for complete lines, the result depends only on the style in which they begin
+        by_style: dict[str, dict[int, LineAssembler]] = {}
+        for rank in ranks:
+            assembler = self._assemblers.setdefault((rank, stream), LineAssembler())
+            if assembler.stays_at_line_start(text):
+                by_style.setdefault(assembler.style, {})[rank] = assembler
+            else:
+                yield (rank,), _line_items(assembler.feed(text, now=now), stream, now)
+        for assemblers in by_style.values():
+            first, *others = assemblers.values()
+            lines = first.feed(text, now=now)
+            for other in others:
+                other.style = first.style
+            yield tuple(assemblers), _line_items(lines, stream, now)
+
+    def end_bars(
+        self, now: float, *, final: bool = False
+    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
+        """Yield the lines of bars that have ended; if `final`, all open lines."""
+        for (rank, stream), assembler in self._assemblers.items():
+            since = assembler.open_lines.empty_row_since if assembler.open_lines else None
+            if final or (since is not None and now - since >= _BAR_END_S):
+                yield (rank,), _line_items(assembler.close(), stream, now)
+
+    def open_lines(self) -> Iterator[tuple[int, TerminalLines]]:
+        """Yield the open lines, with their ranks."""
+        for (rank, _), assembler in self._assemblers.items():
+            if assembler.open_lines is not None:
+                yield rank, assembler.open_lines
+
+    def _split_other(
+        self, ranks: Sequence[int], item: OutputItem[Any]
+    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
+        if isinstance(item.content, DisplayOutput | ClearOutput):
+            # end half lines, so that a display starts below them
+            for (rank, stream), assembler in self._assemblers.items():
+                lines = assembler.open_lines
+                if rank in ranks and lines is not None and not lines.is_progress_bar:
+                    yield (rank,), _line_items(assembler.close(), stream, item.arrived_at)
+        if isinstance(item.content, DisplayOutput):
+            yield ranks, _display_items(ranks, item)
+        elif isinstance(item.content, ClearOutput):
+            yield ranks, [replace(item, key="clear", merge_delay_s=_CLEAR_DELAY_S)]
+        else:
+            yield ranks, [item]
+
+
+def _line_items(lines: list[str], stream: StreamName, now: float) -> list[OutputItem[Any]]:
+    return [OutputItem(line, now, stream, key=(stream, line)) for line in lines]
+
+
+def _display_items(ranks: Sequence[int], item: OutputItem[Any]) -> list[OutputItem[Any]]:
+    bundle, display_id = item.content.bundle, item.content.display_id
+    if display_id is None and bundle.keys() == {"text/plain"}:
+        # a plain result is handled as printed lines
+        style, lines = "", []
+        for line in bundle["text/plain"].split("\n"):
+            closed, style = close_colours(line, style)
+            lines.append(closed)
+        return _line_items(lines, "stdout", item.arrived_at)
+    if not bundle:
+        return []
+    if display_id is not None or _WIDGET in bundle:
+        # never equal to another rank's
+        return [replace(item, key=("display", display_id, ranks))]
+    # a digest, so that a queue of figures stays small
+    packed = json.dumps([bundle, item.content.metadata], sort_keys=True, default=repr)
+    digest = blake2b(packed.encode(), digest_size=16).digest()
+    return [replace(item, key=digest, merge_delay_s=_DISPLAY_DELAY_S)]
+
+
 class LineAssembler:
     """One stream of one rank: returns its complete lines and keeps the open ones."""
 
@@ -180,56 +287,102 @@ class LineAssembler:
 
     def feed(self, text: str, *, now: float) -> list[str]:
         """Add text. Returns the lines that are now complete, each with its colours closed."""
-        if self.open_lines is None and not _DRAWS.search(text):
-            return self._ordinary(text, now)
         done: list[str] = []
-        for segment, ended in _segments(text):
-            done += self._segment(segment, ended=ended, now=now)
+        draws = _DRAWS.search(text) is not None
+        *ended, rest = text.split("\n")
+        for ended_line in ended:
+            line = ended_line.removesuffix("\r")
+            is_at_start = self.open_lines is None or self.open_lines.empty_row_since is not None
+            if is_at_start and not (draws and _DRAWS.search(ended_line)):
+                done += self.close()
+                if len(line) > MAX_LINE + _NOTE_CHARS:
+                    line = line[:MAX_LINE] + truncation_note(len(line))
+                line, self.style = close_colours(line, self.style)
+                done.append(line)
+                continue
+            lines = self._write_open(line, now)
+            lines.newline(now)
+            if lines.is_full or not (lines.is_progress_bar or lines.is_displayed):
+                done += self.close()
+        if rest:
+            self._write_open(rest, now)
         return done
 
     def close(self) -> list[str]:
         """Close the open lines. Returns them unless a live display shows them already."""
-        block, self.open_lines = self.open_lines, None
-        if block is None:
+        lines, self.open_lines = self.open_lines, None
+        if lines is None:
             return []
-        block.is_closed = True
-        self.style = block.style
-        return [] if block.is_displayed else block.lines()
+        lines.is_closed = True
+        self.style = lines.style
+        return [] if lines.is_displayed else lines.lines()
 
-    def _ordinary(self, text: str, now: float) -> list[str]:
-        *lines, rest = text.split("\n")
-        done = [self._finished(line) for line in lines]
-        if rest:
-            self.open_lines = TerminalLines(began=now, style=self.style)
-            self.open_lines.write(rest)
-        return done
-
-    def _segment(self, segment: str, *, ended: bool, now: float) -> list[str]:
-        done: list[str] = []
-        if ended and not _DRAWS.search(segment) and self._at_start():
-            done = self.close()
-            done.append(self._finished(segment))
-            return done
+    def _write_open(self, text: str, now: float) -> TerminalLines:
         if self.open_lines is None:
             self.open_lines = TerminalLines(began=now, style=self.style)
-        self.open_lines.write(segment.removesuffix("\r") if ended else segment)
-        if ended:
-            self.open_lines.newline(now)
-            if self.open_lines.is_full or not (
-                self.open_lines.is_progress_bar or self.open_lines.is_displayed
-            ):
-                done = self.close() or done
-        return done
+        self.open_lines.write(text)
+        return self.open_lines
 
-    def _at_start(self) -> bool:
-        return self.open_lines is None or self.open_lines.empty_row_since is not None
 
-    def _finished(self, line: str) -> str:
-        line = line.removesuffix("\r")
-        if len(line) > MAX_LINE + _NOTE_CHARS:
-            line = line[:MAX_LINE] + truncation_note(len(line))
-        line, self.style = close_colours(line, self.style)
-        return line
+@dataclass(slots=True)
+class LiveDisplay:
+    """Rows of open text in one display."""
+
+    output_serial: int
+    """Serial number of the last output before it. A rank with later output needs a new display."""
+    _members: list[tuple[int, TerminalLines]] = field(default_factory=list)
+    _display_id: str = field(default_factory=lambda: f"nbdist-live-{uuid4().hex}")
+    _sent: str | None = None
+    _sent_at: float = float("-inf")
+
+    def add_lines(self, rank: int, lines: TerminalLines) -> None:
+        """Add open lines of a rank."""
+        lines.is_displayed = True
+        self._members.append((rank, lines))
+
+    @property
+    def has_open_lines(self) -> bool:
+        """True if any of its lines is still open."""
+        return not all(lines.is_closed for _, lines in self._members)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the next open line needs another live display."""
+        return len(self._members) >= _MAX_DISPLAY_ROWS
+
+    def release_lines(self) -> None:
+        """Release the open lines, which must be shown elsewhere because the display was cleared."""
+        for _, lines in self._members:
+            lines.is_displayed = False
+
+    def draw(self, screen: OutputSink, *, now: float, final: bool = False) -> None:
+        """Send the rows if they changed, at most once per ``LIVE_UPDATE_S``."""
+        if not final and now - self._sent_at < LIVE_UPDATE_S:
+            return
+        # equal rows of several ranks are merged
+        ranks_by_row: dict[tuple[str, int], list[int]] = {}
+        seen: Counter[tuple[int, str]] = Counter()
+        for rank, lines in sorted(self._members, key=itemgetter(0)):
+            for line in filter(str.strip, lines.lines()):
+                seen[rank, line] += 1
+                ranks_by_row.setdefault((line, seen[rank, line]), []).append(rank)
+        rows = [f"[{format_ranks(r)}] {line}" for (line, _), r in ranks_by_row.items()]
+        if len(rows) > _MAX_DISPLAY_ROWS:
+            rows[_MAX_DISPLAY_ROWS:] = [f"... {len(rows) - _MAX_DISPLAY_ROWS} more rows"]
+        text = "\n".join(rows)
+        if text == (self._sent or ""):
+            return
+        update = self._sent is not None
+        self._sent, self._sent_at = text, now
+        screen.display({"text/plain": text}, {}, display_id=self._display_id, update=update)
+
+
+def truncate_open_line(text: str) -> str:
+    """Truncate a long text after the last newline, with a note of its size."""
+    start = text.rfind("\n") + 1
+    if len(text) - start <= MAX_OPEN_LINE_CHARS:
+        return text
+    return text[: start + MAX_OPEN_LINE_CHARS] + truncation_note(len(text) - start)
 
 
 def truncation_note(num_chars: int) -> str:
@@ -250,15 +403,6 @@ def truncate_lines(text: str) -> str:
             parts.append(text[start : end + 1])
         start = end + 1
     return "".join([*parts, text[start:]])
-
-
-def _segments(text: str) -> Iterator[tuple[str, bool]]:
-    """Pieces between newlines, and whether a newline ended them."""
-    *ended, rest = text.split("\n")
-    for segment in ended:
-        yield segment, True
-    if rest:
-        yield rest, False
 
 
 def _text(cells: StyledRow) -> str:

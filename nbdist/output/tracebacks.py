@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.output.ansi import rank_label, replace_invalid_chars, strip_ansi
+from nbdist.output.ansi import replace_invalid_chars, strip_ansi
+from nbdist.rank_sets import describe_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,65 +30,38 @@ _BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 _ORDER: tuple[ErrorKind, ...] = ("cause", "secondary", "interrupt")
 
 
-@dataclass(frozen=True, slots=True)
-class SecondaryErrorPattern:
-    """A message that only indicates the failure of another rank."""
-
-    pattern: str
-    source: str
-    """Library, version and location that raise it."""
-
-
-SECONDARY_ERROR_PATTERNS = (
-    # Tested with two gloo ranks on torch 2.13.0+cpu, one of which exits or is late:
-    SecondaryErrorPattern(
-        r"Connection closed by peer", "gloo in torch 2.13: transport/tcp/pair.cc:553"
-    ),
-    SecondaryErrorPattern(
-        r"gloo/transport/\S+\] (?:Read|Write|writev) error .*: (?:Connection reset|Broken pipe)",
-        "gloo in torch 2.13: transport/tcp/pair.cc:537",
-    ),
-    SecondaryErrorPattern(
-        r"Timed out waiting \d+ms for (?:recv|send) operation to complete",
-        "gloo in torch 2.13: transport/tcp/unbound_buffer.cc:78",
-    ),
-    SecondaryErrorPattern(
-        r"Application timeout caused pair closure", "gloo in torch 2.13, after a timeout"
-    ),
-    SecondaryErrorPattern(
-        r"Ranks? [\d, ]+failed to pass monitoredBarrier", "torch 2.13: ProcessGroupGloo.cpp"
-    ),
-    SecondaryErrorPattern(
-        r"^DistNetworkError: .*Connection was likely closed", "torch 2.13: TCPStore recv"
-    ),
-    SecondaryErrorPattern(
-        r"^Dist\w*Error: .*(?:Broken pipe|reset by peer)", "torch 2.13: TCPStore send"
-    ),
-    SecondaryErrorPattern(
-        r"the connections between the ranks were cut", "our worker/collective_check.py, for Stop"
-    ),
-    # From the libraries' strings and sources; not tested:
-    SecondaryErrorPattern(
-        r"Remote peer closed the connection", "gloo in torch 2.13: strings of libtorch_cpu"
-    ),
-    SecondaryErrorPattern(
-        r"Gloo connectFullMesh failed with", "torch 2.13: strings of libtorch_cpu"
-    ),
-    SecondaryErrorPattern(r"^DistStoreError: .*timeout after \d+ms", "torch 2.x: TCPStore wait"),
-    SecondaryErrorPattern(
-        r"remote process exited or there was a network error", "NCCL 2.19-2.27 by torch"
-    ),
-    SecondaryErrorPattern(
-        r"ncclRemoteError: A call failed possibly due to", "torch 2.x: NCCLUtils"
-    ),
-    SecondaryErrorPattern(r"NCCL communicator was aborted", "torch 2.x: NCCLUtils"),
-    SecondaryErrorPattern(
-        r"Watchdog caught collective operation timeout", "torch 2.x: ProcessGroupNCCL"
-    ),
+_SECONDARY_ERRORS = (
+    # Tested with two gloo ranks on torch 2.13.0+cpu, one of which exits or is late.
+    # gloo, transport/tcp/pair.cc:553 and :537, transport/tcp/unbound_buffer.cc:78, and a timeout:
+    r"Connection closed by peer",
+    r"gloo/transport/\S+\] (?:Read|Write|writev) error .*: (?:Connection reset|Broken pipe)",
+    r"Timed out waiting \d+ms for (?:recv|send) operation to complete",
+    r"Application timeout caused pair closure",
+    # ProcessGroupGloo.cpp:
+    r"Ranks? [\d, ]+failed to pass monitoredBarrier",
+    # TCPStore recv and send:
+    r"^DistNetworkError: .*Connection was likely closed",
+    r"^Dist\w*Error: .*(?:Broken pipe|reset by peer)",
+    # our worker/collective_check.py, for Stop:
+    r"the connections between the ranks were cut",
+    # From the libraries' strings and sources; not tested.
+    # torch 2.13, strings of libtorch_cpu:
+    r"Remote peer closed the connection",
+    r"Gloo connectFullMesh failed with",
+    # torch 2.x, TCPStore wait:
+    r"^DistStoreError: .*timeout after \d+ms",
+    # NCCL 2.19-2.27 by torch:
+    r"remote process exited or there was a network error",
+    # torch 2.x, NCCLUtils and ProcessGroupNCCL:
+    r"ncclRemoteError: A call failed possibly due to",
+    r"NCCL communicator was aborted",
+    r"Watchdog caught collective operation timeout",
 )
-"""Matched against the last exception and the chained ones."""
+"""Messages that only indicate the failure of another rank.
 
-_SECONDARY = re.compile("|".join(f"(?:{entry.pattern})" for entry in SECONDARY_ERROR_PATTERNS))
+Matched against the last exception and the chained ones.
+"""
+_SECONDARY = re.compile("|".join(f"(?:{pattern})" for pattern in _SECONDARY_ERRORS))
 _PEER = re.compile(r"^(?:ConnectionResetError|BrokenPipeError|ConnectionAbortedError|EOFError)\b")
 _PEER_FRAMES = re.compile(r"/(?:torch/distributed|deepspeed/comm)/")
 """Python's connection errors are secondary only if these packages raise them."""
@@ -115,7 +89,7 @@ class ErrorGroup:
     @property
     def label(self) -> str:
         """The ranks as text: "rank 1", "ranks 0-3"."""
-        return _ranks(self.ranks)
+        return describe_ranks(self.ranks)
 
 
 def group_errors(errors: Sequence[RankError]) -> list[ErrorGroup]:
@@ -189,7 +163,7 @@ def _finished(groups: Sequence[ErrorGroup], ranks: Iterable[int]) -> str:
     """Note on the ranks that finished, or ""."""
     failed = {rank for group in groups for rank in group.ranks}
     finished = tuple(rank for rank in ranks if rank not in failed)
-    return f" ({_ranks(finished)} finished)" if finished else ""
+    return f" ({describe_ranks(finished)} finished)" if finished else ""
 
 
 def _folded(group: ErrorGroup, first: ErrorGroup) -> str:
@@ -259,7 +233,3 @@ def _message(error: RankError) -> str:
     if len(text) > _MAX_CHARS:
         text = text[:_MAX_CHARS] + "..."
     return f"{error.ename}: {text}" if text else error.ename
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s'[: len(ranks) > 1]} {rank_label(ranks)}"

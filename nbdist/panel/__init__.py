@@ -14,7 +14,7 @@ from nbdist.errors import OptionError
 from nbdist.output.sink import PANEL_FORMATS, get_kernel, get_shell
 from nbdist.panel import assets
 from nbdist.panel.controller import PanelController, PanelData
-from nbdist.panel.curves import CurveSet
+from nbdist.panel.curves import curve_history
 from nbdist.session import progress
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str
     view = _view(session)
     if look and view.panel is None:
         _sample_and_plan(view)
-    return render_formats(view.snapshot(), curve_history(session))
+    return render_formats(view.snapshot(), curve_history(session.metrics))
 
 
 def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, str]:
@@ -95,14 +95,6 @@ def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, st
         "text/html": panel_html.render_page(drawn, curves),
         "text/plain": panel_text.render_page(drawn, curves),
     }
-
-
-def curve_history(session: Session) -> dict[str, Points]:
-    """Return all curves of a session."""
-    series = CurveSet()
-    series.subscribe(session.metrics)
-    series.unsubscribe()
-    return series.downsampled_curves()
 
 
 def _sample_and_plan(view: PanelData) -> None:
@@ -153,7 +145,7 @@ class Panel:
         if self.view.panel is not self:  # frozen already
             return
         self.live.close()
-        mime_bundle = render_formats(self.view.snapshot(), self.live.curve_history())
+        mime_bundle = render_formats(self.view.snapshot(), curve_history(self._session.metrics))
         for handle in self._handles:
             handle.update(mime_bundle, raw=True)
         self._handles.clear()

@@ -13,11 +13,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from nbdist import strategies
+from nbdist.display.units import truncate
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
 from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
     MAX_ID_CHARS,
-    MAX_MESSAGE_CHARS,
+    MAX_SEARCH_CHARS,
     CommandAnswer,
     CommandName,
     QueuedCommand,
@@ -37,9 +39,8 @@ RESTART_TIMEOUT_S = 3.0
 """A restart aborts requests to the ranks that take longer than this."""
 MAX_QUEUE = 16
 MAX_NPROC = 4096
-MAX_ACCUMULATE = 4096
-_NAME_CHARS, _PATH_CHARS, _SEARCH_CHARS = 64, 1024, 256
-_DEPTH = 6
+"""Maximum number of ranks."""
+MAX_SHOWN_CHARS = 40
 
 
 class BadMessage(Exception):  # noqa: N818 - the name describes the message
@@ -97,35 +98,42 @@ class _ArgumentRule:
         if type(value) is not self.kind:  # excludes True, which is an int
             return False
         if isinstance(value, str):
-            return 0 < len(value) <= self.largest and replace_invalid_chars(value) == value
+            return value != "" and _is_text(value, self.largest)
         return not isinstance(value, int) or isinstance(value, bool) or 1 <= value <= self.largest
+
+
+def _is_text(value: object, most: int) -> bool:
+    """Return whether a value is a text of at most `most` characters, which JSON can represent."""
+    return isinstance(value, str) and len(value) <= most and replace_invalid_chars(value) == value
 
 
 def _text(chars: int) -> _ArgumentRule:
     return _ArgumentRule(str, f"a string of 1 to {chars} characters", chars)
 
 
+def _rule(argument: strategies.Argument) -> _ArgumentRule:
+    """Return the rule of an option of a session."""
+    if not argument.metavar:
+        return _FLAG
+    if argument.type is int:
+        words = f"an integer from 1 to {argument.panel_limit}"
+        return _ArgumentRule(int, words, argument.panel_limit)
+    return _text(argument.panel_limit)
+
+
 _FLAG = _ArgumentRule(bool, "true or false")
+_NAME, _PATH = _text(64), _text(1024)
 ARGUMENTS: Mapping[str, Mapping[str, _ArgumentRule]] = {
     "interrupt": {},
     "restart": {},
     "plan": {},
     "profile": {},
     "cancel": {"command": _text(MAX_ID_CHARS)},
-    "switch": {
-        "backend": _text(_NAME_CHARS),
-        "offload": _text(_PATH_CHARS),
-        "offload_params": _FLAG,
-        "activation_checkpointing": _FLAG,
-        "replicate_across": _text(_NAME_CHARS),
-        "accumulate": _ArgumentRule(int, f"an integer from 1 to {MAX_ACCUMULATE}", MAX_ACCUMULATE),
-        "precision": _text(_NAME_CHARS),
-        "nproc": _ArgumentRule(int, f"an integer from 1 to {MAX_NPROC}", MAX_NPROC),
-        "reset_optimizer": _FLAG,
-    },
-    "save": {"name": _text(_NAME_CHARS), "overwrite": _FLAG},
-    "load": {"name": _text(_PATH_CHARS)},
-    "export": {"folder": _text(_PATH_CHARS), "overwrite": _FLAG},
+    "switch": {name: _rule(item) for name, item in strategies.ARGUMENTS.items() if item.panel_limit}
+    | {"reset_optimizer": _FLAG},
+    "save": {"name": _NAME, "overwrite": _FLAG},
+    "load": {"name": _PATH},
+    "export": {"folder": _PATH, "overwrite": _FLAG},
 }
 """Command -> argument -> rule."""
 _REQUIRED_ARGUMENTS: Mapping[str, str] = {
@@ -137,7 +145,7 @@ _REQUIRED_ARGUMENTS: Mapping[str, str] = {
 
 
 def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequest | Command:
-    """Validate a message of the front end.
+    """Validate a message of the front end. Unknown keys are ignored.
 
     Raises:
         BadMessage: the message does not follow the protocol.
@@ -146,41 +154,27 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
         raise BadMessage("messages of a front end must not have buffers")
     if not isinstance(message, dict):
         raise BadMessage("a message must be an object with a kind")
-    value = message.get("id")
-    is_valid = (
-        isinstance(value, str)
-        and len(value) <= MAX_ID_CHARS
-        and replace_invalid_chars(value) == value
-    )
-    identity = value if is_valid else None
-    if _weight(message) > MAX_MESSAGE_CHARS:
-        raise BadMessage(f"a message must have at most {MAX_MESSAGE_CHARS} characters", identity)
     kind = message.get("kind")
     if kind == "hello":
         return PageOpened()
     if kind == "log":
-        return _log_request(message)
-    if kind == "command":
-        return _command(message, identity)
-    raise BadMessage("the kind of a message must be hello, log or command", identity)
-
-
-def _log_request(message: Mapping[str, Any]) -> LogRequest:
-    rank, search = message.get("rank"), message.get("search", "")
-    if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
-        raise BadMessage("the rank of a log must be null or an integer")
-    if (
-        not isinstance(search, str)
-        or len(search) > _SEARCH_CHARS
-        or replace_invalid_chars(search) != search
-    ):
-        raise BadMessage(f"the search text of a log must have at most {_SEARCH_CHARS} characters")
-    return LogRequest(rank, search)
-
-
-def _command(message: Mapping[str, Any], identity: str | None) -> Command:
-    if not identity:
+        rank, search = message.get("rank"), message.get("search", "")
+        if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
+            raise BadMessage("the rank of a log must be null or an integer")
+        if not _is_text(search, MAX_SEARCH_CHARS):
+            raise BadMessage(
+                f"a log is searched for a text of at most {MAX_SEARCH_CHARS} characters"
+            )
+        return LogRequest(rank, search)
+    identity = message.get("id")
+    if not identity or not _is_text(identity, MAX_ID_CHARS):
         raise BadMessage(f"a command must have an id of 1 to {MAX_ID_CHARS} characters")
+    if kind != "command":
+        raise BadMessage("the kind of a message must be hello, log or command", identity)
+    return _command(message, identity)
+
+
+def _command(message: Mapping[str, Any], identity: str) -> Command:
     name, arguments = message.get("name"), message.get("arguments", {})
     if not isinstance(name, str) or name not in get_args(CommandName):
         raise BadMessage(f"a command must be one of {', '.join(get_args(CommandName))}", identity)
@@ -190,9 +184,8 @@ def _command(message: Mapping[str, Any], identity: str | None) -> Command:
     for key, value in arguments.items():
         if key not in allowed:
             names = ", ".join(allowed) or "none"
-            raise BadMessage(
-                f"unknown argument {_short(key)} of {name}, allowed: {names}", identity
-            )
+            argument = truncate(ascii(key), MAX_SHOWN_CHARS)
+            raise BadMessage(f"unknown argument {argument} of {name}, allowed: {names}", identity)
         if not allowed[key].check(value):
             raise BadMessage(f"argument {key} of {name} must be {allowed[key].words}", identity)
     needed = _REQUIRED_ARGUMENTS.get(name)
@@ -201,31 +194,6 @@ def _command(message: Mapping[str, Any], identity: str | None) -> Command:
     if name == "switch" and not arguments:
         raise BadMessage("switch requires at least one argument", identity)
     return Command(identity, cast("CommandName", name), dict(arguments))
-
-
-def _weight(value: object, depth: int = 0) -> int:
-    """Approximate length of the value as JSON. Stops counting above the limit."""
-    if isinstance(value, str):
-        return len(value) + 2
-    if depth > _DEPTH:
-        return MAX_MESSAGE_CHARS + 1
-    if isinstance(value, dict):
-        parts: Any = (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple):
-        parts = value
-    else:
-        return 8
-    total = 2
-    for part in parts:
-        total += _weight(part, depth + 1)
-        if total > MAX_MESSAGE_CHARS:
-            break
-    return total
-
-
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 - short enough for a message
 
 
 # ---------------------------------------------------------------------------- running
@@ -268,7 +236,8 @@ class CommandQueue:
     def submit(self, command: Command) -> None:
         """Add a command. Returns immediately."""
         if command.name == "restart":
-            self._drop_waiting()
+            while (dropped := self._take()) is not None:
+                self._answer(make_answer(dropped.id, "Not run: the ranks are restarted.", ok=False))
         with self._lock:
             full = len(self._waiting) >= MAX_QUEUE
             if not full:
@@ -281,12 +250,7 @@ class CommandQueue:
     def cancel(self, request: Command) -> None:
         """Cancel a command that still waits. Returns immediately."""
         command_id = request.arguments["command"]
-        with self._lock:
-            cancelled = next(
-                (command for command in self._waiting if command.id == command_id), None
-            )
-            if cancelled is not None:
-                self._waiting.remove(cancelled)
+        cancelled = self._take(lambda command: command.id == command_id)
         if cancelled is None:
             text = "Cannot cancel the command: it has already started."
             self._answer(make_answer(request.id, text, ok=False))
@@ -294,10 +258,13 @@ class CommandQueue:
         self._answer(make_answer(cancelled.id, "Not run: the command was cancelled.", ok=False))
         self._answer(make_answer(request.id, f"Cancelled: {cancelled.text}", ok=True))
 
-    def _drop_waiting(self) -> None:
-        """Drop all waiting commands before a restart."""
-        while (dropped := self._next()) is not None:
-            self._answer(make_answer(dropped.id, "Not run: the ranks are restarted.", ok=False))
+    def _take(self, matches: Callable[[Command], bool] = lambda _: True) -> Command | None:
+        """Remove and return the first waiting command that matches."""
+        with self._lock:
+            command = next(filter(matches, self._waiting), None)
+            if command is not None:
+                self._waiting.remove(command)
+        return command
 
     def abort_stuck_restart(self) -> None:
         """Abort the running request if a restart has waited too long; called regularly.
@@ -305,18 +272,9 @@ class CommandQueue:
         Called from another thread, because a request to the ranks may hang until they are replaced.
         """
         since = self._busy_since
-        if (
-            since is None
-            or time.monotonic() - since <= RESTART_TIMEOUT_S
-            or not self._restart_waits()
-        ):
-            return
-        self._session.give_up()
-
-    def _next(self) -> Command | None:
-        """Take the first waiting command."""
-        with self._lock:
-            return self._waiting.popleft() if self._waiting else None
+        is_stuck = since is not None and time.monotonic() - since > RESTART_TIMEOUT_S
+        if is_stuck and self._restart_waits():
+            self._session.give_up()
 
     @property
     def waiting_commands(self) -> list[QueuedCommand]:
@@ -338,22 +296,15 @@ class CommandQueue:
                 self._woken.clear()
                 if self._restart_waits():
                     self._session.abandon()  # as the magic does: a restart does not wait for a cell
-                while (command := self._take_profile()) is not None:
+                while (
+                    command := self._take(lambda waiting: waiting.name == "profile")
+                ) is not None:
                     self._do(command)
                 self._try_next()
 
     def _restart_waits(self) -> bool:
         with self._lock:
             return any(command.name == "restart" for command in self._waiting)
-
-    def _take_profile(self) -> Command | None:
-        with self._lock:
-            profile = next(
-                (command for command in self._waiting if command.name == "profile"), None
-            )
-            if profile is not None:
-                self._waiting.remove(profile)
-        return profile
 
     def _try_next(self) -> None:
         """Run the next command, or the idle callback, if the session is free."""
@@ -364,23 +315,18 @@ class CommandQueue:
         try:
             if self._closed or self._session.running is not None:
                 return
-            command = self._next()
+            command = self._take()
             if command is not None:
                 self._do(command)
                 self._woken.set()
             else:
-                self._run_idle_callback()
-        finally:
-            self._session.lock.release()
-
-    def _run_idle_callback(self) -> None:
-        self._busy_since = time.monotonic()
-        try:
-            self._idle()
+                self._busy_since = time.monotonic()
+                self._idle()
         except Exception:  # commands must still run
             log.exception("the idle callback of the panel failed")
         finally:
             self._busy_since = None
+            self._session.lock.release()
 
     def _do(self, command: Command) -> None:
         self.doing, self._busy_since = command, time.monotonic()
@@ -392,8 +338,7 @@ class CommandQueue:
                 with self._lock:  # a background cell started first
                     self._waiting.appendleft(command)
                 return
-            text, ok = str(error), False
-            replaces = isinstance(error, NotEmptyError)
+            text, ok, replaces = str(error), False, isinstance(error, NotEmptyError)
         except Exception as error:  # a bug of nbdist: report it and continue
             log.exception("%s failed", command.text)
             text, ok = f"{type(error).__name__}: {error}", False
@@ -403,13 +348,12 @@ class CommandQueue:
 
     def _done(self, command: Command) -> str:
         """Run one command and return its result as text."""
-        session = self._session
         if command.name == "plan":
             return self._plan()
         if command.name == "restart":
-            session.restart()
-            return f"Restarted the ranks: {session.describe()}"
-        return str(getattr(session, command.name)(**command.arguments))
+            self._session.restart()
+            return f"Restarted the ranks: {self._session.describe()}"
+        return str(getattr(self._session, command.name)(**command.arguments))
 
 
 def make_answer(identity: str, text: str, *, ok: bool, replaces: bool = False) -> CommandAnswer:

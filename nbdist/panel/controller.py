@@ -8,13 +8,12 @@ devices are sampled on a third thread.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display import panel_units
+from nbdist.display.units import truncate
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (
@@ -26,13 +25,13 @@ from nbdist.panel.commands import (
     make_answer,
     parse_message,
 )
-from nbdist.panel.curves import CurveSet, pack_points
+from nbdist.panel.curves import NewPoints, curve_history, pack_points
 from nbdist.panel.devices import DeviceSampler
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, PlanView, plan_session_model
-from nbdist.panel.profile_view import ProfileViewCache
 from nbdist.panel.protocol import (
     HEARTBEAT_INTERVAL_S,
     MAX_LOG_LINES,
+    MAX_POINTS,
     CommandAnswer,
     CurvePointsMessage,
     DeviceSample,
@@ -44,11 +43,11 @@ from nbdist.panel.protocol import (
     SampleHistory,
     StateChangeMessage,
 )
+from nbdist.panel.snapshot import ProfileViewCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.panel.curves import Points
     from nbdist.panel.protocol import FrontendMessage, NoticeView, PanelState
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
@@ -135,7 +134,7 @@ class PanelData:
         previous, self._seen = self._seen, state
         switched = previous is not None and previous[1:] != state[1:]
         if switched:
-            self.devices.reset_strategy_peaks()
+            self.devices.strategy_peak_bytes.clear()
         is_valid = self.plan_view.is_valid_for(session.options, session.world_size)
         if switched and is_valid and previous is not None and previous[0] is session.last:
             # The existing plan is kept: it is based on the batches that a cell has used.
@@ -180,7 +179,9 @@ class PanelController:
     def __init__(self, view: PanelData, send: Send) -> None:
         """Start the threads."""
         self._view, self._session, self._send = view, view.session, send
-        self._series = CurveSet()
+        self._new_points = NewPoints(self._session.metrics)
+        self._points_since_reset = 0
+        """Of the curve that has got the most."""
         self._inbox: deque[tuple[object, object]] = deque(maxlen=MAX_INBOX)
         self._answers: deque[CommandAnswer] = deque()
         self._woken = threading.Event()
@@ -194,7 +195,6 @@ class PanelController:
         self._model_poll_interval_s = STACK_POLL_INTERVAL_S
         self.dropped = 0
         """Number of invalid messages."""
-        self._series.subscribe(self._session.metrics)
         view.devices.start()
         self._driver = CommandQueue(
             self._session, answer=self._take_answer, plan=self._plan, idle=view.replan_if_changed
@@ -211,11 +211,6 @@ class PanelController:
         self._inbox.append((message, buffers))
         self._woken.set()
 
-    def curve_history(self) -> dict[str, Points]:
-        """Return the curves of a closed panel."""
-        self._series.take_new_points(now=math.inf)  # no more points will arrive
-        return self._series.downsampled_curves()
-
     def close(self) -> None:
         """End all threads."""
         self._closed = True
@@ -224,11 +219,9 @@ class PanelController:
             self._thread.join(CLOSE_TIMEOUT_S)
         self._driver.close()
         self._view.devices.stop()
-        self._series.unsubscribe()
 
     def send_final_state(self) -> None:
         """Send the final state of a closed panel."""
-        self._series.take_new_points(now=math.inf)
         self._notice = None
         self._send_reset()
 
@@ -310,16 +303,14 @@ class PanelController:
 
     def _send_changes(self) -> None:
         """Send what has changed since the last time."""
-        if not self._series.is_subscribed_to(self._session.metrics):  # after a restart
-            self._series.subscribe(self._session.metrics)
-            self._send_reset()
-        elif (
-            self._view.devices.device_slots is not self._sent_device_slots
-        ):  # after a switch to others
+        restarted = self._new_points.metrics is not self._session.metrics
+        moved = self._view.devices.device_slots is not self._sent_device_slots
+        # A page keeps all points that it gets. A reset replaces them by a downsampled history.
+        if restarted or moved or self._points_since_reset > 2 * MAX_POINTS:
             self._send_reset()
         self._poll_ranks()
-        points = self._series.take_new_points()
-        if points:
+        if points := self._new_points.take():
+            self._points_since_reset += max(map(len, points.values()))
             series, buffer = pack_points(points)
             self._send_message(CurvePointsMessage(kind="rows", series=series), [buffer])
         if self._notice is not None and time.time() - self._notice["time"] > NOTICE_DURATION_S:
@@ -338,8 +329,9 @@ class PanelController:
             self._send_message(HeartbeatMessage(kind="beat", time=time.time()))
 
     def _send_reset(self) -> None:
-        self._series.take_new_points()
-        series, buffer = pack_points(self._series.downsampled_curves())
+        metrics = self._session.metrics
+        self._new_points, self._points_since_reset = NewPoints(metrics), 0
+        series, buffer = pack_points(curve_history(metrics))
         self._sent_device_slots = self._view.devices.device_slots
         self._before = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
         self._send_message(
@@ -381,9 +373,7 @@ class PanelController:
         text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
         shown = strip_ansi(replace_invalid_chars(text)).splitlines()
         lines = [line for line in shown if search.lower() in line.lower()]
-        return [
-            panel_units.truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]
-        ]
+        return [truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]]
 
     # -- the driver's thread
 

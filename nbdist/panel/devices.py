@@ -50,10 +50,10 @@ def device_slots(
     Each CPU rank counts as a device with an equal share of the host memory.
     """
     if nodes:
-        return [seat for node in nodes for seat in _of_node(node)]
+        return [slot for node in nodes for slot in _slots_of_node(node)]
     if placement.devices is None:
         share = None if placement.is_remote else discovery.host_memory_bytes() // placement.nproc
-        return [_cpu_seat(rank, share) for rank in range(placement.nproc)]
+        return [_cpu_slot(rank, share) for rank in range(placement.nproc)]
     gpus = {gpu.uuid: gpu for gpu in (found or discovery.discover_machine()).gpus}
     return [
         DeviceSlot(gpus[uuid].title, (rank,), uuid, gpus[uuid].memory_bytes)
@@ -65,15 +65,15 @@ def device_slots(
     ]
 
 
-def _of_node(node: SessionNode) -> Iterator[DeviceSlot]:
+def _slots_of_node(node: SessionNode) -> Iterator[DeviceSlot]:
     if not node.machine.gpus:
         share = node.machine.memory_bytes // len(node.ranks)
-        yield from (_cpu_seat(rank, share, node.name) for rank in node.ranks)
+        yield from (_cpu_slot(rank, share, node.name) for rank in node.ranks)
     for rank, gpu in zip(node.ranks, node.machine.gpus, strict=False):
         yield DeviceSlot(gpu.title, (rank,), gpu.uuid, gpu.memory_bytes, node.name)
 
 
-def _cpu_seat(rank: int, share: int | None, node: str = "") -> DeviceSlot:
+def _cpu_slot(rank: int, share: int | None, node: str = "") -> DeviceSlot:
     return DeviceSlot(f"CPU rank {rank}", (rank,), "", share, node)
 
 
@@ -86,11 +86,6 @@ class DeviceSnapshot:
     readings: list[GpuReading] = field(default_factory=list)
     nodes: Mapping[str, UsageSnapshot] = field(default_factory=dict)
     """Reply of each node that responded, by name."""
-
-
-def _no_nodes(_within_s: float) -> dict[str, UsageSnapshot]:
-    """Return no replies: all ranks are on this machine."""
-    return {}
 
 
 class DeviceSampler:
@@ -110,12 +105,12 @@ class DeviceSampler:
         placement: Callable[[], Placement],
         *,
         nodes: Callable[[], Sequence[SessionNode]] = list,
-        ask: Callable[[float], Mapping[str, UsageSnapshot]] = _no_nodes,
+        ask: Callable[[float], Mapping[str, UsageSnapshot]] = lambda _within_s: {},
         nvml: Any = None,
     ) -> None:
         self._pids, self._placement, self._nodes, self._ask = pids, placement, nodes, ask
         self._monitor = GpuMonitor(nvml=nvml)
-        self._seated: tuple[object, list[DeviceSlot]] = (None, [])
+        self._placed: tuple[object, list[DeviceSlot]] = (None, [])
         self._sampled: frozenset[tuple[int, int]] = frozenset()
         """Ranks and process ids of the last sample."""
         self.history: deque[DeviceSnapshot] = deque(maxlen=MAX_SAMPLES)
@@ -130,10 +125,10 @@ class DeviceSampler:
     def device_slots(self) -> list[DeviceSlot]:
         """The current devices."""
         placed = self._placement(), self._nodes()
-        if self._seated[0] != placed:
-            self._seated = (placed, device_slots(placed[0], nodes=placed[1]))
+        if self._placed[0] != placed:
+            self._placed = (placed, device_slots(placed[0], nodes=placed[1]))
             self.clear_samples()
-        return self._seated[1]
+        return self._placed[1]
 
     @property
     def nodes(self) -> Sequence[SessionNode]:
@@ -149,10 +144,6 @@ class DeviceSampler:
         """Clear samples and peaks, which belong to other ranks or devices."""
         self.history.clear()
         self.peak_bytes.clear()
-        self.strategy_peak_bytes.clear()
-
-    def reset_strategy_peaks(self) -> None:
-        """Reset the peaks of the strategy."""
         self.strategy_peak_bytes.clear()
 
     def start(self) -> None:
@@ -190,34 +181,28 @@ class DeviceSampler:
             self._monitor.close()
 
     def _sample(self) -> DeviceSnapshot:
-        pids, places = dict(self._pids()), self.device_slots
+        pids, slots = dict(self._pids()), self.device_slots
         processes = frozenset(pids.items())
         if processes and processes != self._sampled:  # new ranks: reset the peaks
             self._sampled = processes
             self.peak_bytes.clear()
             self.strategy_peak_bytes.clear()
+        usage: Mapping[str, UsageSnapshot] = {}
         if self._nodes():
-            moment = self._sample_nodes(places)
+            usage = self._ask(SAMPLE_INTERVAL_S)
+            by_rank: dict[int, GpuReading] = {}
+            for node_usage in usage.values():
+                by_rank |= node_usage.readings
+            # devices of a node that does not reply are unknown
+            readings = [by_rank.get(slot.ranks[0], GpuReading()) for slot in slots]
         else:
-            own_pids = ({pids[rank] for rank in seat.ranks if rank in pids} for seat in places)
-            uuids = (seat.uuid for seat in places)
-            moment = DeviceSnapshot(
-                time.time(), self._monitor.read_gpus(zip(uuids, own_pids, strict=True))
-            )
-        for place, reading in enumerate(moment.readings):
+            own_pids = ({pids[rank] for rank in slot.ranks if rank in pids} for slot in slots)
+            uuids = (slot.uuid for slot in slots)
+            readings = self._monitor.read_gpus(zip(uuids, own_pids, strict=True))
+        for index, reading in enumerate(readings):
             used = reading.used_bytes or 0
             for peaks in (self.peak_bytes, self.strategy_peak_bytes):
-                peaks[place] = max(peaks.get(place, 0), used)
-        self.history.append(moment)
-        return moment
-
-    def _sample_nodes(self, places: Sequence[DeviceSlot]) -> DeviceSnapshot:
-        """Sample of cluster nodes. Devices of a node that does not reply are unknown."""
-        usage = self._ask(SAMPLE_INTERVAL_S)
-        by_rank = {
-            rank: reading
-            for node_usage in usage.values()
-            for rank, reading in node_usage.readings.items()
-        }
-        readings = [by_rank.get(seat.ranks[0], GpuReading()) for seat in places]
-        return DeviceSnapshot(time.time(), readings, usage)
+                peaks[index] = max(peaks.get(index, 0), used)
+        snapshot = DeviceSnapshot(time.time(), readings, usage)
+        self.history.append(snapshot)
+        return snapshot

@@ -7,8 +7,9 @@ without a closed form is traced when the user requests it ("plan").
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.display import plan as display_plan
 from nbdist.errors import NbdistError, PlanError
@@ -18,7 +19,7 @@ from nbdist.planner.search import FREE_MEMORY_MARGIN
 from nbdist.session import planner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nbdist.planner.plan_table import PlanRow
     from nbdist.planner.result import Plan
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_MODEL_MESSAGE = "No model is prepared yet. Call accelerator.prepare() in a %%distribute cell."
-_PANEL_NAMES = {"margin": "other"}
-"""Name of a part in the planner -> name in the panel."""
 _STRATEGY_OPTIONS = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
 """Options that distinguish strategies of one backend and that a switch accepts."""
 
@@ -77,9 +76,7 @@ def plan_session_model(session: Session, *, quick: bool) -> PlanView:
         return view_from_plan(planner.plan_model(session, quick=quick), session.options)
     except NbdistError as error:
         return PlanView.empty(str(error))
-    except (
-        Exception
-    ) as error:  # a model that the planner does not support: show the panel without a plan
+    except Exception as error:  # the planner does not support the model: show no plan
         log.exception("the prepared model could not be planned")
         return PlanView.empty(f"Cannot plan the model ({type(error).__name__}: {error}).")
 
@@ -104,26 +101,13 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
         plan: plan of the model on the ranks.
         options: options of the session.
     """
-    current = _row_of(plan, options)
-    capacity = plan.question.cluster.smallest_device.free_bytes
+    current = _current_row(plan, options)
+    best_id = None if plan.best is None else _id(plan.best.options)
     rows = [
-        StrategyRow(
-            id=_id(row.options),
-            backend=row.backend,
-            words=row.variant,
-            device_bytes=row.device_bytes,
-            capacity_bytes=capacity,
-            parts=list(_parts(row.memory)),
-            fits=row.fits,
-            current=row is current,
-            recommended=plan.best is not None and _id(row.options) == _id(plan.best.options),
-            tokens_per_s=row.tokens_per_s or None,
-            why=row.why,
-            command=row.command,
-            does="" if row is current or not _switchable(row) else _does(options, row),
-            arguments={} if row is current or not _switchable(row) else _arguments(options, row),
+        _strategy_row(
+            plan, row, options, current=row is current, recommended=_id(row.options) == best_id
         )
-        for row in _shown(plan, current)
+        for row in _shown_rows(plan, current)
     ]
     return PlanView(
         StrategiesView(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
@@ -134,23 +118,48 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
     )
 
 
-def _row_of(plan: Plan, options: Options) -> PlanRow | None:
+def _strategy_row(
+    plan: Plan, row: PlanRow, options: Options, *, current: bool, recommended: bool
+) -> StrategyRow:
+    # the button of a row that is not the current one
+    does, arguments = "", {}
+    if not current and _is_switchable(row):
+        new = {name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
+        changed = {name: value for name, value in new.items() if value != getattr(options, name)}
+        arguments = {"backend": row.backend, **changed}
+        does = describe_switch(options, replace(options, **arguments), fits=row.fits)
+    return StrategyRow(
+        id=_id(row.options),
+        backend=row.backend,
+        words=row.variant,
+        device_bytes=row.device_bytes,
+        capacity_bytes=plan.question.cluster.smallest_device.free_bytes,
+        parts=_parts(row.memory),
+        fits=row.fits,
+        current=current,
+        recommended=recommended,
+        tokens_per_s=row.tokens_per_s or None,
+        why=row.why,
+        command=row.command,
+        does=does,
+        arguments=arguments,
+    )
+
+
+def _current_row(plan: Plan, options: Options) -> PlanRow | None:
     """The row of the current strategy."""
-    offload = options.offload_device
+    fixed = {name: getattr(options, name) for name in _STRATEGY_OPTIONS}
+    fixed["offload"] = options.offload_device
+    fixed["reshard_after_forward"] = options.reshard_after_forward
     try:
-        return plan.row(
-            options.backend,
-            offload=offload,
-            reshard_after_forward=options.reshard_after_forward,
-            **{name: getattr(options, name) for name in _STRATEGY_OPTIONS if name != "offload"},
-        )
+        return plan.row(options.backend, **fixed)
     except PlanError:
         return None
 
 
-def _shown(plan: Plan, current: PlanRow | None) -> list[PlanRow]:
+def _shown_rows(plan: Plan, current: PlanRow | None) -> list[PlanRow]:
     """The best row, and the best row per backend and offload that a button can switch to."""
-    possible = tuple(row for row in plan.rows if row.cost is not None and _switchable(row))
+    possible = tuple(row for row in plan.rows if row.cost is not None and _is_switchable(row))
     rows = display_plan.summary_rows(replace(plan, rows=possible))
     if current is not None and current not in rows:
         rows.append(current)
@@ -159,19 +168,17 @@ def _shown(plan: Plan, current: PlanRow | None) -> list[PlanRow]:
     return rows
 
 
-def _switchable(row: PlanRow) -> bool:
+def _is_switchable(row: PlanRow) -> bool:
     """Return whether a button can switch to a row: it needs no config file and no folder."""
     return row.options.fsdp_config is None and row.options.offload_device != "nvme"
 
 
-def _parts(memory: Mapping[str, int]) -> Iterable[MemoryPart]:
+def _parts(memory: Mapping[str, int]) -> list[MemoryPart]:
     """The parts of a bar, in order."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for name, size in memory.items():
-        part = _PANEL_NAMES.get(name, name)
-        part = part if part in MEMORY_PARTS else "other"
-        sizes[part] = sizes.get(part, 0) + size
-    return (MemoryPart(part=part, bytes=sizes[part]) for part in MEMORY_PARTS if sizes.get(part))
+        sizes[name if name in MEMORY_PARTS else "other"] += size
+    return [MemoryPart(part=part, bytes=sizes[part]) for part in MEMORY_PARTS if sizes[part]]
 
 
 def _id(options: Options) -> str:
@@ -182,24 +189,6 @@ def _id(options: Options) -> str:
     words += [] if options.reshard_after_forward else ["gathered"]
     words += ["replicated"] if options.replicate_across != "none" else []
     return "-".join(words)
-
-
-def _arguments(now: Options, row: PlanRow) -> dict[str, Any]:
-    """Arguments of the switch command."""
-    changed = {name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
-    unchanged = {name for name in _STRATEGY_OPTIONS if changed[name] == getattr(now, name)}
-    return {
-        "backend": row.backend,
-        **{name: value for name, value in changed.items() if name not in unchanged},
-    }
-
-
-def _does(now: Options, row: PlanRow) -> str:
-    """Description of a switch to a row."""
-    new_options = replace(
-        now, backend=row.backend, **{name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
-    )
-    return describe_switch(now, new_options, fits=row.fits)
 
 
 def describe_switch(now: Options, new_options: Options, *, fits: bool = True) -> str:

@@ -1,4 +1,6 @@
-"""Messages between the panel and its front end. `widgets/src/protocol.ts` mirrors this module.
+"""Messages between the panel and its front end.
+
+`widgets/src/protocol.ts` is generated from this module by `widgets/generate_protocol.py`.
 
 Kernel -> front end, custom messages of the widget's model:
 
@@ -23,15 +25,16 @@ be NaN or infinite in buffers only; in JSON they are null. Sizes are in bytes, t
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 MAX_POINTS = 2000
 """Maximum number of points per curve in a reset."""
+MAX_CURVES = 200
+"""Only the first names get a curve."""
 MAX_SAMPLES = 300
 HEARTBEAT_INTERVAL_S = 2.0
-MAX_MESSAGE_CHARS = 65_536
-"""Maximum size of a message of the front end; larger ones are rejected."""
 MAX_ID_CHARS = 64
+MAX_SEARCH_CHARS = 256
 MAX_LOG_LINES = 500
 
 SessionState = Literal[
@@ -340,7 +343,7 @@ class StateChangeMessage(TypedDict):
     """Changed parts of the state."""
 
     kind: Literal["picture"]
-    changed: dict[str, Any]
+    changed: Annotated[dict[str, Any], "Partial<PanelState>"]
 
 
 class CurvePointsMessage(TypedDict):
@@ -394,3 +397,29 @@ FrontendMessage = (
     | LogMessage
     | HeartbeatMessage
 )
+
+
+class PageOpenedMessage(TypedDict):
+    """A page was opened and needs the complete state."""
+
+    kind: Literal["hello"]
+
+
+class LogRequestMessage(TypedDict):
+    """Request for the log lines of a rank, or of the launcher, that contain a text."""
+
+    kind: Literal["log"]
+    rank: int | None
+    search: str
+
+
+class CommandMessage(TypedDict):
+    """A command; its answer has the same id."""
+
+    kind: Literal["command"]
+    id: str
+    name: CommandName
+    arguments: dict[str, Any]
+
+
+PageMessage = PageOpenedMessage | LogRequestMessage | CommandMessage

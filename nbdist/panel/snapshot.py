@@ -6,18 +6,29 @@ Runs on the panel's thread in about a millisecond and sends no request to the ra
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import re
 import time
-from itertools import zip_longest
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.display import panel_units
+from nbdist.display.profile import shown_ranks
+from nbdist.display.units import (
+    format_bytes,
+    format_duration,
+    format_percent,
+    format_tokens_per_s,
+    truncate,
+)
 from nbdist.hardware.telemetry import GpuReading
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.output.sink import get_kernel
-from nbdist.panel.devices import DeviceSlot
+from nbdist.panel import plan_view
+from nbdist.panel.commands import ARGUMENTS
 from nbdist.panel.protocol import (
+    AdviceView,
     CheckpointView,
     DeviceView,
     EventMarkView,
@@ -25,29 +36,44 @@ from nbdist.panel.protocol import (
     NodeView,
     NoticeView,
     PanelState,
+    ProfiledRank,
+    ProfileView,
     ProgressView,
     QueuedCommand,
     RankView,
     SessionState,
+    StepPartTime,
 )
+from nbdist.profiler.measurements import STEP_PARTS
 from nbdist.session.progress import parse_fraction_done
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from nbdist.panel.devices import DeviceSampler
     from nbdist.panel.plan_view import PlanView
-    from nbdist.panel.profile_view import ProfileViewCache
+    from nbdist.profiler.advice import Advice
+    from nbdist.profiler.measurements import RankProfile
+    from nbdist.profiler.report import Profile
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
     from nbdist.session.session import Session
     from nbdist.session.training_events import TrainingEvent
+    from nbdist.strategies import Options
+
+log = logging.getLogger(__name__)
 
 MAX_LINE_CHARS = 300
 MAX_CHECKPOINTS = 100
 MAX_MARKS = 100
 INTERRUPT_TIMEOUT_S = 3.0
 """A rank that has not responded to an interrupt after this time is named."""
+MAX_COLLECTIVES = 3
+"""Maximum number of collectives that are listed per rank."""
+MAX_TEXT_CHARS = 1000
+EMPTY_PROFILE_VIEW = ProfileView(
+    verdict="", facts="", gained="", ranks=[], advice=[], notes=[], time=None, refused=""
+)
 _KERNEL_ID = re.compile(r"kernel-(.+)\.json")
 
 
@@ -173,20 +199,21 @@ def jupyter_kernel_id() -> str | None:
 
 
 def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> list[DeviceView]:
-    seats, latest = devices.device_slots, devices.latest_snapshot
-    readings = [] if latest is None or ended else latest.readings
+    slots, latest = devices.device_slots, devices.latest_snapshot
+    readings = [] if latest is None or ended else list(latest.readings)
+    readings += [GpuReading()] * (len(slots) - len(readings))  # nothing is known about the rest
     return [
         DeviceView(
-            name=seat.name,
-            node=seat.node,
-            kind="cuda" if seat.uuid else "cpu",
-            ranks=list(seat.ranks),
-            capacity_bytes=seat.capacity_bytes,
+            name=slot.name,
+            node=slot.node,
+            kind="cuda" if slot.uuid else "cpu",
+            ranks=list(slot.ranks),
+            capacity_bytes=slot.capacity_bytes,
             predicted=list(predicted.parts),
             predicted_bytes=predicted.device_bytes,
             stated_error=predicted.stated_error,
             used_bytes=reading.used_bytes,
-            peak_bytes=devices.peak_bytes.get(place) or None,
+            peak_bytes=devices.peak_bytes.get(index) or None,
             others_bytes=reading.others_bytes,
             holders=list(reading.holders),
             utilization=reading.utilization,
@@ -197,12 +224,9 @@ def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> lis
             pcie_rx=reading.pcie_rx,
             nvlink_tx=reading.nvlink_tx,
             nvlink_rx=reading.nvlink_rx,
-            note=_note(predicted, devices.strategy_peak_bytes.get(place, 0), reading.note),
+            note=_note(predicted, devices.strategy_peak_bytes.get(index, 0), reading.note),
         )
-        for place, (seat, reading) in enumerate(
-            zip_longest(seats, readings, fillvalue=GpuReading())
-        )
-        if isinstance(seat, DeviceSlot)
+        for index, (slot, reading) in enumerate(zip(slots, readings, strict=False))
     ]
 
 
@@ -265,9 +289,7 @@ def _ranks(session: Session) -> list[RankView]:
                 device=member["device"] if member else "",
                 node=nodes.get(rank, ""),
                 state=state,
-                line=panel_units.truncate(
-                    strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS
-                )
+                line=truncate(strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS)
                 if log
                 else "",
                 written=log.written if log else 0,
@@ -357,3 +379,131 @@ def changed_keys(before: PanelState | None, now: PanelState) -> dict[str, Any]:
 def make_notice(kind: Any, text: str) -> NoticeView:
     """Return a notice with the current time."""
     return NoticeView(kind=kind, text=replace_invalid_chars(text), time=time.time())
+
+
+# ---------------------------------------------------------------------------- profile
+
+
+class ProfileViewCache:
+    """Cached view of the latest profile of a session."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[Profile, Options] | None = None
+        self._view = EMPTY_PROFILE_VIEW
+
+    def current_view(self, session: Session) -> ProfileView:
+        """Return the latest profile, and why no new one can be started, if so."""
+        profiles = session.profiles
+        if not profiles:
+            self._seen, self._view = None, EMPTY_PROFILE_VIEW
+        elif (
+            self._seen is None
+            or self._seen[0] is not profiles[-1]
+            or self._seen[1] != session.options
+        ):
+            self._seen = profiles[-1], session.options
+            try:
+                self._view = view_from_profile(*self._seen)
+            except Exception as error:  # an error in one profile must not end the panel
+                log.exception("the profile could not be shown")
+                verdict = f"Cannot show the profile ({type(error).__name__}: {error})."
+                self._view = ProfileView(**{**EMPTY_PROFILE_VIEW, "verdict": verdict})
+        return ProfileView(**{**self._view, "refused": session.why_no_profile()})
+
+
+def view_from_profile(profile: Profile, options: Options) -> ProfileView:
+    """Convert a profile.
+
+    Args:
+        profile: a profile of any session.
+        options: current options of the session. Advice that they already follow gets no button.
+    """
+    shown = shown_ranks(profile)
+    num_hidden = len(profile.ranks) - len(shown)
+    notes = list(profile.notes)
+    if num_hidden:
+        notes.append(f"and {num_hidden} more ranks: nbdist.session().profiles[-1].ranks")
+    return ProfileView(
+        verdict=_text(profile.verdict),
+        facts=_text(", ".join(_profile_facts(profile))),
+        gained=_text(profile.advice_outcome),
+        ranks=[
+            ProfiledRank(
+                rank=int(rank.rank),
+                step_s=_finite(rank.step_s),
+                # not zero, in the order of the bar
+                parts=[
+                    StepPartTime(part=part, seconds=_finite(rank.parts[part]))
+                    for part in STEP_PARTS
+                    if _finite(rank.parts.get(part, 0.0))
+                ],
+                straggler=rank.rank == profile.straggler,
+                figures=_text("; ".join(_rank_figures(rank))),
+            )
+            for rank in shown
+        ],
+        advice=[_advice(advice, options) for advice in profile.advice],
+        notes=[_text(note) for note in notes],
+        time=max((rank.ends[-1] for rank in profile.ranks if rank.ends), default=None),
+        refused="",
+    )
+
+
+def _text(text: str) -> str:
+    return truncate(replace_invalid_chars(text), MAX_TEXT_CHARS)
+
+
+def _finite(number: float) -> float:
+    """A duration that JSON and a bar can represent."""
+    return number if math.isfinite(number) and number > 0 else 0.0
+
+
+def _profile_facts(profile: Profile) -> Iterator[str]:
+    """Facts about all ranks together."""
+    number = profile.num_steps
+    yield f"{number} step{'s' * (number != 1)} of {format_duration(profile.step_s)}"
+    yield f"p50 {format_duration(profile.p50_s)}"
+    yield f"p90 {format_duration(profile.p90_s)}"
+    if profile.tokens_per_s > 0:
+        unit = "tokens" if profile.model is not None and profile.model.seq_len > 1 else "samples"
+        yield f"{format_tokens_per_s(profile.tokens_per_s)} {unit}/s"
+    if profile.mfu is not None and profile.peak_flops:
+        yield f"MFU {format_percent(profile.mfu)} of {profile.peak_flops / 1e12:.0f} TFLOP/s"
+
+
+def _rank_figures(rank: RankProfile) -> Iterator[str]:
+    """Measurements of one rank that its bar does not show."""
+    steps = sorted(rank.steps)
+    if steps:
+        yield f"p90 {format_duration(steps[math.ceil(0.9 * len(steps)) - 1])}"
+    for kind in sorted(rank.traffic, key=lambda kind: -kind.seconds)[:MAX_COLLECTIVES]:
+        speed = f", {kind.bandwidth / 1e9:.1f} GB/s" if kind.bandwidth > 0 else ""
+        size, duration = format_bytes(kind.bytes), format_duration(kind.seconds)
+        yield f"{kind.name} {size} in {duration}{speed}"
+    if rank.hidden_s > 0:
+        yield f"{format_duration(rank.hidden_s)} of communication overlap with computation"
+    if rank.memory is not None and rank.memory.parts:
+        largest = sorted(rank.memory.parts.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+        yield f"peak memory: {parts}"
+
+
+def _advice(advice: Advice, now: Options) -> AdviceView:
+    # The button of an advice switches. It needs options that a switch accepts and that differ.
+    allowed = ARGUMENTS["switch"]
+    can_switch = all(
+        hasattr(now, name) and name in allowed and allowed[name].check(value)
+        for name, value in advice.changes.items()
+    )
+    arguments = {
+        name: value
+        for name, value in advice.changes.items()
+        if can_switch and getattr(now, name) != value
+    }
+    return AdviceView(
+        title=_text(advice.title),
+        text=_text(f"{advice.gain_text}. {advice.why}"),
+        command=_text(advice.line),
+        does=plan_view.describe_switch(now, replace(now, **arguments)) if arguments else "",
+        arguments=arguments,
+    )

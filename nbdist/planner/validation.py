@@ -8,10 +8,10 @@ activations, logits, temporaries) form one line.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from html import escape
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.display.units import format_gib
+from nbdist.display.elements import element, html_row, html_table, join
+from nbdist.display.units import format_bytes
 from nbdist.planner import memory_model, optimizers
 from nbdist.planner.memory.timeline import MemoryUsage
 from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
@@ -151,13 +151,13 @@ class PlanValidation:
         several = len(self.measured_by_rank) > 1
         kept = self.output_bytes > _WORTH_SAYING * (self.allocated.predicted_bytes or 0)
         logits = (
-            f"; {_size(self.output_bytes)} of it is the model's output, which is freed if the cell"
-            " keeps only the loss"
+            f"; {format_bytes(self.output_bytes)} of it is the model's output, which is freed if"
+            " the cell keeps only the loss"
         )
         beside = self.measured_by_rank[self.rank].beside_bytes
         others = (
-            f"; {_size(beside)} are held by other models on this rank and counted on both sides:"
-            " delete them to free that memory"
+            f"; {format_bytes(beside)} are held by other models on this rank and counted on both"
+            " sides: delete them to free that memory"
         )
         return (
             f"rank {self.rank}{', the fullest,' if several else ''} in step {step}; predicted peak:"
@@ -167,16 +167,12 @@ class PlanValidation:
     def _repr_html_(self) -> str:
         """Return the same as an HTML table."""
         rows = [
-            f"<tr><td>{escape(row.part)}</td>"
-            + "".join(f"<td style='text-align:right'>{escape(cell)}</td>" for cell in _cells(row))
-            + "</tr>"
+            html_row([row.part, *_cells(row)], {0})
             for row in (*self.lines, self.allocated, self.device)
         ]
-        head = "<tr><th></th><th>predicted</th><th>measured</th><th>error</th></tr>"
-        return (
-            f"<div><b>{escape(self.title)}</b></div><table>{head}{''.join(rows)}</table>"
-            f"<div>{escape(self.note)}</div>"
-        )
+        table = html_table(["", "predicted", "measured", "error"], rows, {0})
+        title = element("div", element("b", self.title))
+        return join([title, table, element("div", self.note)])
 
 
 def validate_plan(
@@ -297,11 +293,4 @@ def _device_line(
 def _cells(line: PartComparison) -> tuple[str, str, str]:
     """Format predicted, measured and error."""
     share = "" if line.relative_error is None else f"{line.relative_error:+.1%}"
-    return _size(line.predicted_bytes), _size(line.measured_bytes), share
-
-
-def _size(size: int | None) -> str:
-    """Format bytes for a table; small sizes in MiB."""
-    if size is None:
-        return "-"
-    return format_gib(size, unit=True) if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
+    return format_bytes(line.predicted_bytes), format_bytes(line.measured_bytes), share

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbdist.profiler import advice_followup, bottleneck, recommendations, what_if
+from nbdist.profiler import advice, bottleneck, recommendations, what_if
 from nbdist.profiler.profile_data import ProfileData
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ class ProfileAnalysis(ProfileData):
     @cached_property
     def advice_outcome(self) -> str:
         """Speedup by followed advice of the previous profile; empty if none was followed."""
-        return (
-            advice_followup.advice_outcome(self.before.advice, self.before, self)
-            if self.before
-            else ""
-        )
+        return advice.advice_outcome(self.before.advice, self.before, self) if self.before else ""
 
     @cached_property
     def calibrated_planner(self) -> CalibratedPlanner | None:

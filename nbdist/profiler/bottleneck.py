@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.display.profile_units import format_percent, format_source_line
+from nbdist.display.units import format_percent, format_source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -200,8 +200,13 @@ def _communication(profile: ProfileData) -> Iterator[Bottleneck]:
         return
     exposed = max(profile.traffic, key=lambda kind: kind.exposed_s - kind.waiting_s, default=None)
     name = exposed.name if exposed else "other ranks"
-    link = profile.setting.cluster.link
-    where = _unit_words(profile) if one_unit else _LINKS.get(link, link)
+    link, model = profile.setting.cluster.link, profile.model
+    where = _LINKS.get(link, link)
+    if one_unit:
+        where = "the model is one FSDP unit, so nothing is prefetched"
+        if model is not None and model.units > 1:
+            largest = format_percent(model.largest_unit / model.params)
+            where = f"one FSDP unit has {largest} of the model, so nothing is prefetched"
     yield Bottleneck(
         kind="communication",
         step_share=share,
@@ -216,16 +221,6 @@ def is_gather_bound(profile: ProfileData) -> bool:
     """Return whether the backend gathers parameters repeatedly and spends much of a step on it."""
     gathers = any(kind.name == "all_gather" and kind.count > 1 for kind in profile.traffic)
     return gathers and typical_share(profile, "communication") >= _GATHERED
-
-
-def _unit_words(profile: ProfileData) -> str:
-    model = profile.model
-    which = (
-        "the model is one FSDP unit"
-        if model is None or model.units == 1
-        else f"one FSDP unit has {format_percent(model.largest_unit / model.params)} of the model"
-    )
-    return f"{which}, so nothing is prefetched"
 
 
 def is_single_unit_exposed(profile: ProfileData) -> bool:
@@ -248,7 +243,8 @@ def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
                 parts=("optimizer", "offload"),
                 sentence=(
                     f"optimizer-bound (offloaded): {format_percent(share)} of the step is the"
-                    f" optimizer on the CPU and transfers to and from {_PLACES[offload]}"
+                    " optimizer on the CPU and transfers to and from"
+                    f" {'NVMe' if offload == 'nvme' else 'host memory'}"
                 ),
             )
         return
@@ -262,9 +258,6 @@ def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
         )
 
 
-_PLACES = {"cpu": "host memory", "nvme": "NVMe"}
-
-
 def _host(profile: ProfileData) -> Iterator[Bottleneck]:
     share = typical_share(profile, "python", "idle")
     line = costly_line(profile)
@@ -273,9 +266,10 @@ def _host(profile: ProfileData) -> Iterator[Bottleneck]:
         return
     sleeping = typical_share(profile, "idle") > share / 2
     what = "idle time" if sleeping else "Python code of the cell"
-    at = (
-        f"; most of it at {line.cell}, line {line.line}: {format_source_line(line)}" if line else ""
-    )
+    at = ""
+    if line:
+        source = format_source_line(line.source)
+        at = f"; most of it at {line.cell}, line {line.line}: {source}"
     yield Bottleneck(
         kind="host",
         step_share=share,

@@ -15,8 +15,8 @@ from nbdist.profiler.measurements import STEP_PARTS
 if TYPE_CHECKING:
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.profiler.dataloader_calls import DataLoaderSource
-    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import (
         CollectiveStats,
         DataLoaderStats,

@@ -115,7 +115,9 @@ def _waits(ranks: Sequence[RankProfile]) -> tuple[dict[int, dict[int, float]], l
             last = max(call.begin for call in same)
             for rank, call in zip(members, same, strict=True):
                 if waited := call.before(last):
-                    waits[rank.rank][_step_of(rank, call.end)] += waited / len(rank.steps or [1])
+                    last_step = max(1, len(rank.ends) - 1)
+                    step = min(bisect_left(rank.ends, call.end, lo=1), last_step) - 1
+                    waits[rank.rank][step] += waited / len(rank.steps or [1])
     return waits, [_UNMATCHED] if unmatched else []
 
 
@@ -150,7 +152,11 @@ def _matched(
     shifts = [0]
     for _, calls in others:
         candidates = [number * per_step for number in (0, 1, -1, 2, -2)]
-        apart = {shift: _apart(reference, calls, shift) for shift in candidates}
+        apart = {}
+        for shift in candidates:
+            pairs = zip(reference[max(0, -shift) :], calls[max(0, shift) :], strict=False)
+            differences = [abs(call.end - other.end) for call, other in pairs]
+            apart[shift] = statistics.median(differences) if differences else float("inf")
         best = min(candidates, key=lambda shift: apart[shift])
         if apart[best] > limit:
             return None
@@ -162,23 +168,6 @@ def _matched(
         tuple(calls[at + shift] for calls, shift in zip(lists, shifts, strict=True))
         for at in range(max(0, begin), until)
     ]
-
-
-def _apart(
-    reference: Sequence[_CollectiveCall], calls: Sequence[_CollectiveCall], shift: int
-) -> float:
-    """Return the median difference between the ends of collectives for a shift."""
-    pairs = [
-        abs(reference[at].end - calls[at + shift].end)
-        for at in range(len(reference))
-        if 0 <= at + shift < len(calls)
-    ]
-    return statistics.median(pairs) if pairs else float("inf")
-
-
-def _step_of(rank: RankProfile, moment: float) -> int:
-    """Return the index of the step that contains a timestamp."""
-    return min(bisect_left(rank.ends, moment, lo=1), max(1, len(rank.ends) - 1)) - 1
 
 
 def mean_collective_stats(ranks: Sequence[RankProfile]) -> list[CollectiveStats]:
@@ -249,7 +238,8 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
         return None
     if min(len(rank.steps) for rank in ranks) < _FEWEST:
         return None
-    own = {rank.rank: _own(rank) for rank in ranks}
+    own_parts = [name for name in STEP_PART_LABELS if name not in _NOT_OWN]
+    own = {rank.rank: sum(rank.parts.get(name, 0.0) for name in own_parts) for rank in ranks}
     slow = max(ranks, key=lambda rank: own[rank.rank])
     others = [rank for rank in ranks if rank is not slow]
     usual = statistics.median(own[rank.rank] for rank in others)
@@ -259,26 +249,17 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
         return None
     if not _steadily_last(ranks, slow):
         return None
-    own_parts = [name for name in STEP_PART_LABELS if name not in _NOT_OWN]
-    part = max(own_parts, key=lambda name: _more(slow, others, name))
+    differences = {
+        name: slow.parts.get(name, 0.0)
+        - statistics.fmean(rank.parts.get(name, 0.0) for rank in others)
+        for name in own_parts
+    }
     return Straggler(
         rank=slow.rank,
         slowdown=own[slow.rank] / usual - 1,
         wait_share=waited,
-        slowest_part=part,
+        slowest_part=max(differences, key=lambda name: differences[name]),
         lost_s=lost,
-    )
-
-
-def _own(rank: RankProfile) -> float:
-    """Return the seconds per step that do not depend on other ranks."""
-    return sum(seconds for part, seconds in rank.parts.items() if part not in _NOT_OWN)
-
-
-def _more(slow: RankProfile, others: Sequence[RankProfile], part: StepPart) -> float:
-    """Return by how many seconds a part is longer on one rank than on the others."""
-    return slow.parts.get(part, 0.0) - statistics.fmean(
-        rank.parts.get(part, 0.0) for rank in others
     )
 
 

@@ -12,8 +12,8 @@ from nbdist.profiler.analysis import ProfileAnalysis
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbdist.profiler.dataloader_calls import DataLoaderSource
-    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import RankProfile
     from nbdist.profiler.profile_data import ProfiledConfig
 

@@ -16,13 +16,12 @@ from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.plan_request import PlanRequest
-from nbdist.profiler.speedup import Speedup, speedup_without
+from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from nbdist.planner.measurements import Collective
-    from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.planner.plan_table import PlanRow
     from nbdist.planner.step_time import StepCost
     from nbdist.profiler.measurements import StepPart
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 _ABLE_TO_HIDE = 0.6
 """Share of the shorter of computation and communication that engines can overlap. DDP overlaps
 only with the backward; the first all-gather and the last reduction are always exposed."""
-_ENOUGH = 0.7
-"""Share of the speedup at eight times the batch size that is sufficient. A larger batch changes
-the training, so the smallest sufficient one is recommended."""
+_UNSUPPORTED = "The planner does not support the profiled model."
 _LAUNCH_BOUND = 0.05
 """Share of idle time in the step from which a GPU is limited by kernel launches."""
 
@@ -77,27 +74,45 @@ class CalibratedPlanner:
     """
 
     def __init__(self, profile: ProfileData) -> None:
-        model = profile.model
-        spec = profile.setting.model_spec
+        model, spec = profile.model, profile.setting.model_spec
         if model is None or spec is None or model.samples < 1 or profile.step_s <= 0:
-            raise _unplanned()
+            raise PlanError(_UNSUPPORTED)
         self._profile, self._spec = profile, spec
         self._length = max(1, model.seq_len)
-        self._optimizer = _optimizer(profile)
         self.options = replace(
             profile.setting.options,
             accumulate=max(1, model.accumulate),
             precision=profile.precision,
         )
         self.samples = model.samples
+        device_kind: Any = profile.kind
+        try:
+            named = {"class": model.optimizer} if model.optimizer else {}
+            self._optimizer = validation.resolve_optimizer(named, device_kind)
+        except NbdistError:  # unknown to the planner
+            adamw = optimizers.find_optimizer("adamw")
+            self._optimizer = optimizers.optimizer_for_device(adamw, device_kind)
+
         # Ignore calibrated bandwidth curves, which may be outdated. A factor on the catalog's
         # bandwidth also applies to collectives that this loop does not use.
-        self._cluster = replace(profile.setting.cluster, comm_speed=None)
+        self._cluster: ClusterSpec = replace(profile.setting.cluster, comm_speed=None)
         self.row = self._row(self._cluster, self.options, self.samples)
         self._base = _cost(self.row)
-        self._as_measured = self._calibrated()
+
+        # The cluster with the measured speed of device and link.
+        computing = profile.parts["forward"] + profile.parts["backward"]
+        speed = _ratio(self._base.compute_s, computing) or 1.0
+        moving = sum(max(0.0, kind.seconds - kind.waiting_s) for kind in profile.traffic)
+        self._as_measured = _ScaledCluster(
+            **{name: getattr(self._cluster, name) for name in ClusterSpec.__dataclass_fields__}
+            | {"devices": tuple(device.scaled(speed) for device in self._cluster.devices)},
+            factor=_ratio(moving, self._base.communication_s) or 1.0,
+        )
         self._base_measured = _cost(self._row(self._as_measured, self.options, self.samples))
-        self._overlap = self._overlapped()
+
+        # The measured overlap, relative to the overlap that is possible.
+        able = _ABLE_TO_HIDE * min(self._base_measured.communication_s, computing)
+        self._overlap = min(1.0, _ratio(profile.hidden_s, able))
 
     @property
     def kind(self) -> str:
@@ -109,31 +124,6 @@ class CalibratedPlanner:
         """Measured seconds of each part of the step."""
         return self._profile.parts
 
-    def _overlapped(self) -> float:
-        """Return the measured overlap, relative to the overlap that is possible, from 0 to 1."""
-        computing = self._profile.parts["forward"] + self._profile.parts["backward"]
-        able = _ABLE_TO_HIDE * min(self._base_measured.communication_s, computing)
-        return min(1.0, self._profile.hidden_s / able) if able > 0 else 1.0
-
-    def _exposed(self, cost: StepCost) -> float:
-        """Return the exposed communication, with the measured instead of the ideal overlap."""
-        base = max(cost.exposed_communication_s, cost.communication_s)
-        return base - self._overlap * (base - cost.exposed_communication_s)
-
-    def _calibrated(self) -> ClusterSpec:
-        """Return the cluster with the measured speed of device and link."""
-        profile, base = self._profile, self._base
-        computing = profile.parts["forward"] + profile.parts["backward"]
-        speed = base.compute_s / computing if computing > 0 and base.compute_s > 0 else 1.0
-        moving_s = sum(kind.seconds - kind.waiting_s for kind in profile.traffic)
-        known = moving_s > 0 and base.communication_s > 0
-        cluster = self._cluster
-        return _ScaledCluster(
-            **{name: getattr(cluster, name) for name in ClusterSpec.__dataclass_fields__}
-            | {"devices": tuple(device.scaled(speed) for device in cluster.devices)},
-            factor=moving_s / base.communication_s if known else 1.0,
-        )
-
     def _row(self, cluster: ClusterSpec, options: Options, samples: int) -> PlanRow:
         """Return the plan's row for these options.
 
@@ -144,7 +134,7 @@ class CalibratedPlanner:
         wanted = options.reshard_after_forward
         row = next((row for row in rows if row.options.reshard_after_forward == wanted), None)
         if row is None or row.cost is None:
-            raise _unplanned()
+            raise PlanError(_UNSUPPORTED)
         return row
 
     def _rows(self, cluster: ClusterSpec, options: Options, samples: int) -> list[PlanRow]:
@@ -199,7 +189,10 @@ class CalibratedPlanner:
         micro = options.accumulate / self.options.accumulate
         whole = self._parts(_cost(raw), measured, more, micro)
         parts = {name: seconds / more for name, seconds in whole.items()}
-        return ChangedStep(raw, self._gain(parts), parts)
+        before = self._profile.parts
+        changed = sum(abs(seconds - before[name]) for name, seconds in parts.items())
+        gain = Speedup.from_times(sum(before.values()), sum(parts.values()), changed)
+        return ChangedStep(raw, gain, parts)
 
     def _parts(
         self, raw: StepCost, measured: StepCost, more: float, micro: float
@@ -245,11 +238,10 @@ class CalibratedPlanner:
             "idle": idle,
         }
 
-    def _gain(self, parts: Mapping[StepPart, float]) -> Speedup:
-        """Compare the measured step with a prediction for the same samples."""
-        before = self._profile.parts
-        changed = sum(abs(seconds - before[name]) for name, seconds in parts.items())
-        return Speedup.from_times(sum(before.values()), sum(parts.values()), changed)
+    def _exposed(self, cost: StepCost) -> float:
+        """Return the exposed communication, with the measured instead of the ideal overlap."""
+        base = max(cost.exposed_communication_s, cost.communication_s)
+        return base - self._overlap * (base - cost.exposed_communication_s)
 
     def unit_wrapping_speedup(self) -> Speedup:
         """Return the speedup by several FSDP units for a model that is one unit."""
@@ -257,10 +249,6 @@ class CalibratedPlanner:
         # The planner assumes several units, so its exposed share of communication is what remains.
         left = min(1.0, _ratio(base.exposed_communication_s, base.communication_s))
         return speedup_without(self._profile, (1 - left) * self._profile.parts["communication"])
-
-
-def _unplanned() -> PlanError:
-    return PlanError("The planner does not support the profiled model.")
 
 
 def calibrated_planner(profile: ProfileData) -> CalibratedPlanner | None:
@@ -294,19 +282,6 @@ def model_flops(profile: ProfileData) -> float | None:
         return None
 
 
-def doublings(start: int, times: int = 3) -> Iterator[int]:
-    """Yield 2, 4, 8, ... times `start`, `times` values in total."""
-    yield from (start * 2**power for power in range(1, times + 1))
-
-
-def smallest_sufficient_batch(
-    found: list[tuple[int, ChangedStep]],
-) -> tuple[int, ChangedStep] | None:
-    """Return the smallest of the predicted batch sizes that reaches most of the best speedup."""
-    best = max((prediction.gain.faster for _, prediction in found), default=0.0)
-    return next((item for item in found if item[1].gain.faster >= _ENOUGH * best > 0), None)
-
-
 def _cost(row: PlanRow) -> StepCost:
     assert row.cost is not None  # checked in `_row`  # noqa: S101
     return row.cost
@@ -321,13 +296,3 @@ def _carried(measured: float, after: float, before: float) -> float:
     if before > 0 and measured > 0:
         return measured * after / before
     return measured + after - before
-
-
-def _optimizer(profile: ProfileData) -> OptimizerSpec:
-    """Return the planner's optimizer for the profiled one; AdamW if it is unknown."""
-    kind: Any = profile.kind
-    name = profile.model.optimizer if profile.model else ""
-    try:
-        return validation.resolve_optimizer({"class": name} if name else {}, kind)
-    except NbdistError:
-        return optimizers.optimizer_for_device(optimizers.find_optimizer("adamw"), kind)

@@ -1,4 +1,4 @@
-"""One cell on some ranks: its requests, the messages received for it, and its result.
+"""One cell on some ranks: its source, the messages received for it, and its result.
 
 Messages arrive on the reader thread. They are rendered by the main thread while the cell
 blocks, and by the reader thread for background cells and for output after a cell's end.
@@ -6,14 +6,18 @@ blocks, and by the reader thread for background cells and for output after a cel
 
 from __future__ import annotations
 
+import ast
+import functools
 import threading
 import time
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist import rank_sets as rank_names
-from nbdist.errors import CellError, RankDied
+from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, serialization
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from nbdist.output.renderer import OutputRenderer
     from nbdist.output.sink import OutputSink
 
-    Taker = Callable[["Cell", Sequence[int], Message], None]
+    Handler = Callable[["Cell", Sequence[int], Message], None]
 
 IDLE_DEADLINE_S = 2.0
 """Timeout for a rank's `idle` status after its reply, when no more output arrives."""
@@ -41,6 +45,31 @@ QUIET_S = 1.0
 """Maximum delay before late output is shown."""
 PROMPT_ERROR_S = 1.0
 """Delay before the error of a rank is shown while other ranks are still running."""
+CELL_FILE_NAME = "<cell>"
+"""File name of a cell in the syntax errors of `check_code`."""
+
+
+@functools.lru_cache(maxsize=1)  # the magic checks a cell before it starts ranks, then `run` does
+def check_code(code: str) -> None:
+    """Check that code can run, before it is sent to the ranks.
+
+    Raises:
+        OptionError: the cell is empty.
+        SyntaxError: as the notebook would raise it.
+    """
+    lines = [line.strip() for line in code.splitlines()]
+    if all(not line or line.startswith("#") for line in lines):
+        msg = "The cell is empty. Write the code for the ranks below the %%distribute line."
+        raise OptionError(msg)
+    if code.lstrip().startswith("%%"):
+        return  # only the cell magic can parse its body
+    flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    try:
+        compile(code, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
+    except SyntaxError:
+        # Magics and !shell. Not transformed first: that costs half a millisecond per cell.
+        python = TransformerManager().transform_cell(code)
+        compile(python, CELL_FILE_NAME, "exec", flags=flags, dont_inherit=True)
 
 
 @dataclass
@@ -66,15 +95,13 @@ class RankCellState:
 
     def add_output(self, output: dict[str, Any]) -> None:
         """Store an output in nbformat; consecutive text is merged, and the total is bounded."""
-        if output["output_type"] == "stream":
-            self._keep_text(output)
-        elif len(self.outputs) < MAX_OUTPUTS and self.num_output_chars < MAX_OUTPUT_CHARS:
-            self.num_output_chars += sum(
-                len(part) for part in output.get("data", {}).values() if isinstance(part, str)
-            )
-            self.outputs.append(output)
-
-    def _keep_text(self, output: dict[str, Any]) -> None:
+        if output["output_type"] != "stream":
+            if len(self.outputs) < MAX_OUTPUTS and self.num_output_chars < MAX_OUTPUT_CHARS:
+                self.num_output_chars += sum(
+                    len(part) for part in output.get("data", {}).values() if isinstance(part, str)
+                )
+                self.outputs.append(output)
+            return
         text = output["text"][: max(0, MAX_STREAM_CHARS - self.num_stream_chars)]
         self.num_stream_chars += len(text)
         last = self.outputs[-1] if self.outputs else {}
@@ -82,6 +109,27 @@ class RankCellState:
             last["text"] += text
         elif text:
             self.outputs.append({"output_type": "stream", "name": output["name"], "text": text})
+
+
+def _each(handle: Callable[[Cell, int, Message], None]) -> Handler:
+    """Return a handler that calls `handle` for each rank of a message."""
+
+    def handle_each(cell: Cell, ranks: Sequence[int], message: Message) -> None:
+        for rank in ranks:
+            handle(cell, rank, message)
+
+    return handle_each
+
+
+def _rank_error(rank: int, message: Message) -> messages.RankError:
+    content = message["content"]
+    return messages.RankError(
+        rank=rank,
+        ename=content["ename"],
+        evalue=content["evalue"],
+        traceback=content["traceback"] or [f"{content['ename']}: {content['evalue']}"],
+        at=message["header"]["date"].timestamp(),
+    )
 
 
 class Cell:
@@ -125,7 +173,8 @@ class Cell:
         self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
-        self._inbox: SimpleQueue[tuple[Taker, Sequence[int], Message] | RankDied] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        """What to do next, in the order of arrival, on the thread that renders."""
         self._lock = threading.Lock()
         self._ranks_with_shown_errors: frozenset[int] = frozenset()
         """Ranks whose errors were shown while others were running."""
@@ -133,23 +182,22 @@ class Cell:
 
     def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         """Queue a message that these ranks sent; called on the reader thread."""
-        take = _TAKERS.get((channel, message["header"]["msg_type"]))
-        if take is None:
-            return
-        self._heard_at = time.monotonic()
-        self._inbox.put((take, ranks, message))
+        handle = self._HANDLERS.get((channel, message["header"]["msg_type"]))
+        if handle is not None:
+            self._heard_at = time.monotonic()
+            self._inbox.put(functools.partial(self._handle, handle, ranks, message))
 
     def fail(self, death: RankDied) -> None:
         """Fail the cell because its ranks have ended."""
-        self._inbox.put(death)
+        self._inbox.put(lambda: setattr(self, "failure", death))
 
     def print_line(self, line: str) -> None:
         """Print a line of the session below the cell; callable from any thread."""
-        self._inbox.put((Cell.on_session_line, (), {"lines": [line]}))
+        self._inbox.put(lambda: self.renderer.show_lines([line]))
 
     def show_bundle(self, bundle: dict[str, str]) -> None:
         """Display a mime bundle of the session below the cell; callable from any thread."""
-        self._inbox.put((Cell.on_session_display, (), {"bundle": bundle}))
+        self._inbox.put(lambda: self.renderer.show_bundle(bundle))
 
     def detach(self, screen: OutputSink) -> None:
         """Have the reader thread show all further output on `screen`."""
@@ -176,19 +224,24 @@ class Cell:
         """Render pending messages; wait up to `timeout_s` for the first one."""
         with self._lock:
             try:
-                item = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
+                act = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
                 until = time.monotonic() + BATCH_S
                 while True:
-                    self._take(item)
+                    act()
                     if self._ends() or time.monotonic() > until:
                         break
-                    item = self._inbox.get_nowait()
+                    act = self._inbox.get_nowait()
             except Empty:
-                self._show_failure()
+                self._show_error_while_others_run()
             self.renderer.set_status_line("" if self.finished.is_set() else self.notice)
             self.renderer.tick()
             if self._ends():
-                self._finish()
+                if self._has_own_error() if self.failure is not None else self.detached:
+                    self.show_errors()
+                self.renderer.set_status_line("")
+                self.renderer.close()
+                self.finished.set()
+                self._on_done(self)
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -272,47 +325,35 @@ class Cell:
         )
         return over and not self.finished.is_set()
 
-    def _finish(self) -> None:
-        show = self._caused_something() if self.failure is not None else self.detached
-        if show:
-            self.show_errors()
-        self.renderer.set_status_line("")
-        self.renderer.close()
-        self.finished.set()
-        self._on_done(self)
-
-    def _caused_something(self) -> bool:
+    def _has_own_error(self) -> bool:
         """Return whether a rank raised an error of its own, not caused by the death of another."""
         groups = tracebacks.group_errors(list(self.errors.values()))
         return any(group.kind == "cause" for group in groups)
 
-    def _show_failure(self) -> None:
-        """Show an error while other ranks are running, which may wait for the failed one."""
+    def _show_error_while_others_run(self) -> None:
+        """Show an error of a rank that others may be waiting for."""
         failed = [error for error in self.errors.values() if not error.is_interrupt]
         if not failed or not self.running:
             return
-        if self.interrupted_at and not self._caused_something():
+        if self.interrupted_at and not self._has_own_error():
             return  # the error is only the aborted process group of an interrupt
         if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
             self.show_errors()
 
-    def _take(self, item: tuple[Taker, Sequence[int], Message] | RankDied) -> None:
-        if isinstance(item, RankDied):
-            self.failure = item
-            return
-        take, ranks, message = item
+    # -- messages of the ranks
+
+    def _handle(self, handle: Handler, ranks: Sequence[int], message: Message) -> None:
         now = time.monotonic()
         try:
             for rank in ranks:
                 self.rank_states[rank].last_message_at = now
-            take(self, ranks, message)
+            handle(self, ranks, message)
         except Exception as error:  # noqa: BLE001 - a cell may send anything; keep reading
             kind, why = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
             who = rank_names.describe_ranks(ranks)
             self.renderer.show_lines([f"{who}: invalid message ({kind}): {why}"])
 
-    def on_reply(self, rank: int, message: Message) -> None:
-        """Handle execute_reply: the rank has finished the cell."""
+    def _on_reply(self, rank: int, message: Message) -> None:
         state, content = self.rank_states[rank], message["content"]
         state.replied_at = time.monotonic()
         state.status = content["status"]
@@ -324,8 +365,8 @@ class Cell:
         if state.status == "error" and state.error is None:
             state.error = _rank_error(rank, message)
 
-    def on_error(self, rank: int, message: Message) -> None:
-        """Handle the exception of a rank; it arrives before the reply."""
+    def _on_error(self, rank: int, message: Message) -> None:
+        # It arrives before the reply.
         self.rank_states[rank].error = error = _rank_error(rank, message)
         self.rank_states[rank].add_output(
             {
@@ -336,20 +377,18 @@ class Cell:
             }
         )
 
-    def on_status(self, rank: int, message: Message) -> None:
-        """Handle status: after `idle` all output of the cell has arrived."""
+    def _on_status(self, rank: int, message: Message) -> None:
+        # After `idle` all output of the cell has arrived.
         if message["content"]["execution_state"] == "idle":
             self.rank_states[rank].is_idle = True
 
-    def on_stream(self, ranks: Sequence[int], message: Message) -> None:
-        """Handle text that ranks printed."""
+    def _on_stream(self, ranks: Sequence[int], message: Message) -> None:
         content = message["content"]
         for rank in ranks:
             self.rank_states[rank].add_output({"output_type": "stream", **content})
         self.renderer.write_text(ranks, content["name"], content["text"])
 
-    def on_display(self, rank: int, message: Message) -> None:
-        """Handle display_data and update_display_data."""
+    def _on_display(self, rank: int, message: Message) -> None:
         content = message["content"]
         bundle, metadata = content["data"], content["metadata"]
         update = message["header"]["msg_type"] == "update_display_data"
@@ -365,8 +404,7 @@ class Cell:
             update=update,
         )
 
-    def on_result(self, rank: int, message: Message) -> None:
-        """Handle the value of the last expression."""
+    def _on_result(self, rank: int, message: Message) -> None:
         content = message["content"]
         metadata = dict(content["metadata"])
         note = metadata.pop(messages.CELL_METADATA_KEY, None)
@@ -384,12 +422,10 @@ class Cell:
         )
         self.renderer.result(rank, content["data"], metadata)
 
-    def on_clear_output(self, rank: int, message: Message) -> None:
-        """Handle clear_output()."""
+    def _on_clear_output(self, rank: int, message: Message) -> None:
         self.renderer.clear_output(rank, wait=message["content"].get("wait", False))
 
-    def on_comm(self, rank: int, message: Message) -> None:
-        """Handle a comm message of a rank's widget."""
+    def _on_comm(self, rank: int, message: Message) -> None:
         self.renderer.relay_comm(
             rank,
             message["header"]["msg_type"],
@@ -398,62 +434,31 @@ class Cell:
             message["buffers"],
         )
 
-    def on_oom_advice(self, rank: int, message: Message) -> None:
-        """Handle out-of-memory advice; if the error was shown already, show the advice below it."""
+    def _on_oom_advice(self, rank: int, message: Message) -> None:
         self.oom_advice[rank] = message["content"]
+        # If the error was shown already, the advice follows below it.
         if self._ranks_with_shown_errors and len(self.oom_advice) == 1:
             self.renderer.show_lines(self.oom_advice_lines())
 
-    def on_session_line(self, _ranks: Sequence[int], message: Message) -> None:
-        """Handle a line of the session."""
-        self.renderer.show_lines(message["lines"])
-
-    def on_session_display(self, _ranks: Sequence[int], message: Message) -> None:
-        """Handle a display of the session."""
-        self.renderer.show_bundle(message["bundle"])
-
-    def on_sent_value(self, rank: int, message: Message) -> None:
-        """Handle a value of send()."""
+    def _on_sent_value(self, rank: int, message: Message) -> None:
         content = message["content"]
         self._on_send(rank, content["name"], content["path"])
 
-
-def _each(take: Callable[[Cell, int, Message], None]) -> Taker:
-    """Return a handler that calls `take` for each rank of a message."""
-
-    def take_each(cell: Cell, ranks: Sequence[int], message: Message) -> None:
-        for rank in ranks:
-            take(cell, rank, message)
-
-    return take_each
-
-
-_TAKERS: dict[tuple[str, str], Taker] = {
-    ("shell", "execute_reply"): _each(Cell.on_reply),
-    ("iopub", "status"): _each(Cell.on_status),
-    ("iopub", "stream"): Cell.on_stream,
-    ("iopub", "display_data"): _each(Cell.on_display),
-    ("iopub", "update_display_data"): _each(Cell.on_display),
-    ("iopub", "execute_result"): _each(Cell.on_result),
-    ("iopub", "error"): _each(Cell.on_error),
-    ("iopub", "clear_output"): _each(Cell.on_clear_output),
-    ("iopub", "comm_open"): _each(Cell.on_comm),
-    ("iopub", "comm_msg"): _each(Cell.on_comm),
-    ("iopub", "comm_close"): _each(Cell.on_comm),
-    ("iopub", messages.SENT_VALUE): _each(Cell.on_sent_value),
-    ("iopub", messages.OOM_ADVICE): _each(Cell.on_oom_advice),
-}
-
-
-def _rank_error(rank: int, message: Message) -> messages.RankError:
-    content = message["content"]
-    return messages.RankError(
-        rank=rank,
-        ename=content["ename"],
-        evalue=content["evalue"],
-        traceback=content["traceback"] or [f"{content['ename']}: {content['evalue']}"],
-        at=message["header"]["date"].timestamp(),
-    )
+    _HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
+        ("shell", "execute_reply"): _each(_on_reply),
+        ("iopub", "status"): _each(_on_status),
+        ("iopub", "stream"): _on_stream,
+        ("iopub", "display_data"): _each(_on_display),
+        ("iopub", "update_display_data"): _each(_on_display),
+        ("iopub", "execute_result"): _each(_on_result),
+        ("iopub", "error"): _each(_on_error),
+        ("iopub", "clear_output"): _each(_on_clear_output),
+        ("iopub", "comm_open"): _each(_on_comm),
+        ("iopub", "comm_msg"): _each(_on_comm),
+        ("iopub", "comm_close"): _each(_on_comm),
+        ("iopub", messages.SENT_VALUE): _each(_on_sent_value),
+        ("iopub", messages.OOM_ADVICE): _each(_on_oom_advice),
+    }
 
 
 class CellResult:

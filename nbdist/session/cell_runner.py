@@ -1,27 +1,33 @@
-"""Sends, joins and interrupts the cells of a session; runs in the notebook's kernel.
+"""Runs, waits for and interrupts the cells of a session; runs in the notebook's kernel.
 
-One cell runs at a time. Earlier cells are kept for a while: a background thread of a rank may
-still print, and tracebacks refer to their code.
+The only place that knows which cell is running. One cell runs at a time. Earlier cells are kept for
+a while: a background thread of a rank may still print, and tracebacks refer to their code.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
+from nbdist.output.renderer import OutputRenderer
+from nbdist.output.sink import FinishedCellSink, RunningCellSink
 from nbdist.protocol import messages
-from nbdist.session import cell_source, collective_request
+from nbdist.session import collective_request
+from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.errors import RankDied
-    from nbdist.output.sink import FinishedCellSink
-    from nbdist.session.cell import Cell
+    from nbdist.output.rank_log import RankLog
+    from nbdist.output.renderer import ShownRanks
+    from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
@@ -30,35 +36,96 @@ MAX_CELLS = 64
 
 
 class CellRunner:
-    """The running cell and the cells before it."""
+    """The running cell and the cells before it.
 
-    def __init__(self, workers: WorkerGroup, rank_activity: RankActivityPoller) -> None:
+    Args:
+        workers: the worker group.
+        rank_activity: polls the ranks while a cell runs.
+        profiler: profiles a cell if this was requested.
+        on_send: called with rank, name and path of each value of send().
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        rank_activity: RankActivityPoller,
+        profiler: SessionProfiler,
+        *,
+        on_send: Callable[[int, str, str], None],
+    ) -> None:
         self.running_cell: Cell | None = None
-        self.background_cell: Cell | None = None
-        """The last background cell."""
         self.last_cell: Cell | None = None
         """The cell that finished last."""
+        self.changed_at = 0.0
+        """Unix time at which a cell was last sent or finished, in seconds."""
+        self.escalation: InterruptEscalation | None = None
+        """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
+        self._background_cell: Cell | None = None
+        """The last background cell."""
         self._kept: list[Cell] = []
         self._lock = threading.Lock()
         """Protects `running_cell` and the kept cells, which several threads change."""
-        self.escalation: InterruptEscalation | None = None
-        """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
         self._counter = itertools.count(1)
-        self._workers, self._rank_activity = workers, rank_activity
+        self._workers, self._rank_activity, self._profiler = workers, rank_activity, profiler
+        self._on_send = on_send
 
     # -- a cell's life
 
-    def next_cell_number(self, given: int | None) -> int:
-        """Return the number of the next cell: the notebook's own, or a count."""
-        return given or next(self._counter)
+    def run(
+        self,
+        code: str,
+        ranks: Sequence[int],
+        *,
+        background: bool,
+        shown: ShownRanks,
+        logs: Mapping[int, RankLog],
+        count: int | None,
+        checkpoints: str,
+    ) -> Cell:
+        """Send a cell to ranks; unless `background`, wait until it has finished.
 
-    def send(self, cell: Cell, *, world_size: int, checkpoints: str) -> None:
+        Args:
+            code: source of the cell.
+            ranks: ranks that run it.
+            background: return at once.
+            shown: ranks whose output is displayed.
+            logs: logs of these ranks.
+            count: number of the cell in the notebook. Default: counts the session's cells.
+            checkpoints: target of `save()` in the cell.
+
+        Raises:
+            CellError: the code raised on a rank.
+            CellInterrupted: the cell was interrupted.
+            RankDied: a rank ended.
+        """
+        pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
+        screen = pinned if background else RunningCellSink()
+        renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
+        profile = self._profiler.start_recording(ranks, None)
+        cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
+        cell.code, cell.count = code, count or next(self._counter)
+        if profile is not None:
+            profile.cell, profile.sources = cell, self.cell_sources(cell)
+        self.send(cell, checkpoints=checkpoints)
+        if background:
+            self._background_cell = cell
+            cell.detach(pinned)
+            return cell
+        self._join(cell, pinned)
+        problem = self.resync_ranks()
+        if cell.is_interrupted:  # possibly by another thread
+            words = f"but {problem}" if problem else "all variables are kept"
+            raise CellInterrupted(f"Interrupted on all ranks; {words}.") from None
+        cell.raise_errors()
+        return cell
+
+    def send(self, cell: Cell, *, checkpoints: str) -> None:
         """Send a cell to its ranks, with the target of its `save()`."""
         self.escalation = InterruptEscalation(
-            cell, self._workers, self._rank_activity, world_size=world_size
+            cell, self._workers, self._rank_activity, world_size=self._workers.world_size
         )
         with self._lock:
-            self.running_cell = cell
+            self.running_cell, self.changed_at = cell, time.time()
             self._kept.append(cell)
             old, self._kept = self._kept[:-MAX_CELLS], self._kept[-MAX_CELLS:]
         for past in old:
@@ -77,19 +144,10 @@ class CellRunner:
         cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._workers.wake()
 
-    def join(
-        self,
-        cell: Cell,
-        afterwards: FinishedCellSink,
-        *,
-        owed: Callable[[Cell], object],
-    ) -> None:
+    def _join(self, cell: Cell, afterwards: FinishedCellSink) -> None:
         """Show the cell's output until it has finished; forward interrupts to the ranks.
 
-        Args:
-            cell: the running cell.
-            afterwards: shows output that arrives later.
-            owed: shows pending results, such as a profile, below the finished cell.
+        `afterwards` shows output that arrives later.
 
         Raises:
             CellInterrupted: interrupted twice, and the ranks did not stop: the cell keeps running.
@@ -108,10 +166,31 @@ class CellRunner:
                     pressed = True
             if not cell.finished.is_set():
                 cell.show_errors()
-                raise CellInterrupted(stuck_ranks_message(cell))
-            owed(cell)
+                raise CellInterrupted(
+                    f"{rank_names.describe_ranks(cell.pending)} did not stop yet: Python handles an"
+                    " interrupt only when the library call returns. Use %nbdist wait to keep"
+                    " waiting, %nbdist interrupt to end the ranks, or %nbdist restart to start new"
+                    " ones."
+                )
+            self._profiler.show_pending(cell)
         finally:
             cell.detach(afterwards)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait for the running cell or the last background cell; return False on timeout.
+
+        Raises:
+            CellError: the cell raised on a rank; raised once.
+            CellInterrupted: the wait was interrupted; the cell keeps running.
+        """
+        cell = self.running_cell or self._background_cell
+        try:
+            return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
+        except KeyboardInterrupt:
+            raise CellInterrupted(
+                "Stopped waiting. The cell keeps running in the background; use"
+                " %nbdist interrupt to interrupt it."
+            ) from None
 
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
@@ -120,25 +199,22 @@ class CellRunner:
         self.escalation.escalate()
         return True
 
-    def resync_ranks(self, *, world_size: int) -> str:
+    def resync_ranks(self) -> str:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:
             return ""
         problem = collective_request.resync_ranks(
-            self.escalation, self._workers, world_size=world_size
+            self.escalation, self._workers, world_size=self._workers.world_size
         )
         self.escalation = None
         return problem
 
     # -- messages, on the reader thread
 
-    def mark_done(self, cell: Cell) -> bool:
-        """Mark a cell as finished; return whether it was the running one."""
-        if self.running_cell is not cell:
-            return False
-        self.running_cell, self.last_cell = None, cell
-        self._rank_activity.clear()
-        return True
+    def _cell_done(self, cell: Cell) -> None:
+        if self.running_cell is cell:
+            self.running_cell, self.last_cell, self.changed_at = None, cell, time.time()
+            self._rank_activity.clear()
 
     def print_line(self, line: str) -> None:
         """Print a line below the running cell."""
@@ -171,18 +247,11 @@ class CellRunner:
 
     def cell_numbers_by_file(self) -> dict[str, int]:
         """Return the numbers of the kept cells by the file name of their code on the ranks."""
-        return {cell_source.cell_file_name(cell.code): cell.count for cell in self._kept}
+        from ipykernel.compiler import get_file_name
+
+        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._kept}
 
     def cell_sources(self, cell: Cell) -> list[tuple[str, str]]:
         """Return name and code of the kept cells, `cell` last, for advice about their lines."""
         before = [past for past in self._kept if past is not cell]
         return [(f"In[{past.count}]", past.code) for past in (*before, cell)]
-
-
-def stuck_ranks_message(cell: Cell) -> str:
-    """Return an error message with the ranks that did not stop and what to do."""
-    return (
-        f"{rank_names.describe_ranks(cell.pending)} did not stop yet: Python handles an interrupt"
-        " only when the library call returns. Use %nbdist wait to keep waiting, %nbdist interrupt"
-        " to end the ranks, or %nbdist restart to start new ones."
-    )

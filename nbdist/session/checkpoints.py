@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, names
+from nbdist.display.units import format_bytes
 from nbdist.errors import CheckpointError
-from nbdist.operations.switch import format_bytes
 from nbdist.output.sink import FinishedCellSink
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import SAVE
@@ -275,7 +275,8 @@ class Checkpoints(Sequence[Checkpoint]):
                 return []
             if stamp == self._seen:
                 return self._entries
-            self._seen, entries = stamp, checkpoint.list_checkpoints(self.root)
+            self._seen = stamp
+            entries = checkpoint.storage_for(self.root).list_checkpoints()
         self._entries = [Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries]
         return self._entries
 
@@ -435,7 +436,7 @@ class BackgroundSaves:
             if isinstance(save.root, Url):
                 save.discard()
             elif save.root.is_dir():
-                checkpoint.remove_abandoned(save.root)
+                checkpoint.storage_for(save.root).remove_abandoned()
 
 
 def show_when_done(save: Save) -> None:

@@ -31,7 +31,7 @@ from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import InterruptEscalation, Stage, release_request
 from nbdist.session.progress import StatusLine
 from nbdist.session.rank_polling import RankActivityPoller
-from nbdist.session.suppress_interrupt import suppress_interrupt
+from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Options of a session, checked against the hardware of this machine or cluster.
 
 Runs in the notebook's kernel. `SessionConfig` is immutable; under auto it is replaced when the
-ranks report the decision.
+ranks report the decision. `ClusterOptions` queries a cluster for what the user left open, and
+caches the answer while the session keeps its nodes.
 """
 
 from __future__ import annotations
@@ -10,18 +11,29 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import strategies
-from nbdist.errors import OptionError
+from nbdist.cluster import factory
+from nbdist.cluster.allocation import RankDistribution
+from nbdist.cluster.node_group import ClusterLauncherProvider
+from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.session import placement as session_placement
-from nbdist.session.cluster_options import DISTRIBUTION_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from nbdist.session.cluster_options import ClusterOptions
+    from nbdist.hardware.discovery import SessionNode
 
 CONFIG_FILE_ENGINES = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 """Backend family of each config file option."""
+_CLUSTER_ARGUMENTS = {
+    name: argument for name, argument in strategies.ARGUMENTS.items() if argument.scope == "cluster"
+}
+OPTION_NAMES = tuple(_CLUSTER_ARGUMENTS)
+"""Session options that select the cluster."""
+DISTRIBUTION_OPTIONS = tuple(name for name, item in _CLUSTER_ARGUMENTS.items() if item.can_switch)
+"""Options for the distribution of ranks over cluster nodes."""
+FIXED_OPTIONS = tuple(name for name in OPTION_NAMES if name not in DISTRIBUTION_OPTIONS)
+"""Those that cannot change during a session."""
 
 
 def merge_options(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,19 +123,18 @@ class SessionConfig:
             placement, machine, () if where is None else where.nodes
         )
         if auto:
-            placeholder = _placeholder(options, hardware)
-            given = {name: getattr(placeholder, name) for name in options}
-            return cls(
-                placement,
-                hardware,
-                placeholder,
-                bool(machine.gpus),
-                given,
-                is_auto_pending=True,
-                requested_options=requested,
-            )
-        checked = strategies.Options.from_fields(options).validate(hardware)
-        return cls(placement, hardware, checked, bool(machine.gpus), requested_options=requested)
+            checked = _placeholder(options, hardware)
+        else:
+            checked = strategies.Options.from_fields(options).validate(hardware)
+        return cls(
+            placement,
+            hardware,
+            checked,
+            has_gpus=bool(machine.gpus),
+            auto={name: getattr(checked, name) for name in options} if auto else None,
+            is_auto_pending=bool(auto),
+            requested_options=requested,
+        )
 
     def with_node_hardware(self, where: ClusterOptions) -> SessionConfig:
         """Return the choice updated with the nodes' GPUs, whose capability is known only then.
@@ -205,11 +216,10 @@ def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> str
     """
     for name in ("backend", *CONFIG_FILE_ENGINES):
         if name in given:
-            message = (
+            raise OptionError(
                 f"auto chooses the backend itself, but the option {name} was given. Leave one of"
                 " them out."
             )
-            raise OptionError(message)
     refusals: list[OptionError] = []
     for name in strategies.STRATEGIES:
         try:
@@ -217,3 +227,113 @@ def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> str
         except OptionError as error:
             refusals.append(error)
     raise refusals[-1]
+
+
+class ClusterOptions:
+    """Cluster options of a session.
+
+    Args:
+        requested: the given options of `OPTION_NAMES`.
+
+    Raises:
+        OptionError: an unknown cluster, or an option that it does not support.
+    """
+
+    def __init__(self, requested: Mapping[str, Any]) -> None:
+        self.fixed_options = {
+            name: requested[name] for name in FIXED_OPTIONS if requested.get(name) is not None
+        }
+        self.on = str(self.fixed_options.setdefault("on", "local"))
+        self.cluster = factory.create_cluster(self.on, requested)
+        self.nodes: Sequence[SessionNode] = ()
+        """Nodes of the last start, as their agents reported them."""
+        self._known: dict[tuple[int | None, ...], RankDistribution] = {}
+
+    def check_changes(self, changes: Mapping[str, Any]) -> None:
+        """Check that changes do not move a session elsewhere.
+
+        Raises:
+            OptionError: an option that needs a new session.
+        """
+        for name in FIXED_OPTIONS:
+            if changes.get(name) is not None and changes[name] != self.fixed_options.get(name):
+                raise OptionError(
+                    f"Cannot change to --{name} {changes[name]}: this session's ranks are on"
+                    f" {self.on}. Use %nbdist stop; the next cell starts a new session."
+                )
+        if self.cluster is None:
+            factory.create_cluster(self.on, changes)
+
+    def choose_placement(
+        self, nproc: Any, gpus: Any, requested: Mapping[str, Any]
+    ) -> session_placement.Placement | None:
+        """Choose the devices on the cluster; return None on this machine.
+
+        Raises:
+            OptionError: contradictory options, or indices of this machine's GPUs.
+            StartError: the cluster is not reachable or too small.
+        """
+        if self.cluster is None:
+            return None
+        per_node = _count(requested.get("gpus_per_node"), "--gpus-per-node", least=0)
+        if gpus is not None:
+            if gpus not in ("none", (), []) or per_node:
+                raise OptionError(
+                    f"--gpus {gpus} selects GPUs of this machine, but the ranks run on {self.on}."
+                    " Use --gpus-per-node N."
+                )
+            per_node = 0
+        options = (
+            None if nproc is None else session_placement.parse_nproc(nproc),
+            _count(requested.get("nodes"), "--nodes", least=1),
+            per_node,
+        )
+        if options not in self._known:
+            self._known[options] = self.cluster.distribute_ranks(*options)
+        return session_placement.cluster_placement(self._known[options])
+
+    def make_launcher_provider(self) -> ClusterLauncherProvider | None:
+        """Return the provider of launchers; None on this machine."""
+        return None if self.cluster is None else ClusterLauncherProvider(self.cluster)
+
+    def set_distribution(self, placement: session_placement.Placement) -> None:
+        """Make the next allocation of nodes follow this placement."""
+        if self.cluster is not None:
+            each = placement.nproc // placement.num_nodes
+            self.cluster.distribution = RankDistribution(placement.kind, placement.num_nodes, each)
+
+    def close(self) -> None:
+        """Release the cluster."""
+        self._known.clear()
+        if self.cluster is not None:
+            self.cluster.disconnect()
+
+    def options_for_remaining_nodes(self, placement: session_placement.Placement) -> dict[str, int]:
+        """Return the options that change after nodes were lost: the remaining nodes take over.
+
+        Raises:
+            StartError: none remains.
+        """
+        self._known.clear()
+        if self.cluster is None:
+            return {}
+        each = placement.nproc // placement.num_nodes
+        nodes = self.cluster.num_available_nodes(placement.kind, each, placement.num_nodes)
+        if nodes == 0:
+            raise StartError(
+                f"No remaining node of {self.on} has room for {each} ranks. Use %nbdist stop to"
+                " end the session."
+            )
+        if nodes == placement.num_nodes:
+            return {}
+        return {"nodes": nodes, "nproc": nodes * each}
+
+
+def _count(given: object, option: str, *, least: int) -> int | None:
+    """Parse a number of nodes or GPUs."""
+    if given is None:
+        return None
+    text = str(given).strip()
+    if isinstance(given, bool) or not text.isdecimal() or not least <= int(text) < 1 << 20:
+        raise OptionError(f"{option} must be an integer >= {least}, got {given!r}.")
+    return int(text)

@@ -1,14 +1,20 @@
-"""Finds the root cause when ranks end: the first process to exit, how, and its last output.
+"""Finds why ranks end or stop replying; runs in the notebook's kernel.
 
-Pure; runs in the notebook's kernel. Later exits are reported as consequences.
+The cause is the first process to exit, how it exited, and its last output; later exits are reported
+as consequences. A process that is killed for lack of memory gets an ordinary SIGKILL; only the
+counter of its cgroup shows the reason.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from nbdist.cluster.local import LAUNCHER_NAME
 from nbdist.errors import RankDied
@@ -16,8 +22,8 @@ from nbdist.errors import RankDied
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nbdist.cluster.interfaces import ProcessStatus
     from nbdist.protocol import messages
-    from nbdist.session.oom_killer import OomKillCounter
 
 MAX_LOG_LINES = 20
 CRASH_SIGNALS = frozenset(
@@ -33,6 +39,19 @@ _FRAME = re.compile(r'^  File "(.*?([^/"]+))", line (\d+) in (.+)$', re.MULTILIN
 _THREAD = re.compile(r"^Thread 0x.*$", re.MULTILINE)
 _CELL_FILE = re.compile(r"/ipykernel_\d+/\d+\.py")
 _SYSTEM = re.compile(r"/(?:asyncio|ipykernel|IPython|tornado)/")
+
+UNRESPONSIVE_AFTER_S = 3.0
+"""Delay before a stopped process is reported; it is not dead: SIGCONT resumes it."""
+_STOPPED = {
+    psutil.STATUS_STOPPED: "stopped, state T",
+    psutil.STATUS_TRACING_STOP: "traced, state t",
+}
+
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUP_MOUNT = Path("/sys/fs/cgroup")
+_LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")  # cgroup versions 2 and 1
+_UNLIMITED_BYTES = 2**60
+"""Version 1 uses a huge number for "no limit"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +136,7 @@ def rank_failure(
         if end.code not in {None, -signal.SIGTERM, -signal.SIGKILL}
     )
     return WorkerFailure(
-        process_name=f"rank {first.rank}{_on(first.node)}",
+        process_name=f"rank {first.rank}" + (f" on {first.node}" if first.node else ""),
         exit_description=describe_exit(first.code, None if first.node else oom),
         rank=first.rank,
         stack=stack_of.get(first.rank, "") if crashed else "",
@@ -134,15 +153,12 @@ def launcher_failure(
     if ended is not None and LAUNCHER_NAME in ended.exitcodes:
         code = ended.exitcodes[LAUNCHER_NAME]
         how = describe_exit(code, None if ended.node else oom)
-        return WorkerFailure(process_name=f"{LAUNCHER_NAME}{_on(ended.node)}", exit_description=how)
+        name = LAUNCHER_NAME + (f" on {ended.node}" if ended.node else "")
+        return WorkerFailure(process_name=name, exit_description=how)
     return WorkerFailure(
         process_name="",
         exit_description=ended.error if ended and ended.error else "the ranks ended",
     )
-
-
-def _on(node: str) -> str:
-    return f" on {node}" if node else ""
 
 
 def with_exit_code(
@@ -217,3 +233,110 @@ def format_crash_stack(crash: str, cells: Mapping[str, int]) -> str:
         place = f"In[{cells[name]}]" if name in cells else "the cell" if in_cell else f'"{path}"'
         lines.append(f"  {place}, line {number} in {function}")
     return "\n".join(lines[:MAX_LOG_LINES])
+
+
+class OomKillCounter:
+    """Counts OOM kills in the cgroup of this process, which contains launcher and ranks.
+
+    Args:
+        events: the file with a line "oom_kill N": "memory.events" of version 2,
+            "memory.oom_control" of version 1. Default: that of this process.
+    """
+
+    def __init__(self, events: Path | None = None) -> None:
+        self._events = events or find_memory_events_file(_OWN_CGROUP, _CGROUP_MOUNT)
+        self._before = self._count()
+
+    def has_grown(self) -> bool:
+        """Return whether a process was killed since this counter was created."""
+        return self._count() > self._before
+
+    def describe(self) -> str:
+        """Describe the kill and its limit."""
+        limit = self._limit()
+        cause = f"cgroup limit {limit / 2**30:.1f} GiB" if limit else "the machine is out of memory"
+        return f"killed by the kernel's OOM killer ({cause})"
+
+    def _count(self) -> int:
+        lines = _text(self._events).splitlines()
+        counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
+        return int(counts[0]) if counts else 0
+
+    def _limit(self) -> int | None:
+        """Return the smallest limit of the cgroup and its parents."""
+        if self._events is None:
+            return None
+        folders = (self._events.parent, *self._events.parent.parents)
+        texts = [_text(folder / name).strip() for folder in folders for name in _LIMIT_FILES]
+        limits = [int(text) for text in texts if text.isdecimal()]
+        return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
+
+
+def find_memory_events_file(own: Path, root: Path) -> Path | None:
+    """Return the file that counts kills; None if the machine has none.
+
+    Args:
+        own: list of the process's cgroups, such as /proc/self/cgroup.
+        root: mount point of cgroups.
+    """
+    candidates = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            # In a container the path may be the host's; the mount is the cgroup itself then.
+            mount = root / "memory"
+            candidates += [mount / inside / "memory.oom_control", mount / "memory.oom_control"]
+        elif not controllers:
+            candidates += [root / inside / "memory.events", root / "memory.events"]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def _text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # missing, or not readable by this user
+
+
+class StoppedProcessWatch:
+    """Stopped processes (SIGSTOP, a debugger): alive but not replying.
+
+    By name: "rank 1", "the launcher"; used on the reader thread.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        self._reported: dict[str, str] = {}
+        self._status: dict[str, str] = {}
+
+    def describe(self, name: str) -> str:
+        """Return why a process does not reply: "unresponsive (stopped, state T)"; "" if it does."""
+        return self._reported.get(name, "")
+
+    def status(self, name: str) -> str:
+        """Return the last known psutil status of a process; "" if unknown."""
+        return self._status.get(name, "")
+
+    def update(self, processes: Mapping[str, ProcessStatus]) -> list[str]:
+        """Update all processes; return a line for each that has changed."""
+        lines = []
+        for name, process in processes.items():
+            self._status[name] = process.status
+            state = _STOPPED.get(process.status)
+            if state is None:
+                self._since.pop(name, None)
+                if self._reported.pop(name, None):
+                    lines.append(f"nbdist: {name} is running again")
+                continue
+            since = self._since.setdefault(name, time.monotonic())
+            waited_s = time.monotonic() - since
+            if name not in self._reported and waited_s > UNRESPONSIVE_AFTER_S:
+                self._reported[name] = f"unresponsive ({state})"
+                lines.append(
+                    f"nbdist: {name} is {self._reported[name]}: kill -CONT {process.pid} resumes"
+                    " it, %nbdist restart starts new ranks"
+                )
+        return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from nbdist import rank_sets as rank_names
 from nbdist.output.ansi import strip_ansi
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from nbdist.protocol.messages import RankActivityReply, RankError
+    from nbdist.session.worker_group import State
 
 HANG_AFTER_S = 3.0
 """Minimum waiting time before a hang is reported."""
@@ -178,9 +179,6 @@ def _elsewhere(
         return f"the position of rank {rank} is unknown"
     return f"rank {rank} is in {describe_position(answers[rank])}"
 
-
-State = Literal["stopped", "running", "sleeping", ""]
-"""State of a process that does not reply; "" if unknown, as on another node."""
 
 _SAYS: dict[str, tuple[str, str]] = {
     "stopped": ("is stopped (SIGSTOP, state T)", "are stopped (SIGSTOP, state T)"),

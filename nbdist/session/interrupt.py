@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3
-""""""
+"""Number of the interrupt that permits each stage."""
 TICK_S = 0.1
 POLL_AFTER_S = 1.0
 """Delay before the positions of ranks are polled first."""
@@ -145,13 +145,8 @@ class InterruptEscalation:
         """Number of interrupts so far."""
         self.hang: Hang | None = None
         """The current hang, or None."""
-        self.work, self._workers, self._rank_activity, self._kind = (
-            work,
-            workers,
-            rank_activity,
-            kind,
-        )
-        self._world_size = world_size
+        self.work, self._kind, self._world_size = work, kind, world_size
+        self._workers, self._rank_activity = workers, rank_activity
         self._began = self._looked_at = time.monotonic()
         self._ticked_at = self._interrupted_at = self._aborted_at = self._repeated_at = 0.0
         self._stuck = ""
@@ -211,11 +206,16 @@ class InterruptEscalation:
     def _advance(self, now: float) -> None:
         aborted_s = now - self._aborted_at
         if self.stage is Stage.RUNNING and (self.stops or self._cannot_end(now)):
-            self._interrupt(now)
+            self.stage, self._interrupted_at = Stage.INTERRUPTED, now
+            if self._kind != "repair":
+                self.work.interrupted_at = self.work.interrupted_at or time.time()
+                self._hold()
         elif self.stage is Stage.INTERRUPTED:
             permitted = self.stops >= TO_ABORT and now - self._interrupted_at > SECOND_AFTER_S
             if permitted or self._is_blocked(now):
-                self._abort(now)
+                self.stage, self._aborted_at, self._named_far = Stage.ABORTED, now, False
+                self._stuck = self.where()
+                self._abort_groups()
         elif self.stage is Stage.ABORTED and self.stops >= TO_END and aborted_s > END_AFTER_S:
             self.stage = Stage.ENDED
 
@@ -223,20 +223,18 @@ class InterruptEscalation:
         """Return whether the ranks have been blocked by a failed one for the grace period."""
         if self._kind == "repair" and self._nothing_moves(now):
             return True
-        if not self._waits_in_vain():
+        failed = self._failed()
+        waits_in_vain = (
+            self.hang is not None
+            and bool(failed)
+            and set(self.hang.missing_ranks) <= failed.keys()
+            and set(self.hang.waiting_ranks) >= set(self.work.running) - failed.keys()
+        )
+        if not waits_in_vain:
             self._failed_at = None
             return False
         self._failed_at = self._failed_at or now
         return now - self._failed_at >= GRACE_S
-
-    def _waits_in_vain(self) -> bool:
-        """Return whether a rank has failed and all others wait for it."""
-        failed = self._failed()
-        if self.hang is None or not failed:
-            return False
-        others = set(self.work.running) - failed.keys()
-        lost = set(self.hang.missing_ranks) <= failed.keys()
-        return lost and set(self.hang.waiting_ranks) >= others
 
     def _is_blocked(self, now: float) -> bool:
         """Return whether interrupted ranks wait for each other in C code."""
@@ -307,12 +305,6 @@ class InterruptEscalation:
 
     # -- the stages
 
-    def _interrupt(self, now: float) -> None:
-        self.stage, self._interrupted_at = Stage.INTERRUPTED, now
-        if self._kind != "repair":
-            self.work.interrupted_at = self.work.interrupted_at or time.time()
-            self._hold()
-
     def _interrupt_again(self, now: float) -> None:
         """Repeat the interrupt for ranks that have not stopped, in case the first one was lost."""
         waited_s = now - self._interrupted_at
@@ -371,11 +363,6 @@ class InterruptEscalation:
             self._workers.queue_request(pending, "control", "interrupt_request", content)
         self._workers.wake()
 
-    def _abort(self, now: float) -> None:
-        self.stage, self._aborted_at, self._named_far = Stage.ABORTED, now, False
-        self._stuck = self.where()
-        self._abort_groups()
-
     def _abort_groups(self) -> None:
         """Interrupt the ranks immediately and abort their process groups."""
         self._repeated_at = time.monotonic()
@@ -418,24 +405,19 @@ class InterruptEscalation:
         if self.stage is Stage.ABORTED and now - self._aborted_at < RETURN_AFTER_S:
             return f"stuck: {self._stuck}; aborting the process groups"
         where = self.where() or f"{rank_names.describe_ranks(left)} did not stop"
-        what = f"{self._what_was_done()}, but {where}"
-        return f"{'. '.join(filter(None, [what, self._why_not_aborted(), self._what_next()]))}."
-
-    def _what_was_done(self) -> str:
+        done = "cannot be interrupted now" if self._kind == "repair" else "interrupted"
         if self.stage is Stage.ABORTED:
-            return "the process groups were aborted"
-        return "cannot be interrupted now" if self._kind == "repair" else "interrupted"
-
-    def _why_not_aborted(self) -> str:
-        problems = [f"rank {rank}: {why}" for rank, why in sorted(self._not_aborted.items())]
-        if not problems:
-            return ""
-        return f"Process groups could not be aborted on {'; '.join(problems)}".rstrip(".")
-
-    def _what_next(self) -> str:
+            done = "the process groups were aborted"
+        sentences = [f"{done}, but {where}"]
+        if self._not_aborted:
+            problems = [f"rank {rank}: {why}" for rank, why in sorted(self._not_aborted.items())]
+            text = f"Process groups could not be aborted on {'; '.join(problems)}"
+            sentences.append(text.rstrip("."))
         if self.stops < TO_ABORT:
-            return "Interrupt again to get the prompt back; a third interrupt ends the ranks"
-        return "Interrupt again to end the ranks: variables are lost, and new ranks are started"
+            then = "Interrupt again to get the prompt back; a third interrupt ends the ranks"
+        else:
+            then = "Interrupt again to end the ranks: variables are lost, and new ranks are started"
+        return f"{'. '.join([*sentences, then])}."
 
     def where(self, *, silent: bool = False) -> str:
         """Describe the running ranks and their positions; with `silent` only those not replying."""

@@ -63,8 +63,7 @@ def exclusive_for_current_ranks(method: _M) -> _M:
             except RankDied:
                 if not (replaced := self.replace_stopped_ranks()):
                     raise
-                msg = f"{replaced} Variables of the old ranks are lost."
-                raise CellInterrupted(msg) from None
+                raise CellInterrupted(f"{replaced} Variables of the old ranks are lost.") from None
 
     return cast("_M", alone)
 

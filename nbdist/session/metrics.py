@@ -1,37 +1,38 @@
 """The rows of `report()` from all ranks; runs in the notebook's kernel.
 
-The reader thread adds rows, the user reads columns. A value takes 12 bytes and a row 16, so a
-million steps on four ranks with one scalar each take about 110 MB. If a rank reports a step again,
-the new values replace the old ones.
+The reader thread adds rows, the user and the panel read columns. A value takes 12 bytes and a row
+18, so a million steps on four ranks with one scalar each take about 120 MB. If a rank reports a
+step again, the new values replace the old ones.
+
+numpy is imported when values are read, so that it does not delay `%load_ext nbdist`.
 """
 
 from __future__ import annotations
 
-import html
 import importlib
 import logging
 import threading
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nbdist.display.elements import element, html_row, html_table, text_table
 from nbdist.errors import NbdistError, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    _Series = tuple[array[int], array[float]]
-    """Steps, strictly ascending, and the value of each."""
-    Column = tuple[array[int], array[float], array[float]]
-    """Steps, strictly ascending, with the time and the value of each."""
+    import numpy as np
+    from numpy.typing import NDArray
 
 STEP = "step"
 TIME = "time"
 """Keys of a row besides the user's names: step, and Unix time in seconds on the rank's clock."""
 
+MAX_RECENT_STEPS = 1024
+"""`Metrics.recent` returns a step in full if each rank has reported at most this many since."""
 _SHOWN_ROWS = 10
+_EMPTY = "No metrics yet: call report(loss=loss) in a %%distribute cell"
 _log = logging.getLogger(__name__)
 
 
@@ -41,50 +42,49 @@ class UnknownMetric(OptionError, KeyError):  # noqa: N818 - a KeyError
     __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
-Row = tuple[int, float, dict[str, float]]
-"""One call of report(): step, Unix time in seconds, scalars by name."""
+class Reports(NamedTuple):
+    """Values of one name, one element per call of `report()`, in order of arrival."""
+
+    ranks: NDArray[Any]
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    """Unix time in seconds."""
+    values: NDArray[np.float64]
+
+    def select(self, which: NDArray[Any]) -> Reports:
+        """Return some of the reports, by a mask or by indices."""
+        return Reports(*(column[which] for column in self))
+
+    def by_step(self) -> Reports:
+        """Return the last report of each step and rank, sorted by step and rank."""
+        import numpy as np
+
+        # lexsort is stable, so that the reports of a rank for one step stay in order of arrival
+        ordered = self.select(np.lexsort((self.ranks, self.steps)))
+        is_last = np.ones(len(ordered.steps), dtype=bool)
+        is_last[:-1] = (np.diff(ordered.steps) != 0) | (np.diff(ordered.ranks) != 0)
+        return ordered.select(is_last)
+
+    def mean_over_ranks(self) -> StepMeans:
+        """Return the mean by step, over the ranks that have reported the step."""
+        import numpy as np
+
+        _, steps, times, values = self.by_step()
+        distinct, starts, counts = np.unique(steps, return_index=True, return_counts=True)
+        with np.errstate(all="ignore"):  # values may be infinite or NaN
+            means = np.add.reduceat(values, starts) / counts
+        return StepMeans(distinct, np.maximum.reduceat(times, starts), means, counts)
 
 
-@dataclass(slots=True)
-class _RankRows:
-    """All rows of one rank, in call order."""
+class StepMeans(NamedTuple):
+    """Means over ranks, sorted by step."""
 
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    times: array[float] = field(default_factory=lambda: array("d"))
-    columns: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
-    """By name: the row index of each value, and the value."""
-
-    def add(self, row: Mapping[str, float | str]) -> Row:
-        """Append one call of report(), atomically; return it as numbers."""
-        scalars = {name: float(value) for name, value in row.items() if name != STEP}
-        number, at, step = len(self.steps), scalars.pop(TIME), int(row[STEP])
-        self.steps.append(step)  # first, because it raises for steps beyond 64 bits
-        self.times.append(at)
-        for name, value in scalars.items():
-            rows, values = self.columns.setdefault(name, (array("I"), array("d")))
-            rows.append(number)
-            values.append(value)
-        return step, at, scalars
-
-    def timed_columns(self) -> dict[str, tuple[array[int], array[float], array[float]]]:
-        """Return copies of all columns: steps, times and values."""
-        return {
-            name: (
-                array("q", map(self.steps.__getitem__, rows)),
-                array("d", map(self.times.__getitem__, rows)),
-                values[:],
-            )
-            for name, (rows, values) in self.columns.items()
-        }
-
-    def column(self, name: str) -> _Series:
-        """Return a copy of a column: steps and values."""
-        if name == TIME:
-            return self.steps[:], self.times[:]
-        rows, values = self.columns.get(name, (array("I"), array("d")))
-        if len(rows) == len(self.steps):  # in every row
-            return self.steps[:], values[:]
-        return array("q", map(self.steps.__getitem__, rows)), values[:]
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    """Unix time of the last rank in seconds."""
+    values: NDArray[np.float64]
+    num_ranks: NDArray[np.int64]
+    """Number of ranks that have reported the step."""
 
 
 class Metrics:
@@ -99,58 +99,45 @@ class Metrics:
         self.world_size = world_size
         self.last_step = 0
         """Step of the last row received."""
-        self._ranks: dict[int, _RankRows] = {}
         self._lock = threading.Lock()
-        self._followers: list[Callable[[int, list[Row]], object]] = []
+        # One element per call of report(), in order of arrival.
+        self._ranks, self._steps, self._times = array("H"), array("q"), array("d")
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        """By name: the row index of each value, and the value."""
 
     def add_rows(self, rank: int, rows: Sequence[Mapping[str, float | str]]) -> None:
         """Append rows of one rank; converts "nan" and "inf" strings to numbers."""
         with self._lock:
-            own = self._ranks.setdefault(rank, _RankRows())
-            taken: list[Row] = []
             for row in rows:
                 try:
-                    taken.append(own.add(row))
+                    self._add_row(rank, row)
                 except (KeyError, TypeError, ValueError, OverflowError) as error:
                     # Not from report(). The reader thread must not stop.
                     _log.warning("rank %d sent an invalid row (%r): %r", rank, error, row)
-            if taken:
-                self.last_step = taken[-1][0]
-                for follower in self._followers:
-                    follower(rank, taken)
 
-    def subscribe(
-        self, follower: Callable[[int, list[Row]], object]
-    ) -> dict[str, dict[int, Column]]:
-        """Call `follower` for all further rows, and return the earlier ones.
+    def _add_row(self, rank: int, row: Mapping[str, float | str]) -> None:
+        """Append one call of report(), entirely or not at all."""
+        scalars = {name: float(value) for name, value in row.items() if name != STEP}
+        number, time_s, step = len(self._steps), scalars.pop(TIME), int(row[STEP])
+        self._steps.append(step)  # first, because it raises for steps beyond 64 bits
+        self._times.append(time_s)
+        self._ranks.append(rank)
+        for name, value in scalars.items():
+            indices, values = self._columns.setdefault(name, (array("I"), array("d")))
+            indices.append(number)
+            values.append(value)
+        self.last_step = step
 
-        It is called on the reader thread while a lock is held: it must not block, only queue rows.
-
-        Returns:
-            Name -> rank -> (steps, times, values), sorted by step.
-        """
-        with self._lock:
-            self._followers.append(follower)
-            copies = {rank: rows.timed_columns() for rank, rows in sorted(self._ranks.items())}
-        columns: dict[str, dict[int, Column]] = {}
-        for rank, of_rank in copies.items():
-            for name, (steps, times, values) in of_rank.items():
-                kept, last = _ascending(steps, values)
-                at = times if len(kept) == len(steps) else _ascending(steps, times)[1]
-                columns.setdefault(name, {})[rank] = (kept, at, last)
-        return columns
-
-    def unsubscribe(self, follower: Callable[[int, list[Row]], object]) -> None:
-        """Stop calling `follower`."""
-        with self._lock:
-            self._followers.remove(follower)
+    @property
+    def num_rows(self) -> int:
+        """Number of calls of `report()` on all ranks."""
+        return len(self._steps)
 
     @property
     def names(self) -> list[str]:
         """Reported names, in order of first use."""
         with self._lock:
-            columns = [rows.columns for _, rows in sorted(self._ranks.items())]
-            return list(dict.fromkeys(name for names in columns for name in names))
+            return list(self._columns)
 
     def __getitem__(self, name: str) -> list[float]:
         """Return the mean over ranks by step, sorted by step.
@@ -158,18 +145,61 @@ class Metrics:
         Raises:
             UnknownMetric: no such name was reported (also a KeyError).
         """
-        return self._mean_series(name)[1]
+        values: list[float] = self.mean_over_ranks(name).values.tolist()
+        return values
+
+    def mean_over_ranks(self, name: str) -> StepMeans:
+        """Return the mean over ranks by step, with steps and times.
+
+        Raises:
+            UnknownMetric: no such name was reported (also a KeyError).
+        """
+        return self._reports(name).mean_over_ranks()
 
     def steps(self, name: str | None = None) -> list[int]:
         """Return the steps of a column; without a name the steps of all rows."""
-        series = self._series(TIME if name is None else name)
-        same = _in_step(list(series.values()))
-        first = next(iter(series.values()))[0][:same].tolist() if series else []
-        return first + sorted({step for steps, _ in series.values() for step in steps[same:]})
+        import numpy as np
+
+        reports = self._reports(TIME if name is None else name)
+        steps: list[int] = np.unique(reports.steps).tolist()
+        return steps
 
     def by_rank(self, name: str) -> dict[int, list[float]]:
         """Return one column of each rank that reported it, sorted by step."""
-        return {rank: values.tolist() for rank, (_, values) in self._series(name).items()}
+        import numpy as np
+
+        ranks, _, _, values = self._reports(name).by_step()
+        return {rank: values[ranks == rank].tolist() for rank in np.unique(ranks).tolist()}
+
+    def recent(self, position: int) -> tuple[dict[str, Reports], int]:
+        """Return what has arrived since `position`, and the position of the next call.
+
+        Args:
+            position: number of rows that the caller has seen.
+
+        Returns:
+            By name: all reports of the steps that have new ones, as far as they are recent.
+        """
+        import numpy as np
+
+        with self._lock:
+            first = max(0, position - MAX_RECENT_STEPS * self.world_size)
+            next_position = len(self._steps)
+            ranks, steps, times = (
+                np.array(column[first:]) for column in (self._ranks, self._steps, self._times)
+            )
+            columns = {}
+            for name, (indices, values) in self._columns.items():
+                if indices[-1] >= position:
+                    start = bisect_left(indices, first)
+                    columns[name] = np.array(indices[start:]), np.array(values[start:])
+        reports = {}
+        for name, (rows, column) in columns.items():
+            in_copy = rows - first
+            of_name = Reports(ranks[in_copy], steps[in_copy], times[in_copy], column)
+            new_steps = of_name.steps[rows >= position]
+            reports[name] = of_name.select(np.isin(of_name.steps, new_steps))
+        return reports, next_position
 
     def __contains__(self, name: object) -> bool:
         """Return whether a scalar of this name was reported."""
@@ -185,7 +215,7 @@ class Metrics:
 
     def __bool__(self) -> bool:
         """Return whether any rank has reported a row."""
-        return bool(self._ranks)
+        return bool(self._steps)
 
     def to_pandas(self) -> Any:
         """Return a pandas DataFrame: one row per step (the index), one column per name.
@@ -204,10 +234,10 @@ class Metrics:
                 " metrics[name] and metrics.steps(name)."
             )
             raise NbdistError(message) from error
-        columns = {name: self._mean_series(name) for name in (TIME, *self.names)}
+        columns = {name: self.mean_over_ranks(name) for name in (TIME, *self.names)}
         series = {
-            name: pandas.Series(values, index=steps, dtype="float64")
-            for name, (steps, values) in columns.items()
+            name: pandas.Series(means.values.tolist(), index=means.steps.tolist(), dtype="float64")
+            for name, means in columns.items()
         }
         frame = pandas.DataFrame(series)
         frame.index.name = STEP
@@ -215,106 +245,46 @@ class Metrics:
 
     def __repr__(self) -> str:
         """Return the last rows as a text table."""
-        header, rows = self._last_rows()
-        if not rows:
-            return f"Metrics: {self._empty()}"
-        widths = [max(map(len, cells)) for cells in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in (header, *rows)
-        ]
-        return "\n".join([f"Metrics: {self._summary()}", *lines])
+        summary, rows = self._last_rows()
+        return "\n".join([f"Metrics: {summary}", *text_table(rows)])
 
     def _repr_html_(self) -> str:
         """Return the last rows as an HTML table."""
-        header, rows = self._last_rows()
+        summary, rows = self._last_rows()
         if not rows:
-            return f"<p>Metrics: {html.escape(self._empty())}</p>"
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-        )
-        return (
-            f"<table><caption>{html.escape(self._summary())}</caption>"
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        )
+            return element("p", f"Metrics: {summary}")
+        header, *others = rows
+        return html_table(header, map(html_row, others), caption=summary)
 
-    # ---- reading
+    def _reports(self, name: str, *, since: int | None = None) -> Reports:
+        """Return copies of one column, from step `since` on; computed without the lock."""
+        import numpy as np
 
-    def _series(self, name: str) -> dict[int, _Series]:
-        """Return copies of one column of each rank that has it; computed without the lock."""
         with self._lock:
-            copies = {rank: rows.column(name) for rank, rows in sorted(self._ranks.items())}
-        series = {rank: _ascending(*copy) for rank, copy in copies.items() if copy[0]}
-        if not series and name != TIME:
-            raise UnknownMetric(self._unknown(name))
-        return series
+            if name not in self._columns and name != TIME:
+                known = f"Use one of {', '.join(self._columns)}." if self._columns else ""
+                raise UnknownMetric(f"No rank reported {name!r}. {known or f'{_EMPTY}.'}")
+            rows = Reports(
+                np.array(self._ranks), np.array(self._steps), *2 * (np.array(self._times),)
+            )
+            indices, values = map(np.array, self._columns.get(name, ((), ())))
+        reports = rows if name == TIME else rows.select(indices)._replace(values=values)
+        return reports if since is None else reports.select(reports.steps >= since)
 
-    def _mean_series(self, name: str, *, since: int = 0) -> tuple[list[int], list[float]]:
-        """Return steps and mean values of a column, from step `since` on."""
-        series = self._series(name).values()
-        return _mean([_tail(steps, values, since) for steps, values in series])
-
-    def _unknown(self, name: object) -> str:
-        names = ", ".join(self.names)
-        known = f"Use one of {names}." if names else f"{self._empty()}."
-        return f"No rank reported {name!r}. {known}"
-
-    def _empty(self) -> str:
-        return "No metrics yet: call report(loss=loss) in a %%distribute cell"
-
-    def _summary(self) -> str:
-        ranks = "1 rank" if len(self._ranks) == 1 else f"mean of {len(self._ranks)} ranks"
-        return f"{len(self)} steps, {ranks}"
-
-    def _last_rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return header and cells of the last rows."""
-        names, steps = self.names, self.steps()[-_SHOWN_ROWS:]
-        since = steps[0] if steps else 0
-        columns = [dict(zip(*self._mean_series(name, since=since), strict=True)) for name in names]
-        rows = [[str(step), *(_cell(column.get(step)) for column in columns)] for step in steps]
-        return [STEP, *names], rows
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-def _ascending(steps: array[int], values: array[float]) -> _Series:
-    """Sort by step; keep the last value of a repeated step."""
-    if all(step < following for step, following in pairwise(steps)):
-        return steps, values
-    last = dict(sorted(dict(zip(steps, values, strict=True)).items()))
-    return array("q", last), array("d", last.values())
-
-
-def _mean(series: Sequence[_Series]) -> tuple[list[int], list[float]]:
-    """Return the mean by step of sorted columns, over those that have the step."""
-    same = _in_step(series)
-    first = series[0][0][:same] if series else []
-    common = zip(*(values[:same] for _, values in series), strict=True)
-    means = [sum(row) / len(row) for row in common]
-    table: dict[int, list[float]] = {}
-    for steps, values in series:
-        for step, value in zip(steps[same:], values[same:], strict=True):
-            table.setdefault(step, []).append(value)
-    rest = sorted(table.items())
-    return (
-        [*first, *(step for step, _ in rest)],
-        [*means, *(sum(row) / len(row) for _, row in rest)],
-    )
-
-
-def _in_step(series: Sequence[_Series]) -> int:
-    """Return the number of leading rows in which all ranks have the same steps.
-
-    Only the last few rows usually differ, so most rows need no merging.
-    """
-    same = min((len(steps) for steps, _ in series), default=0)
-    alike = all(steps[:same] == series[0][0][:same] for steps, _ in series[1:])
-    return same if alike else 0
-
-
-def _tail(steps: array[int], values: array[float], since: int) -> _Series:
-    start = bisect_left(steps, since)
-    return steps[start:], values[start:]
+    def _last_rows(self) -> tuple[str, list[list[str]]]:
+        """Return a summary and the cells of the last rows, below a header."""
+        steps = self.steps()
+        if not steps:
+            return _EMPTY, []
+        num_ranks = len(set(self._ranks))
+        ranks = "1 rank" if num_ranks == 1 else f"mean of {num_ranks} ranks"
+        shown, names = steps[-_SHOWN_ROWS:], self.names
+        columns = []
+        for name in names:
+            means = self._reports(name, since=shown[0]).mean_over_ranks()
+            columns.append(dict(zip(means.steps.tolist(), means.values.tolist(), strict=True)))
+        rows = [
+            [str(step), *(f"{column[step]:.6g}" if step in column else "" for column in columns)]
+            for step in shown
+        ]
+        return f"{len(steps)} steps, {ranks}", [[STEP, *names], *rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import strategies
-from nbdist.cluster.version_check import format_names
+from nbdist.cluster.allocation import format_names
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import (
     DEFAULT_CPU_RANKS,
@@ -25,7 +25,7 @@ from nbdist.hardware.discovery import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from nbdist.cluster.rank_distribution import RankDistribution
+    from nbdist.cluster.allocation import RankDistribution
     from nbdist.hardware.discovery import Machine, SessionNode
 
 _INDEX = re.compile(r"[0-9]{1,4}")
@@ -81,7 +81,13 @@ def choose_placement(
     wanted = None if nproc is None else parse_nproc(nproc)
     chosen = _chosen_gpus(gpus, machine)
     if not chosen:
-        return Placement(_cpu_ranks(wanted, machine), None)
+        most = max(8, 4 * machine.num_cpus)
+        if wanted is not None and wanted > most:
+            raise OptionError(
+                f"{wanted} CPU ranks are too many for {machine.num_cpus} CPUs: each is a process"
+                f" that imports torch. Use -n {most} or fewer."
+            )
+        return Placement(wanted or DEFAULT_CPU_RANKS, None)
     if wanted is not None and wanted > len(chosen):
         raise OptionError(
             f"{wanted} ranks need {wanted} GPUs, but {len(chosen)} are available"
@@ -151,8 +157,7 @@ def parse_nproc(given: int | str) -> int:
     """
     text = str(given).strip()
     if isinstance(given, bool) or not _INDEX.fullmatch(text) or int(text) < 1:
-        message = f"-n must be an integer >= 1, got {_short(given)}."
-        raise OptionError(message)
+        raise OptionError(f"-n must be an integer >= 1, got {_short(given)}.")
     return int(text)
 
 
@@ -166,11 +171,10 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(map(_INDEX.fullmatch, parts)):
-        message = (
+        raise OptionError(
             f"--gpus must be a list of indices such as 0,2, or none for CPU ranks, got"
             f" {_short(text)}."
         )
-        raise OptionError(message)
     return tuple(map(int, parts))
 
 
@@ -221,34 +225,18 @@ def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[in
         raise OptionError(message) from error
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int):
-            message = f"GPU indices must be integers such as [0, 2], got {_short(index)}."
-            raise OptionError(message)
+            raise OptionError(f"GPU indices must be integers such as [0, 2], got {_short(index)}.")
         if not 0 <= index < len(machine.gpus):
-            raise OptionError(_unknown_gpu(index, machine))
+            raise OptionError(
+                f"GPU {index} is not visible. Use --gpus with some of"
+                f" {_listed(range(len(machine.gpus)))}."
+                if machine.gpus
+                else f"GPU {index} is not visible: no GPU was found. Leave --gpus out for CPU"
+                " ranks."
+            )
     if len(set(chosen)) != len(chosen):
-        message = f"--gpus {_listed(chosen)} repeats a GPU. Each rank needs its own."
-        raise OptionError(message)
+        raise OptionError(f"--gpus {_listed(chosen)} repeats a GPU. Each rank needs its own.")
     return chosen
-
-
-def _unknown_gpu(index: int, machine: Machine) -> str:
-    if not machine.gpus:
-        return f"GPU {index} is not visible: no GPU was found. Leave --gpus out for CPU ranks."
-    visible = _listed(range(len(machine.gpus)))
-    return f"GPU {index} is not visible. Use --gpus with some of {visible}."
-
-
-def _cpu_ranks(wanted: int | None, machine: Machine) -> int:
-    """Return the number of CPU ranks; limited, because each rank is a process."""
-    if wanted is None:
-        return DEFAULT_CPU_RANKS
-    most = max(8, 4 * machine.num_cpus)
-    if wanted > most:
-        raise OptionError(
-            f"{wanted} CPU ranks are too many for {machine.num_cpus} CPUs: each is a process that"
-            f" imports torch. Use -n {most} or fewer."
-        )
-    return wanted
 
 
 def _installed(package: str) -> bool:

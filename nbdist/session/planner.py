@@ -6,24 +6,75 @@ computed here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.errors import PlanError
 from nbdist.hardware.telemetry import UsageSnapshot
 from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
 
+    from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.result import Plan
-    from nbdist.planner.validation import PlanValidation
+    from nbdist.planner.validation import MeasuredMemory, PlanValidation
+    from nbdist.profiler.report import Profile
     from nbdist.protocol import messages
-    from nbdist.session.session_view import SessionView
+    from nbdist.strategies import Hardware, Options
+
+
+class SessionView(Protocol):
+    """Session, as far as the planner needs it for running ranks."""
+
+    @property
+    def options(self) -> Options:
+        """Options of the engine, validated."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """Hardware that the ranks run on."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def nodes(self) -> Sequence[SessionNode]:
+        """Nodes of the ranks; empty on one machine."""
+
+    @property
+    def profiles(self) -> Sequence[Profile]:
+        """Profiles of this session, the last one at the end."""
+
+    def status(self) -> dict[str, Any]:
+        """State of the session and of each rank."""
+
+    def nodes_now(self) -> dict[str, UsageSnapshot]:
+        """Use of each node now, by name."""
+
+
+class SessionWithModel(SessionView, Protocol):
+    """Session whose ranks describe and measure their model."""
+
+    def measured(self) -> Mapping[int, MeasuredMemory | None]:
+        """Memory that each rank has measured."""
+
+    def model_spec(
+        self,
+        name: str | None = None,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+        kind: Literal["cuda", "cpu"] = "cuda",
+        quick: bool = False,
+    ) -> messages.ModelReply:
+        """Model of the ranks, as the planner takes it."""
 
 
 def plan_model(
-    session: SessionView, name: str | None = None, *, quick: bool = False, **arguments: Any
+    session: SessionWithModel, name: str | None = None, *, quick: bool = False, **arguments: Any
 ) -> Plan:
     """Plan a model of the ranks: a variable, or the one prepared last.
 
@@ -118,7 +169,7 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
     )
 
 
-def compare_with_measured(session: SessionView) -> PlanValidation:
+def compare_with_measured(session: SessionWithModel) -> PlanValidation:
     """Compare what the ranks have measured with the planner's prediction.
 
     Raises:
@@ -128,11 +179,10 @@ def compare_with_measured(session: SessionView) -> PlanValidation:
 
     measured = {rank: memory for rank, memory in session.measured().items() if memory is not None}
     if not measured:
-        message = (
+        raise PlanError(
             "No measurement yet: ranks measure their memory in the third optimizer step after"
             " accelerator.prepare(). Train some steps first."
         )
-        raise PlanError(message)
     first = measured[min(measured)]
     description = session.model_spec(
         batch_size=first.batch_size, seq_len=first.seq_len, kind=session.hardware.kind

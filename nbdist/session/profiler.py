@@ -19,16 +19,19 @@ from types import NoneType
 from typing import TYPE_CHECKING, Self
 
 from nbdist import rank_sets as rank_names
-from nbdist.errors import OptionError, ProfileError
+from nbdist.errors import NbdistError, OptionError, ProfileError
 from nbdist.paths import expand_user
 from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
+from nbdist.session import planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from nbdist.planner.model_spec import ModelSpec
     from nbdist.profiler.report import Profile
     from nbdist.session.cell import Cell
+    from nbdist.session.planner import SessionView
     from nbdist.session.worker_group import WorkerGroup
 
     ProfileBuilder = Callable[["ProfileRun"], Profile]
@@ -38,6 +41,8 @@ MAX_PROFILE_S = 30.0
 MAX_STEPS = 1000
 LATE_S = 3.0
 """Timeout for a rank's measurements after the end of its cell."""
+MODEL_TIMEOUT_S = 2.0
+"""Timeout for a rank's description of its model; a running rank replies within milliseconds."""
 OTHERS_S = 15.0
 """Timeout for the other ranks' measurements after those of the first rank."""
 WAIT_S = 0.05
@@ -69,18 +74,17 @@ class ProfileOptions:
             return cls.create()
         if isinstance(profile, Mapping) and profile.keys() <= set(known):
             return cls.create(**profile)
-        message = (
+        raise OptionError(
             f"profile must be True, False or a dict of {', '.join(known)} such as"
             f' {{"steps": 10}}, got {profile!r}.'
         )
-        raise OptionError(message)
 
     @classmethod
     def create(
         cls,
         steps: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
-        memory: bool = True,  # noqa: FBT001, FBT002 - as Session.profile has it
+        trace: object = None,
+        memory: object = True,  # noqa: FBT002 - as Session.profile has it
     ) -> Self:
         """Validate the options and create the folder.
 
@@ -88,39 +92,27 @@ class ProfileOptions:
             OptionError: a number of steps that is not allowed, or a folder that is not writable.
         """
         if steps is not None and (type(steps) is not int or not 1 <= steps <= MAX_STEPS):
-            message = (
+            raise OptionError(
                 f"--steps must be an integer from 1 to {MAX_STEPS}, got {steps}. Leave it out to"
                 " stop when the figures are stable."
             )
+        if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
+            message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
             raise OptionError(message)
-        _check_types(trace, memory)
-        folder = None if trace is None else Path.cwd() / expand_user(trace)
-        if folder is not None:
-            _check_writable(folder)
-        return cls(steps=steps, trace=folder, memory=memory)
-
-
-def _check_types(trace: object, memory: object) -> None:
-    """Raise OptionError if `trace` is not a path or `memory` is not a bool."""
-    if not isinstance(trace, (str, os.PathLike, NoneType)) or trace == "":
-        message = f"--trace must be a folder, got {trace!r}. Leave it out for no traces."
-        raise OptionError(message)
-    if not isinstance(memory, bool):
-        message = f"memory must be True or False, got {memory!r}."
-        raise OptionError(message)
-
-
-def _check_writable(folder: Path) -> None:
-    """Create a folder for traces; raise OptionError if it is not writable."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return
-    except OSError as error:
-        message = (
-            f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable folder."
-        )
-        raise OptionError(message) from None
+        if not isinstance(memory, bool):
+            raise OptionError(f"memory must be True or False, got {memory!r}.")
+        if trace is None:
+            return cls(steps=steps, memory=memory)
+        folder = Path.cwd() / expand_user(trace)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return cls(steps=steps, trace=folder, memory=memory)
+        except OSError as error:
+            raise OptionError(
+                f"Cannot write to --trace {folder}: {error.strerror or error}. Use a writable"
+                " folder."
+            ) from None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -241,13 +233,20 @@ class SessionProfiler:
         if run is None or not run.is_armed:
             return None
         run.ranks, run.text, run.cell = tuple(ranks), "profiling: warm-up", cell
-        replies: dict[int, messages.ProfileStartReply] = {}
+        request = messages.ProfileRequest(
+            id=run.id,
+            ranks=list(ranks),
+            cell="" if cell is None else cell.requests[ranks[0]],
+            running=cell is not None,
+            steps=run.options.steps,
+            limit_s=MAX_PROFILE_S,
+            trace="" if run.options.trace is None else str(run.options.trace),
+            memory=run.options.memory,
+        )
         try:
-            for rank in ranks:
-                request = self._request(run, rank)
-                replies |= self._workers.request_all(
-                    [rank], messages.PROFILE, request, channel="control"
-                )
+            replies: dict[int, messages.ProfileStartReply] = self._workers.request_all(
+                ranks, messages.PROFILE, request, channel="control"
+            )
         except BaseException:
             self.current_run = None
             raise
@@ -259,18 +258,6 @@ class SessionProfiler:
             self.current_run = None
             raise ProfileError(" ".join(run.take_refusal_notes()))
         return run
-
-    def _request(self, run: ProfileRun, rank: int) -> messages.ProfileRequest:
-        return messages.ProfileRequest(
-            id=run.id,
-            ranks=list(run.ranks),
-            cell="" if run.cell is None else run.cell.requests[rank],
-            running=run.cell is not None,
-            steps=run.options.steps,
-            limit_s=MAX_PROFILE_S,
-            trace="" if run.options.trace is None else str(run.options.trace),
-            memory=run.options.memory,
-        )
 
     def update_progress(self, text: str) -> None:
         """Store rank 0's progress; called on the reader thread."""
@@ -321,7 +308,7 @@ class SessionProfiler:
             if run.figures:
                 profile = self._build_profile(run)
                 self.profiles.append(profile)
-                cell.show_bundle(to_mime_bundle(profile))
+                cell.show_bundle({"text/plain": str(profile), "text/html": profile._repr_html_()})
             else:
                 cell.print_line(f"nbdist: no profile: {' '.join(run.take_refusal_notes())}")
         except Exception as error:  # noqa: BLE001 - must not disturb the training
@@ -333,13 +320,9 @@ class SessionProfiler:
 
     def show_pending(self, cell: Cell) -> None:
         """Wait for the profile of a finished cell and show it."""
-        while self._owes(cell):
+        while (run := self.current_run) is not None and run.cell is cell:
             cell.render_pending(WAIT_S)
         cell.render_pending(0)
-
-    def _owes(self, cell: Cell) -> bool:
-        run = self.current_run
-        return run is not None and run.cell is cell
 
     def busy_reason(self) -> str:
         """Return why no other profile can be requested now; "" if one can."""
@@ -351,6 +334,46 @@ class SessionProfiler:
         )
 
 
-def to_mime_bundle(profile: Profile) -> dict[str, str]:
-    """Return a profile as a mime bundle."""
-    return {"text/plain": str(profile), "text/html": profile._repr_html_()}
+def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
+    """Build the profile from the measurements and the session's model, options and cells."""
+    from nbdist.planner import fit_measurements
+    from nbdist.profiler import lint
+    from nbdist.profiler.profile_data import ProfiledConfig
+    from nbdist.profiler.report import Profile
+
+    cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
+    setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
+    figures = [run.figures[rank] for rank in sorted(run.figures)]
+    code = lint.read_training_cell(run.sources)
+    others = sorted(set(range(session.world_size)) - set(run.ranks))
+    notes = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
+    notes += run.take_refusal_notes()
+    profile = Profile.of(
+        figures,
+        setting,
+        remarks=lint.lint_cell(code, figures, bf16=session.hardware.bf16),
+        loader_text=code.loader if code else None,
+        before=session.profiles[-1] if session.profiles else None,
+        notes=notes,
+    )
+    if spec is not None:
+        fit_measurements.learn_from_profile(
+            profile.ranks, spec=spec, options=session.options, cluster=cluster
+        )
+    return profile
+
+
+def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:
+    """Return the prepared model for the planner; None if it has no closed form."""
+    from nbdist.planner import load_model
+
+    content = messages.ModelRequest(
+        name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
+    )
+    try:
+        reply: messages.ModelReply = workers.request_all(
+            [rank], messages.MODEL, content, channel="control", patience_s=MODEL_TIMEOUT_S
+        )[rank]
+        return load_model.spec_from_json(reply["spec"])
+    except NbdistError:  # no closed form, no answer in time, or the rank has just ended
+        return None

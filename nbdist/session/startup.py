@@ -14,11 +14,12 @@ from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes, stacks
-from nbdist.session.rank_process_info import RankProcessInfo
+from nbdist.session.worker_group import RankProcessInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nbdist.session.config import SessionConfig
     from nbdist.session.worker_group import WorkerGroup
 
 START_TIMEOUT_S = 120.0
@@ -86,16 +87,13 @@ class RankStartup:
                 return self._workers.startup_events.get(timeout=PROGRESS_INTERVAL_S)
             except Empty:
                 waited += PROGRESS_INTERVAL_S
-            if (
-                self._workers.rank_exits
-            ):  # torch elastic reaps first, and does not report exit code 0
+            if self._workers.rank_exits:  # torch elastic reaps first, and does not report code 0
                 raise StartError(self._why(None))
             self._progress(f"{self._missing()} for {waited:.0f} s")
-        msg = (
+        raise StartError(
             f"No message from the ranks for {patience_s:.0f} s. {self._workers.log_excerpt()}\n"
             f"Stacks of the processes:\n{stacks.startup_stacks(self._workers)}"
         )
-        raise StartError(msg)
 
     def _missing(self) -> str:
         if not self._workers.is_warm:
@@ -115,12 +113,22 @@ class RankStartup:
         return f"The ranks failed to start: {death.summary}.{stack}{detail}"
 
 
-def wait_ready(
-    workers: WorkerGroup, world_size: int, progress: Callable[[str], None]
-) -> list[RankProcessInfo]:
-    """Return the ranks once each has replied and passed a barrier with all others.
+def start_ranks(
+    workers: WorkerGroup,
+    config: SessionConfig,
+    *,
+    checkpoints: str,
+    progress: Callable[[str], None],
+) -> None:
+    """Start ranks; return once each has replied and passed a barrier with all others.
 
     Raises:
-        StartError: a process ended, or no message was received in time.
+        StartError: a process ended, or no message was received in time; no process is left.
     """
-    return RankStartup(workers, world_size, progress).wait_until_ready()
+    try:
+        workers.launch(config, checkpoints=checkpoints, progress=progress)
+        startup = RankStartup(workers, config.placement.nproc, progress)
+        workers.mark_ready(startup.wait_until_ready())
+    except BaseException:
+        workers.close()
+        raise

@@ -12,23 +12,22 @@ import secrets
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts
+from nbdist.cluster.launcher_process import STOPPED_STATUSES, remove_launch_variables
 from nbdist.cluster.local import LAUNCHER_GONE
-from nbdist.cluster.process_inspection import STOPPED_STATUSES
-from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.hardware import discovery
 from nbdist.protocol import messages
 from nbdist.protocol.signing import KEY_BYTES
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes
-from nbdist.session.oom_killer import OomKillCounter
-from nbdist.session.stopped_processes import StoppedProcessWatch
+from nbdist.session.failure_causes import OomKillCounter, StoppedProcessWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,11 +39,8 @@ if TYPE_CHECKING:
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import UsageSnapshot
+    from nbdist.session.config import SessionConfig
     from nbdist.session.failure_causes import WorkerFailure
-    from nbdist.session.hang_detection import State
-    from nbdist.session.rank_process_info import RankProcessInfo
-
-    WaitReady = Callable[["WorkerGroup", int, Callable[[str], None]], list[RankProcessInfo]]
 
 STOP_TIMEOUT_S = 15.0
 REQUEST_TIMEOUT_S = 600.0
@@ -59,8 +55,17 @@ SETTLE_S = 0.3
 """Delay after the first exit, to collect its last output and further exits."""
 
 
-def _ignore_line(_line: str) -> None:
-    """Ignore the line."""
+State = Literal["stopped", "running", "sleeping", ""]
+"""State of a process that does not reply; "" if unknown, as on another node."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcessInfo:
+    """Process of one rank."""
+
+    pid: int
+    created: float
+    device: str
 
 
 class RunningRequest(Protocol):
@@ -94,7 +99,6 @@ class WorkerGroup:
         on_message: called with messages that belong to no request (report, late output).
         on_idle: called on the reader thread periodically; returns True to be called more often.
         on_death: called once when ranks or launcher end unexpectedly; returns the error.
-        wait_ready: called after the ranks were launched; returns them once all are ready.
         on_notice: called with a line when a process stops replying, and when it replies again.
     """
 
@@ -105,8 +109,7 @@ class WorkerGroup:
         on_message: Callable[[int, Message], None],
         on_idle: Callable[[], bool],
         on_death: Callable[[WorkerFailure], RankDied],
-        wait_ready: WaitReady,
-        on_notice: Callable[[str], None] = _ignore_line,
+        on_notice: Callable[[str], None],
     ) -> None:
         self.rank_processes: list[RankProcessInfo] = []
         self.pids: dict[int, int] = {}
@@ -116,7 +119,6 @@ class WorkerGroup:
         self.stopped_process_watch = StoppedProcessWatch()
         self._launcher_provider = launcher_provider
         self._on_notice = on_notice
-        self._wait_ready = wait_ready
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
         self._launcher_group: LauncherGroup | None = None
         self._channels: RankChannels | None = None
@@ -129,6 +131,8 @@ class WorkerGroup:
         self._ended: messages.AllRanksExited | None = None
         """The last exit that the launcher reported, of any generation."""
         self._up = self._dying = False
+        self._end_known = threading.Event()
+        """Set when the cause of the ranks' end is known."""
         self.collective_request: RunningRequest | None = None
         """The current request to all ranks, or None."""
         self._end_error: RankDied | None = None
@@ -143,43 +147,44 @@ class WorkerGroup:
 
     # -- life
 
-    def start(
-        self,
-        *,
-        world_size: int,
-        devices: Sequence[str] | None,
-        options: Mapping[str, Any],
-        auto: Mapping[str, Any] | None,
-        hardware: Mapping[str, Any],
-        checkpoints: str,
-        progress: Callable[[str], None],
+    def launch(
+        self, config: SessionConfig, *, checkpoints: str, progress: Callable[[str], None]
     ) -> None:
-        """Start ranks; return when each has replied and passed a barrier.
+        """Have the acquired launchers fork the ranks; `session.startup` waits for them.
 
         Raises:
-            StartError: they failed to start; no process is left.
+            StartError: a launcher has exited.
         """
         self._oom = OomKillCounter(self._launcher_provider.memory_events_file)
-        launchers = self.acquire_launchers(
-            "cpu" if devices is None else "cuda", world_size, progress
-        )
+        launchers = self.launcher_group
         if not launchers.is_warm:
             progress("the launcher is warming up")
-        try:
-            self._launch(
-                launchers,
-                world_size,
-                devices,
-                options=dict(options),
-                auto=None if auto is None else dict(auto),
-                hardware=dict(hardware),
-                checkpoints=checkpoints,
-            )
-            self.rank_processes = self._wait_ready(self, world_size, progress)
-        except BaseException:
-            self.close()
-            raise
-        self._up = True
+        self.generation += 1
+        self._end_error = self._missing_since = None
+        self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
+        self.stopped_process_watch = StoppedProcessWatch()
+        launchers.listener = self._from_launcher
+        devices, auto = config.visible_devices, config.auto if config.is_auto_pending else None
+        launch = messages.LaunchRanks(
+            generation=self.generation,
+            world_size=config.placement.nproc,
+            devices=None if devices is None else list(devices),
+            options=config.options.to_json(),
+            auto=None if auto is None else dict(auto),
+            hardware=config.hardware.to_json(),
+            machines=discovery.nodes_to_json(self.nodes),
+            run_dir="",
+            bulk_dir="",
+            env=remove_launch_variables(os.environ),
+            cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
+            path=sys.path,
+            checkpoints=checkpoints,
+        )
+        self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
+
+    def mark_ready(self, processes: list[RankProcessInfo]) -> None:
+        """Set the processes of the launched ranks, all of which are ready; watch them."""
+        self.rank_processes, self._up = processes, True
 
     def acquire_launchers(
         self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
@@ -243,39 +248,6 @@ class WorkerGroup:
             self._launcher_group.close()
             self._launcher_group = None
 
-    def _launch(
-        self,
-        launchers: LauncherGroup,
-        world_size: int,
-        devices: Sequence[str] | None,
-        *,
-        options: dict[str, Any],
-        auto: dict[str, Any] | None,
-        hardware: dict[str, Any],
-        checkpoints: str,
-    ) -> None:
-        self.generation += 1
-        self._end_error = self._missing_since = None
-        self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
-        self.stopped_process_watch = StoppedProcessWatch()
-        launchers.listener = self._from_launcher
-        launch = messages.LaunchRanks(
-            generation=self.generation,
-            world_size=world_size,
-            devices=None if devices is None else list(devices),
-            options=options,
-            auto=auto,
-            hardware=hardware,
-            machines=discovery.nodes_to_json(self.nodes),
-            run_dir="",
-            bulk_dir="",
-            env=remove_launch_variables(os.environ),
-            cwd=os.getcwd(),  # noqa: PTH109 - a plain string for the wire
-            path=sys.path,
-            checkpoints=checkpoints,
-        )
-        self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
-
     def _close_channels(self) -> None:
         if self._channels is not None:
             self._channels.close()
@@ -290,6 +262,11 @@ class WorkerGroup:
             self._launcher_group.send(messages.CleanupFolder(str(folder), remove))
 
     # -- requests
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that are ready."""
+        return len(self.rank_processes)
 
     @property
     def launcher_group(self) -> LauncherGroup:
@@ -389,9 +366,11 @@ class WorkerGroup:
         raises: type[NbdistError] = SessionError,
         patience_s: float = REQUEST_TIMEOUT_S,
     ) -> dict[int, Any]:
-        """Send a request to ranks and return the replies, by rank; as `request_each`."""
-        requests = [(list(ranks), content)]
-        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
+        """Send one request to ranks and return the replies, by rank; as `request_each`."""
+        contents = dict.fromkeys(ranks, content)
+        return self.request_each(
+            contents, kind, channel=channel, raises=raises, patience_s=patience_s
+        )
 
     def request_each(
         self,
@@ -412,32 +391,23 @@ class WorkerGroup:
             RankDied: a rank ended before it replied.
             SessionError: no reply or progress message for `patience_s`.
         """
-        requests = [([rank], content) for rank, content in contents.items()]
-        return self._ask(requests, kind, channel=channel, raises=raises, patience_s=patience_s)
-
-    def _ask(
-        self,
-        contents: Sequence[tuple[list[int], Any]],
-        kind: str,
-        *,
-        channel: Channel,
-        raises: type[NbdistError],
-        patience_s: float,
-    ) -> dict[int, Any]:
         answers: SimpleQueue[tuple[int, str, Message]] = SimpleQueue()
+        groups: dict[int, list[int]] = {}  # ranks with the same content get one message
+        for rank, content in contents.items():
+            groups.setdefault(id(content), []).append(rank)
         requests = [
-            self.queue_request(ranks, channel, kind, content, lambda *answer: answers.put(answer))
-            for ranks, content in contents
+            self.queue_request(
+                ranks, channel, kind, contents[ranks[0]], lambda *answer: answers.put(answer)
+            )
+            for ranks in groups.values()
         ]
-        missing = {rank for ranks, _ in contents for rank in ranks}
         self.wake()
         replies: dict[int, Any] = {}
         try:
-            while missing:
+            while len(replies) < len(contents):
                 rank, answered_on, message = self._answer(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
-                    missing.discard(rank)
                     if replies[rank].get("status") == "error":
                         raise raises(replies[rank]["error"])
         finally:
@@ -455,8 +425,7 @@ class WorkerGroup:
                 self.cancel_unanswerable(kind)
             else:
                 return answer
-        msg = f"No reply from the ranks to {kind} for {patience_s:.0f} s."
-        raise SessionError(msg)
+        raise SessionError(f"No reply from the ranks to {kind} for {patience_s:.0f} s.")
 
     def cancel_unanswerable(self, kind: str) -> None:
         """Raise if no reply to a request can arrive anymore.
@@ -466,9 +435,8 @@ class WorkerGroup:
         """
         if self._up:
             return
-        deadline = time.monotonic() + REPORT_S
-        while self._dying and time.monotonic() < deadline:
-            time.sleep(0.01)  # another thread determines the cause
+        if self._dying:  # another thread determines the cause
+            self._end_known.wait(REPORT_S)
         raise self._end_error or RankDied(f"The ranks ended before they replied to {kind}.")
 
     def wake(self) -> None:
@@ -560,9 +528,10 @@ class WorkerGroup:
     ) -> None:
         with self._lock:
             was_up, self._up = self._up, False
-            self._dying = self._dying or was_up
-        if not was_up:
-            return
+            if not was_up:
+                return
+            self._dying = True
+            self._end_known.clear()
         death = death or self.find_failure(ended)
         if self._launcher_group is not None:
             self._launcher_group.resume_stopped()
@@ -570,6 +539,7 @@ class WorkerGroup:
                 self._launcher_group.send(messages.StopRanks())
         self._end_error = self._on_death(death)
         self._dying = False
+        self._end_known.set()
 
     def find_failure(self, ended: messages.AllRanksExited | None) -> WorkerFailure:
         """Return the cause of the ranks' end."""

@@ -122,14 +122,11 @@ class _SafeUnpickler(pickle.Unpickler):
             return dtype
         if module.startswith("nbdist.") and name.isidentifier():
             cls = super().find_class(module, name)
-            if isinstance(cls, type) and cls.__module__ == module and _holds_values(cls):
+            is_own = isinstance(cls, type) and cls.__module__ == module
+            if is_own and (dataclasses.is_dataclass(cls) or issubclass(cls, tuple | enum.Enum)):
                 return cls
         message = f"another rank sent a {module}.{name}, which is not a plain value"
         raise pickle.UnpicklingError(message)
-
-
-def _holds_values(made: type) -> bool:
-    return dataclasses.is_dataclass(made) or issubclass(made, tuple | enum.Enum)
 
 
 _PLAIN = {

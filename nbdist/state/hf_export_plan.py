@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,22 +70,6 @@ class ExportOutline:
     """Entries of the state dict that are not tensors."""
 
 
-@dataclass(slots=True)
-class _TensorProvenance:
-    """Meta tensors and the state dict entries that each was computed from."""
-
-    model: nn.Module
-    state: dict[str, torch.Tensor]
-    """State dict of meta tensors with the dtypes in memory."""
-    keys: dict[str, str]
-    """Name in the state dict -> key."""
-    made_of: dict[int, set[str]] = field(default_factory=dict)
-    copies: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Storage id of a copy -> the tensor that was copied."""
-    alive: list[Any] = field(default_factory=list)
-    """References to all recorded tensors, so that their ids stay unique."""
-
-
 def plan_export(
     model: nn.Module, keys: Mapping[str, tuple[str, torch.dtype]], dtype: torch.dtype | None
 ) -> ExportOutline:
@@ -100,24 +84,28 @@ def plan_export(
     Raises:
         CheckpointError: the model cannot be exported. The message has the reason.
     """
-    _check(model)
-    state, left_out = _state_dict(model)
-    watch = _watch(model, state, keys)
+    _check_exportable(model)
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    provenance = _ProvenanceMode(model, tensors, keys)
     adapter = is_adapter_only(model)
     try:
-        with _ProvenanceMode(watch):
-            tensors = _renamed(model, dict(watch.state), adapter=adapter)
+        with provenance:
+            outputs = _convert(model, dict(provenance.state), adapter=adapter)
     except Exception as error:  # a model's own weight conversion may raise anything
-        message = (
+        raise CheckpointError(
             f"transformers failed to plan the save of {type(model).__name__}"
             f" ({type(error).__name__}: {error}). Pull its state dict with %nbdist pull and save"
             " that."
-        )
-        raise CheckpointError(message) from error
-    targets = tuple(_target(watch, name, tensor, dtype) for name, tensor in tensors.items())
-    groups = tuple(_groups(watch, tensors, [target.name for target in targets if not target.key]))
-    kind = ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX
-    return ExportOutline(file_prefix=kind, targets=targets, groups=groups, left_out=tuple(left_out))
+        ) from error
+    targets = tuple(provenance.describe(name, out, dtype) for name, out in outputs.items())
+    computed = {target.name: outputs[target.name] for target in targets if not target.key}
+    return ExportOutline(
+        file_prefix=ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX,
+        targets=targets,
+        groups=tuple(provenance.group(computed)),
+        left_out=tuple(name for name in state if name not in tensors),
+    )
 
 
 def compute_tensors(
@@ -130,7 +118,7 @@ def compute_tensors(
         group: the group.
         tensors: name in the state dict -> source tensor.
     """
-    tensors_by_name = _renamed(model, dict(tensors), adapter=is_adapter_only(model))
+    tensors_by_name = _convert(model, dict(tensors), adapter=is_adapter_only(model))
     return {name: tensors_by_name[name] for name in group.targets}
 
 
@@ -156,8 +144,9 @@ def assign_to_files(
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        message = f"Cannot parse max_shard_size {max_shard_size!r}. Examples: 5GB, 500MB."
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"Cannot parse max_shard_size {max_shard_size!r}. Examples: 5GB, 500MB."
+        ) from error
     return {
         file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
     }
@@ -205,63 +194,29 @@ def is_adapter_only(model: nn.Module) -> bool:
     )
 
 
-# -- helpers
-
-
-def _check(model: nn.Module) -> None:
+def _check_exportable(model: nn.Module) -> None:
     """Raise for models whose export needs more than the weights."""
     kind = type(model).__name__
     if getattr(model, "hf_quantizer", None) is not None:
-        message = f"{kind} is quantized and can only be saved by its own save_pretrained."
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{kind} is quantized and can only be saved by its own save_pretrained."
+        )
     if getattr(model, "_hf_peft_config_loaded", False):
-        message = (
+        raise CheckpointError(
             f"{kind} has adapters inside (add_adapter). Wrap it with peft.get_peft_model, or pull"
             " its state dict with %nbdist pull."
         )
-        raise CheckpointError(message)
 
 
-def _state_dict(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the state dict entries that are tensors, and the names of the others."""
-    state = model.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors, [name for name in state if name not in tensors]
-
-
-def _watch(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    keys: Mapping[str, tuple[str, torch.dtype]],
-) -> _TensorProvenance:
-    """Return the key and a meta tensor with the dtype in memory for each state dict entry."""
-    first = {
-        id(tensor): name
-        for named in (model.named_parameters(), model.named_buffers())
-        for name, tensor in named
-    }
-    canonical = {name: first.get(id(tensor), "") for name, tensor in state.items()}
-    strange = [name for name, first_name in canonical.items() if first_name not in keys]
-    if strange:
-        message = (
-            f"{strange[0]} in the state dict of {type(model).__name__} is neither a parameter nor a"
-            " buffer. Pull the tensors that it is made of with %nbdist pull and save those."
-        )
-        raise CheckpointError(message)
-    blanks: dict[str, torch.Tensor] = {}
-    named: dict[str, str] = {}
-    for name in _kept(model, state):
-        key, dtype = keys[canonical[name]]
-        named[name] = key
-        blanks[name] = torch.empty(state[name].shape, dtype=dtype, device="meta")
-    made_of = {id(blank): {name} for name, blank in blanks.items()}
-    return _TensorProvenance(model, blanks, named, made_of, alive=list(blanks.values()))
-
-
-def _kept(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:
+def _saved_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:
     """Return the names that are saved: one per group of tied weights."""
+    if is_adapter_only(model):
+        return state  # peft selects among them
     if not isinstance(model, PreTrainedModel):
-        return _first_of_tied(model, state)
+        first: dict[int, str] = {}
+        for name, tensor in state.items():
+            first.setdefault(id(tensor), name)
+        return first.values()
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = model._keys_to_ignore_on_save or ()  # noqa: SLF001 - as its save_pretrained does
@@ -269,24 +224,14 @@ def _kept(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:
     try:
         return list(remove_tied_weights_from_state_dict(saved, model))
     except RuntimeError as error:
-        message = (
+        raise CheckpointError(
             f"{type(model).__name__} shares weights that its class does not declare as tied, so"
             " from_pretrained would not share them. Untie them, or pull the state dict with"
             " %nbdist pull and save that."
-        )
-        raise CheckpointError(message) from error
+        ) from error
 
 
-def _first_of_tied(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yield the first name of tied tensors; all names if there are adapters: peft selects."""
-    seen_ids: set[int] = set()
-    for name, tensor in state.items():
-        if id(tensor) not in seen_ids or is_adapter_only(model):
-            yield name
-        seen_ids.add(id(tensor))
-
-
-def _renamed(
+def _convert(
     model: nn.Module, state: dict[str, torch.Tensor], *, adapter: bool
 ) -> dict[str, torch.Tensor]:
     """Convert state dict entries to the names and tensors of the files."""
@@ -306,9 +251,43 @@ def _renamed(
 class _ProvenanceMode(TorchDispatchMode):
     """Records the state dict entries that each tensor is computed from."""
 
-    def __init__(self, watch: _TensorProvenance) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: Mapping[str, torch.Tensor],
+        keys: Mapping[str, tuple[str, torch.dtype]],
+    ) -> None:
+        """Create a meta tensor with the dtype in memory for each entry that is saved.
+
+        Raises:
+            CheckpointError: an entry is neither a parameter nor a buffer.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
+        self.state: dict[str, torch.Tensor] = {}
+        """State dict of the meta tensors."""
+        self._model_name = type(model).__name__
+        self._keys: dict[str, str] = {}
+        """Name in the state dict -> key."""
+        first = {
+            id(tensor): name
+            for named in (model.named_parameters(), model.named_buffers())
+            for name, tensor in named
+        }
+        canonical = {name: first.get(id(tensor), "") for name, tensor in state.items()}
+        unknown = [name for name, first_name in canonical.items() if first_name not in keys]
+        if unknown:
+            raise CheckpointError(
+                f"{unknown[0]} in the state dict of {self._model_name} is neither a parameter nor"
+                " a buffer. Pull the tensors that it is made of with %nbdist pull and save those."
+            )
+        for name in _saved_names(model, state):
+            self._keys[name], dtype = keys[canonical[name]]
+            self.state[name] = torch.empty(state[name].shape, dtype=dtype, device="meta")
+        self._made_of = {id(tensor): {name} for name, tensor in self.state.items()}
+        self._copies: dict[int, torch.Tensor] = {}
+        """Storage id of a copy -> the tensor that was copied."""
+        self._alive: list[Any] = []
+        """References to all recorded tensors, so that their ids stay unique."""
 
     def __torch_dispatch__(
         self,
@@ -319,50 +298,70 @@ class _ProvenanceMode(TorchDispatchMode):
     ) -> Any:
         """Run the operation and record that each result depends on all inputs."""
         result = func(*args, **(kwargs or {}))
-        made_of = self._watch.made_of
-        into = [made_of.get(id(leaf), set()) for leaf in tree_leaves((args, kwargs))]
+        inputs = [self._made_of.get(id(leaf), set()) for leaf in tree_leaves((args, kwargs))]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                made_of[id(leaf)] = made_of.get(id(leaf), set()).union(*into)
-                self._watch.alive.append(leaf)
+                self._made_of[id(leaf)] = self._made_of.get(id(leaf), set()).union(*inputs)
+                self._alive.append(leaf)
         if func is torch.ops.aten.clone.default and result.is_contiguous():
-            self._watch.copies[_memory(result)] = args[0]
+            self._copies[_storage_id(result)] = args[0]
         return result
 
+    def describe(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> OutputTensor:
+        """Describe an output tensor, as an interval of a tensor in memory if possible."""
+        made_of = self._made_of.get(id(tensor), set())
+        stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        key, start = "", 0
+        if len(made_of) == 1:
+            (source,) = made_of
+            offset = self._offset_in(self.state[source], tensor)
+            if offset is not None:
+                key, start = self._keys[source], offset
+        return OutputTensor(
+            name=name, shape=tuple(tensor.shape), dtype=stored, key=key, start=start
+        )
 
-def _target(
-    watch: _TensorProvenance, name: str, tensor: torch.Tensor, dtype: torch.dtype | None
-) -> OutputTensor:
-    """Describe an output tensor, as an interval of a tensor in memory if possible."""
-    made_of = watch.made_of.get(id(tensor), set())
-    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    key, start = "", 0
-    if len(made_of) == 1:
-        (source,) = made_of
-        offset = _place(watch, tensor, watch.state[source])
-        if offset is not None:
-            key, start = watch.keys[source], offset
-    return OutputTensor(name=name, shape=tuple(tensor.shape), dtype=kind, key=key, start=start)
+    def _offset_in(self, whole: torch.Tensor, tensor: torch.Tensor) -> int | None:
+        """Return the index of a tensor's first element in `whole` if it is contiguous there.
 
-
-def _place(watch: _TensorProvenance, tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
-    """Return the index of a tensor's first element in `whole` if it is contiguous there.
-
-    Follows copies that only change the memory layout: experts are split off like this.
-    """
-    if not tensor.is_contiguous() or tensor.dtype != whole.dtype:
-        return None
-    memory, start = _memory(tensor), int(tensor.storage_offset())
-    while memory != _memory(whole):
-        copied = watch.copies.get(memory)
-        offset = None if copied is None else _within(copied, start, tensor.numel())
-        if copied is None or offset is None:
+        Follows copies that only change the memory layout: experts are split off like this.
+        """
+        if not tensor.is_contiguous() or tensor.dtype != whole.dtype:
             return None
-        memory, start = _memory(copied), offset
-    return start
+        storage, start = _storage_id(tensor), int(tensor.storage_offset())
+        while storage != _storage_id(whole):
+            copied = self._copies.get(storage)
+            offset = None if copied is None else _offset_within(copied, start, tensor.numel())
+            if copied is None or offset is None:
+                return None
+            storage, start = _storage_id(copied), offset
+        return start
+
+    def group(self, computed: Mapping[str, torch.Tensor]) -> Iterator[DerivedTensors]:
+        """Group the computed tensors that share source entries.
+
+        Raises:
+            CheckpointError: a tensor depends on no entry of the state dict.
+        """
+        merged: list[tuple[set[str], list[str]]] = []
+        for name, tensor in computed.items():
+            sources, names = set(self._made_of.get(id(tensor), ())), [name]
+            if not sources:
+                raise CheckpointError(
+                    f"transformers writes {name}, which depends on no weight of"
+                    f" {self._model_name}. Pull its state dict and save that."
+                )
+            for group in [group for group in merged if group[0] & sources]:
+                merged.remove(group)
+                sources |= group[0]
+                names = group[1] + names
+            merged.append((sources, names))
+        for sources, names in merged:
+            keys = {name: key for name, key in self._keys.items() if name in sources}
+            yield DerivedTensors(sources=keys, targets=tuple(names))
 
 
-def _within(copied: torch.Tensor, start: int, count: int) -> int | None:
+def _offset_within(copied: torch.Tensor, start: int, count: int) -> int | None:
     """Return the storage offset of row-major elements if they are contiguous in memory."""
     sizes, strides = list(copied.shape), list(copied.stride())
     block = 1
@@ -378,28 +377,5 @@ def _within(copied: torch.Tensor, start: int, count: int) -> int | None:
     return position
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a stable id; torch has no public one
-
-
-def _groups(
-    watch: _TensorProvenance, tensors: Mapping[str, torch.Tensor], computed: Iterable[str]
-) -> Iterator[DerivedTensors]:
-    """Group the computed tensors that share source entries."""
-    merged: list[tuple[set[str], list[str]]] = []
-    for name in computed:
-        sources, names = set(watch.made_of.get(id(tensors[name]), ())), [name]
-        if not sources:
-            message = (
-                f"transformers writes {name}, which depends on no weight of"
-                f" {type(watch.model).__name__}. Pull its state dict and save that."
-            )
-            raise CheckpointError(message)
-        for group in [group for group in merged if group[0] & sources]:
-            merged.remove(group)
-            sources |= group[0]
-            names = group[1] + names
-        merged.append((sources, names))
-    for sources, names in merged:
-        keys = {name: key for name, key in watch.keys.items() if name in sources}
-        yield DerivedTensors(sources=keys, targets=tuple(names))

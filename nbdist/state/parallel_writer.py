@@ -8,10 +8,11 @@ the ranks.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
+
+from nbdist.state.tensor_index import tensor_as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 64 << 20
 """Bytes that pass through host memory at a time: from a GPU, or to another dtype."""
-_SEND_BYTES = 8 << 20
-"""Bytes after which writeback is started, so that the disk is busy while the rest is copied."""
+_WRITEBACK_BYTES = 1 << 20
+"""Writeback is started after writes of at least so many bytes."""
 
 
 class TensorFileRegion(NamedTuple):
@@ -38,27 +39,6 @@ class TensorFileRegion(NamedTuple):
     stop: int
 
 
-@dataclass(slots=True)
-class _OpenFile:
-    """An open file, and the range for which writeback has not been started."""
-
-    fd: int
-    low: int = 0
-    high: int = 0
-    waiting: int = 0
-    """Bytes written between `low` and `high`."""
-
-    def wrote(self, start: int, stop: int) -> None:
-        """Record written bytes, and start writeback when they exceed `_SEND_BYTES`."""
-        self.low = min(self.low, start) if self.waiting else start
-        self.high = max(self.high, stop) if self.waiting else stop
-        self.waiting += stop - start
-        if self.waiting >= _SEND_BYTES:
-            # Linux: DONTNEED starts writeback of dirty pages and drops only clean ones.
-            os.posix_fadvise(self.fd, self.low, self.high - self.low, os.POSIX_FADV_DONTNEED)
-            self.waiting = 0
-
-
 class OpenFiles:
     """Existing files to write to, each opened once.
 
@@ -71,7 +51,7 @@ class OpenFiles:
         Args:
             durable: flush the files to disk on exit.
         """
-        self._open: dict[Path, _OpenFile] = {}
+        self._descriptors: dict[Path, int] = {}
         self._durable = durable
 
     def write_bytes(self, path: Path, content: memoryview, offset: int) -> None:
@@ -80,15 +60,16 @@ class OpenFiles:
         Raises:
             OSError: the disk is full or a limit was reached.
         """
-        if path not in self._open:
-            fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._open[path] = _OpenFile(fd)
-        file, start = self._open[path], offset
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd, start = self._descriptors[path], offset
         while content:
-            count = os.pwrite(file.fd, content, offset)
+            count = os.pwrite(fd, content, offset)
             content, offset = content[count:], offset + count
-        if self._durable:
-            file.wrote(start, offset)
+        if self._durable and offset - start >= _WRITEBACK_BYTES:
+            # The disk is busy while the rest is copied. Linux: DONTNEED starts writeback of dirty
+            # pages and drops only clean ones.
+            os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
 
     def write_tensor(
         self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int
@@ -109,12 +90,12 @@ class OpenFiles:
         """Close the files."""
         try:
             if kind is None and self._durable:
-                for file in self._open.values():
-                    os.fsync(file.fd)
+                for fd in self._descriptors.values():
+                    os.fsync(fd)
         finally:
-            for file in self._open.values():
-                os.close(file.fd)
-            self._open.clear()
+            for fd in self._descriptors.values():
+                os.close(fd)
+            self._descriptors.clear()
 
 
 @torch.no_grad()
@@ -154,9 +135,3 @@ def stagger_by_rank(
     """Rotate the regions by rank, since the kernel serializes concurrent writes to a file."""
     first = rank * len(regions) // world_size
     return [*regions[first:], *regions[:first]]
-
-
-def tensor_as_bytes(view: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous 1-D tensor without a copy."""
-    content: memoryview = view.view(torch.uint8).numpy().data if view.numel() else memoryview(b"")
-    return content

@@ -153,14 +153,14 @@ class _ReshardPlan:
         rows = {key: _row(source.get(key), target.get(key)) for key in {*source, *target}}
         self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows, group)
         wanted = {key for table in self._tables for key, row in table.items() if row.wanted}
-        self.zeros = {key for key in wanted if key.startswith(_MAY_BE_ZERO) and not self._had(key)}
+        self.zeros = {
+            key
+            for key in wanted
+            if key.startswith(_MAY_BE_ZERO) and not any(row.owned for row in self._rows(key))
+        }
         self.keys = sorted(wanted - self.zeros)
         self._numel: dict[str, int] = {}
         self._dtypes = {key: self._checked(key) for key in self.keys}
-
-    def _had(self, key: str) -> bool:
-        """Return whether any rank owns elements of a key."""
-        return any(row.owned for row in self._rows(key))
 
     def _rows(self, key: str) -> list[_KeyIntervals]:
         """Return the intervals of a key from all ranks that have it."""

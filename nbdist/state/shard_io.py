@@ -8,39 +8,33 @@ because torch's HuggingFaceStorageReader supports one chunk of a tensor per file
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+import json
+import math
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbdist.checkpoint import safetensors_header
-from nbdist.checkpoint.chunks import Chunk, chunk_to_intervals, interval_to_chunks
-from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint import CheckpointReader
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.names import printable
-from nbdist.checkpoint.reader import CheckpointReader
-from nbdist.checkpoint.safetensors_header import StoredTensor
-from nbdist.checkpoint.writer import SafetensorsWriter
+from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
+from nbdist.state.chunks import Chunk, chunk_to_intervals, interval_to_chunks
 from nbdist.state.shards import Piece, Shard
+from nbdist.state.tensor_index import TensorIndex, open_safetensors, part_of, tensor_as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-    from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
+    from nbdist.checkpoint import CheckpointFile, Manifest, PendingCheckpoint
+    from nbdist.checkpoint.safetensors_file import SafetensorsWriter
     from nbdist.state.shards import ShardMap
 
-WriterFactory = Callable[[PurePath, Sequence[StoredTensor]], SafetensorsWriter]
 SUFFIX = ".safetensors"
 SLICE_BYTES = 64 << 20
-"""Bytes that pass through host memory at a time: to and from a GPU, or to another dtype."""
+"""Bytes that pass through host memory at a time from a GPU."""
 _LISTED = 10
 
 
@@ -53,29 +47,8 @@ class _ShardChunk(NamedTuple):
     shard: Shard
 
 
-class _FileInterval(NamedTuple):
-    """An interval of a flattened tensor in a file."""
-
-    start: int
-    stop: int
-    file: CheckpointFile
-    offset: int
-    """Offset of its first byte in the file."""
-
-
-class _FileRead(NamedTuple):
-    """A read from a file into a tensor."""
-
-    file: CheckpointFile
-    offset: int
-    dtype: torch.dtype
-    """Dtype in the file."""
-    into: torch.Tensor
-    """1-D, contiguous."""
-
-
 def write_shards(
-    shards: ShardMap, folder: PurePath, rank: int, kind: str, new: WriterFactory = SafetensorsWriter
+    shards: ShardMap, draft: PendingCheckpoint, rank: int, kind: str
 ) -> list[CheckpointFile]:
     """Write this rank's shards; blocks until they are on disk.
 
@@ -83,10 +56,9 @@ def write_shards(
 
     Args:
         shards: owned shards: each element on exactly one rank.
-        folder: folder of a pending checkpoint (``create_draft``).
+        draft: the checkpoint that all ranks are writing.
         rank: rank of this process, for file names and messages.
         kind: prefix of the file names: "model", "optim".
-        new: creates a file in the storage of the checkpoint.
 
     Returns:
         The files, for the rank's report; empty if the rank owns no elements.
@@ -95,20 +67,74 @@ def write_shards(
         CheckpointError: a write failed, or safetensors does not support a dtype. Partly written
             files are removed.
     """
+    writers: list[SafetensorsWriter] = []
     try:
         # Keep all files open until the last is written: by then most data is on disk, and the
         # fsyncs share one journal commit.
         with ExitStack() as stack:
-            writers = [
-                _write_file(stack, new, folder / f"{kind}-{rank:05d}-{number}{SUFFIX}", parts)
-                for number, parts in enumerate(_by_file(shards, rank))
-            ]
+            for number, chunks in enumerate(_chunks_by_file(shards, rank)):
+                name = f"{kind}-{rank:05d}-{number}{SUFFIX}"
+                writer = draft.create_file(name, [chunk.stored for chunk in chunks])
+                writers.append(stack.enter_context(writer))
+                for chunk in chunks:
+                    for content in _content(chunk):
+                        writer.write(content)
     except OSError as error:
         raise CheckpointError(
-            f"rank {rank} cannot write its part of {folder} ({error.strerror}, errno"
+            f"rank {rank} cannot write its part of {draft.location} ({error.strerror}, errno"
             f" {error.errno}). Free disk space, or save to another folder."
         ) from error
     return [writer.result for writer in writers]
+
+
+def _chunks_by_file(shards: ShardMap, rank: int) -> list[list[_ShardChunk]]:
+    """Return the chunks of each file, in file order."""
+    files: list[list[_ShardChunk]] = []
+    for name, shard in shards.items():
+        dtype = str(shard.dtype).removeprefix("torch.")
+        if dtype not in SAFETENSORS_DTYPES:
+            raise CheckpointError(
+                f"{printable(name)} has dtype {shard.dtype}, which safetensors does not support."
+                f" Supported: {', '.join(sorted(SAFETENSORS_DTYPES))}."
+            )
+        for number, (start, chunk) in enumerate(_owned_chunks(shard, rank)):
+            if number == len(files):
+                files.append([])
+            stored = StoredTensor(name=name, dtype=dtype, shape=chunk.sizes, offsets=chunk.offsets)
+            files[number].append(_ShardChunk(stored, start, shard))
+    for chunks in files:
+        # Largest itemsize first: each chunk is then aligned to its itemsize without gaps.
+        chunks.sort(key=lambda chunk: (-chunk.shard.dtype.itemsize, chunk.stored.name))
+    return files
+
+
+def _owned_chunks(shard: Shard, rank: int) -> Iterator[tuple[int, Chunk]]:
+    """Yield the chunks of a shard, each with the index of its first element."""
+    if 0 in shard.shape and rank == 0:
+        yield 0, Chunk((0,) * len(shard.shape), shard.shape)
+    joined: list[list[int]] = []
+    for start, stop, _ in sorted(shard.pieces, key=lambda piece: piece.start):
+        if joined and joined[-1][1] == start:
+            joined[-1][1] = stop
+        else:
+            joined.append([start, stop])
+    for start, stop in joined:
+        position = start
+        for chunk in interval_to_chunks(shard.shape, start, stop):
+            yield position, chunk
+            position += chunk.numel
+
+
+def _content(chunk: _ShardChunk) -> Iterator[memoryview]:
+    """Yield the bytes of a chunk, without a copy if they are in host memory."""
+    start, stop = chunk.start, chunk.start + math.prod(chunk.stored.shape)
+    for piece in chunk.shard.pieces:
+        view = piece.view[max(start - piece.start, 0) : max(stop - piece.start, 0)].detach()
+        if view.device.type == "cpu":
+            yield tensor_as_bytes(view)
+        else:
+            for block in view.split(SLICE_BYTES // view.element_size()):
+                yield tensor_as_bytes(block.cpu())
 
 
 def read_shards(
@@ -121,7 +147,7 @@ def read_shards(
 
     Reads only the needed bytes. All keys, shapes and file headers are checked before the first
     read. Values are cast to the dtype of `target`. Does not verify checksums: see
-    ``checkpoint.verify``.
+    ``checkpoint.verify_files``.
 
     Args:
         folder: folder of the checkpoint.
@@ -136,8 +162,8 @@ def read_shards(
         CheckpointError: keys are missing or have other shapes, elements are missing, or a
             file is damaged.
     """
-    with _opened(folder, manifest) as opened:
-        return _fill(opened, target, on_progress)
+    index = _index_for(folder, manifest, target)
+    return index.read_into(target, on_progress)
 
 
 def files_to_read(folder: Path, manifest: Manifest, target: ShardMap) -> set[str]:
@@ -146,8 +172,13 @@ def files_to_read(folder: Path, manifest: Manifest, target: ShardMap) -> set[str
     Raises:
         CheckpointError: as for ``read_shards``.
     """
-    with _opened(folder, manifest) as opened:
-        return {copy.file.name for copy in _wanted(opened, target)}
+    index = _index_for(folder, manifest, target)
+    return {
+        part.file
+        for key, shard in target.items()
+        for piece in shard.pieces
+        for _, _, part in index.covering(key, piece.start, piece.stop)
+    }
 
 
 def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -164,339 +195,138 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
         CheckpointError: there is no checkpoint, or a file is damaged.
     """
     with CheckpointReader.open_folder(folder) as opened:
-        keys = [name for name in opened.manifest.keys if name.startswith(prefix)]
-        state = _whole(opened, keys)
-        for name, key in opened.manifest.aliases.items():
-            if name.startswith(prefix):
-                state[name] = state[key] if key in state else _whole(opened, [key])[key]
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        manifest = opened.manifest
+        wanted = {
+            name: manifest.aliases.get(name, name)
+            for name in (*manifest.keys, *manifest.aliases)
+            if name.startswith(prefix)
+        }
+        index = _build_index(opened, {key: key for key in wanted.values()})
+    tensors = {key: _whole_tensor(index, key) for key in dict.fromkeys(wanted.values())}
+    return {name.removeprefix(prefix): tensors[key] for name, key in wanted.items()}
 
 
-# Writing
-
-
-def _by_file(shards: ShardMap, rank: int) -> list[list[_ShardChunk]]:
-    """Return the chunks of each file, in file order."""
-    files: list[list[_ShardChunk]] = []
-    for name, shard in shards.items():
-        for number, part in enumerate(_parts(name, shard, rank)):
-            if number == len(files):
-                files.append([])
-            files[number].append(part)
-    for parts in files:
-        # Largest itemsize first: each chunk is then aligned to its itemsize without gaps.
-        parts.sort(key=lambda part: (-part.shard.dtype.itemsize, part.stored.name))
-    return files
-
-
-def _parts(name: str, shard: Shard, rank: int) -> Iterator[_ShardChunk]:
-    """Yield the chunks of one tensor that this rank writes."""
-    dtype = safetensors_header.SAFETENSORS_NAMES.get(str(shard.dtype).removeprefix("torch."))
-    if dtype is None:
+def _whole_tensor(index: TensorIndex, key: str) -> torch.Tensor:
+    """Return a tensor, as a view of a memory map if it is contiguous in one file."""
+    (shape, dtype), parts = index.keys[key], index.parts[key]
+    numel = math.prod(shape)
+    # Checked before the shape in the manifest is allocated.
+    if sum(part.stop - part.start for part in parts) < numel:
         raise CheckpointError(
-            f"{printable(name)} has dtype {shard.dtype}, which safetensors does not support."
-            f" Supported: {', '.join(sorted(safetensors_header.TORCH_NAMES))}."
+            f"The files lack elements of {printable(key)}. Load another checkpoint."
         )
-    for start, box in _boxes(shard, rank):
-        stored = safetensors_header.StoredTensor(
-            name=name, dtype=dtype, shape=box.sizes, offsets=box.offsets
-        )
-        yield _ShardChunk(stored, start, shard)
+    if [(part.start, part.stop) for part in parts] == [(0, numel)]:
+        return parts[0].fetch(0, numel).view(shape)
+    tensor = torch.empty(shape, dtype=dtype)
+    piece = Piece(0, numel, tensor.view(-1))
+    index.read_into({key: Shard(shape=shape, dtype=dtype, pieces=(piece,))})
+    return tensor
 
 
-def _boxes(shard: Shard, rank: int) -> Iterator[tuple[int, Chunk]]:
-    if 0 in shard.shape and rank == 0:
-        yield 0, Chunk((0,) * len(shard.shape), shard.shape)
-    for start, stop in _joined(shard):
-        position = start
-        for box in interval_to_chunks(shard.shape, start, stop):
-            yield position, box
-            position += box.numel
+def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorIndex:
+    """Index the files of a checkpoint by the keys of a target that matches it.
 
-
-def _joined(shard: Shard) -> list[tuple[int, int]]:
-    """Return the intervals of a shard, with consecutive ones merged."""
-    joined: list[tuple[int, int]] = []
-    for start, stop, _ in sorted(shard.pieces, key=lambda piece: piece.start):
-        if start == stop:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def _write_file(
-    stack: ExitStack, new: WriterFactory, path: PurePath, parts: list[_ShardChunk]
-) -> SafetensorsWriter:
-    writer = stack.enter_context(new(path, [part.stored for part in parts]))
-    for part in parts:
-        for piece in _content(part):
-            writer.write(piece)
-    return writer
-
-
-def _content(part: _ShardChunk) -> Iterator[memoryview]:
-    """Yield the bytes of a chunk, without a copy if they are in host memory."""
-    start, stop = part.start, part.start + Chunk((), part.stored.shape).numel
-    for piece in part.shard.pieces:
-        view = piece.view[max(start - piece.start, 0) : max(stop - piece.start, 0)].detach()
-        if view.device.type == "cpu":
-            yield _octets(view)
-        else:
-            count = SLICE_BYTES // view.element_size()
-            yield from (_octets(block.cpu()) for block in view.split(count) if block.numel())
-
-
-def _octets(view: torch.Tensor) -> memoryview:
-    """Return the bytes of a 1-D tensor without a copy."""
-    octets: memoryview = view.view(torch.uint8).numpy().data if view.numel() else memoryview(b"")
-    return octets
-
-
-# Reading
-
-
-@contextmanager
-def _opened(folder: Path, manifest: Manifest) -> Iterator[CheckpointReader]:
-    """Open the checkpoint and check that it has this manifest."""
+    Raises:
+        CheckpointError: tensors are missing or have another shape; the message lists them. Or
+            the checkpoint was replaced, or a file is damaged.
+    """
     with CheckpointReader.open_folder(folder) as opened:
         if opened.manifest.id != manifest.id:
             raise CheckpointError(f"{folder} was replaced by a newer save. Load it again.")
-        yield opened
+        keys = {name: manifest.aliases.get(name, name) for name in target}
+        missing = [name for name, key in keys.items() if key not in manifest.keys]
+        if missing:
+            names = _list(list(map(printable, missing)))
+            raise CheckpointError(
+                f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {names}. Load"
+                " it into the model that it was saved from."
+            )
+        wrong = [
+            f"{printable(name)} {tuple(shard.shape)} (saved {manifest.keys[keys[name]].shape})"
+            for name, shard in target.items()
+            if tuple(shard.shape) != manifest.keys[keys[name]].shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{len(wrong)} of {len(target)} tensors have a different shape: {_list(wrong)}."
+                " Load it into the model that it was saved from."
+            )
+        return _build_index(opened, keys)
 
 
-def _fill(
-    opened: CheckpointReader, target: ShardMap, on_progress: Callable[[int], object] | None
-) -> int:
-    return _carry_out(opened, _wanted(opened, target), on_progress)
+def _build_index(opened: CheckpointReader, keys: dict[str, str]) -> TensorIndex:
+    """Index the files of a checkpoint; reads their headers.
 
-
-def _wanted(opened: CheckpointReader, target: ShardMap) -> list[_FileRead]:
-    """Return all reads that fill the target."""
-    keys = _checked(opened.manifest, target)
-    index = _index(opened, set(keys.values()))
-    return [
-        copy
-        for name, shard in target.items()
-        for copy in _copies(opened.manifest.keys[keys[name]], index[keys[name]], shard, name)
-    ]
-
-
-def _checked(manifest: Manifest, target: ShardMap) -> dict[str, str]:
-    """Return the stored key of each target tensor.
-
-    Raises:
-        CheckpointError: tensors are missing or have another shape. The message lists them.
+    Args:
+        opened: the checkpoint.
+        keys: key in the index -> key in the manifest.
     """
-    keys = {name: manifest.aliases.get(name, name) for name in target}
-    missing = [name for name, key in keys.items() if key not in manifest.keys]
-    if missing:
-        raise CheckpointError(
-            f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {_list(missing)}. Load"
-            " it into the model that it was saved from."
-        )
-    wrong = [
-        f"{printable(name)} {tuple(shard.shape)} (saved {manifest.keys[keys[name]].shape})"
-        for name, shard in target.items()
-        if tuple(shard.shape) != manifest.keys[keys[name]].shape
-    ]
-    if wrong:
-        more = ", ..." if len(wrong) > _LISTED else ""
-        raise CheckpointError(
-            f"{len(wrong)} of {len(target)} tensors have a different shape:"
-            f" {', '.join(wrong[:_LISTED])}{more}. Load it into the model that it was saved from."
-        )
-    return keys
-
-
-def _index(opened: CheckpointReader, keys: set[str]) -> dict[str, list[_FileInterval]]:
-    """Return the file intervals of each key, in order."""
-    index: dict[str, list[_FileInterval]] = {key: [] for key in keys}
+    index, names = TensorIndex(), dict[str, list[str]]()
+    for name, key in keys.items():
+        stored = opened.manifest.keys[key]
+        index.add_tensor(name, stored.shape, getattr(torch, stored.dtype))
+        names.setdefault(key, []).append(name)
     for file in opened.manifest.files:
         if file.name.endswith(SUFFIX):
-            for name, header in _header(opened, file):
-                if name in keys:
-                    index[name] += _sources(opened.manifest.keys[name], name, header, file)
-    for sources in index.values():
-        sources.sort()
+            _index_file(index, opened, file, names)
     return index
 
 
-def _header(
-    opened: CheckpointReader, file: CheckpointFile
-) -> Iterator[tuple[str, safetensors_header.Header]]:
-    """Yield each tensor name of a file, with the file's header."""
-    fd = opened.open_file(file)
-    try:
-        header = safetensors_header.read_header(fd, file.name)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    finally:
-        os.close(fd)
-    for name in header.tensors:
-        yield name, header
-
-
-def _sources(
-    key: TensorMetadata, name: str, header: safetensors_header.Header, file: CheckpointFile
-) -> Iterator[_FileInterval]:
-    """Yield the intervals that one chunk in a file covers."""
-    stored, offset = header.tensors[name], header.starts[name]
-    dtype, itemsize = safetensors_header.DTYPES[stored.dtype]
-    box = Chunk(stored.offsets or (0,) * len(stored.shape), stored.shape)
-    try:
-        spans = list(chunk_to_intervals(key.shape, box))
-    except ValueError:
-        spans = None
-    if spans is None or dtype != key.dtype:
-        raise CheckpointError(
-            f"{printable(name)} in {file.name} does not match the manifest. Load another"
-            " checkpoint."
-        )
-    for start, stop in spans:
-        yield _FileInterval(start, stop, file, offset)
-        offset += (stop - start) * itemsize
-
-
-def _copies(
-    key: TensorMetadata, sources: list[_FileInterval], shard: Shard, name: str
-) -> Iterator[_FileRead]:
-    """Yield the reads that fill the pieces of one tensor.
-
-    Raises:
-        CheckpointError: elements are in no file.
-    """
-    dtype: torch.dtype = getattr(torch, key.dtype)
-    for start, stop, view in shard.pieces:
-        position = start
-        place = max(bisect_right(sources, position, key=lambda source: source.start) - 1, 0)
-        while position < stop:
-            source = sources[place] if place < len(sources) else None
-            if source is None or not source.start <= position < source.stop:
-                raise CheckpointError(
-                    f"Element {position} of {printable(name)} is in no file of the checkpoint. Load"
-                    " another checkpoint."
-                )
-            end = min(stop, source.stop)
-            offset = source.offset + (position - source.start) * dtype.itemsize
-            yield _FileRead(source.file, offset, dtype, view[position - start : end - start])
-            position, place = end, place + 1
-
-
-def _carry_out(
+def _index_file(
+    index: TensorIndex,
     opened: CheckpointReader,
-    copies: Iterable[_FileRead],
-    on_progress: Callable[[int], object] | None = None,
-) -> int:
-    """Perform the reads, file by file in offset order; return the number of bytes read."""
-    by_file: dict[CheckpointFile, list[_FileRead]] = {}
-    for copy in copies:
-        by_file.setdefault(copy.file, []).append(copy)
-    read_bytes = 0
-    for file, file_copies in by_file.items():
-        fd = opened.open_file(file)
+    file: CheckpointFile,
+    names: dict[str, list[str]],
+) -> None:
+    """Add the parts of tensors in one file; `names` are the keys in the index by stored key."""
+    with opened.open_file(file) as content:
+        # By descriptor: the path may refer to another checkpoint by now.
+        tensors = open_safetensors(f"/proc/self/fd/{content.fileno()}", file.name)
+    stored_keys = set(tensors.keys())
+    offsets = _saved_offsets(tensors.metadata() or {}, stored_keys, file.name)
+    for key in stored_keys & names.keys():
+        stored, part = opened.manifest.keys[key], tensors.get_slice(key)
+        chunk = Chunk(offsets.get(key, (0,) * len(stored.shape)), tuple(part.get_shape()))
         try:
-            for copy in sorted(file_copies, key=lambda copy: copy.offset):
-                read_bytes += _carry(fd, copy)
-                if on_progress is not None:
-                    on_progress(read_bytes)
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        finally:
-            os.close(fd)
-    return read_bytes
+            spans = list(chunk_to_intervals(stored.shape, chunk))
+        except ValueError:
+            spans = None
+        if spans is None or part.get_dtype() != SAFETENSORS_DTYPES[stored.dtype][0]:
+            raise CheckpointError(
+                f"{printable(key)} in {file.name} does not match the manifest. Load another"
+                " checkpoint."
+            )
+
+        def load(key: str = key) -> torch.Tensor:
+            tensor: torch.Tensor = tensors.get_tensor(key)
+            return tensor
+
+        offset = 0
+        for start, stop in spans:
+            for name in names[key]:
+                index.parts[name].append(part_of(load, start, stop, offset=offset, file=file.name))
+            offset += stop - start
 
 
-@torch.no_grad()
-def _carry(fd: int, copy: _FileRead) -> int:
-    # Read instead of mmap: no page faults, and a truncated file raises an error instead of
-    # killing the process with SIGBUS.
-    into, itemsize = copy.into.detach(), copy.dtype.itemsize
-    if into.dtype == copy.dtype and into.device.type == "cpu":
-        read_into(fd, _octets(into), copy.offset)
-        return into.numel() * itemsize
-    count = min(into.numel(), SLICE_BYTES // itemsize)
-    room = torch.empty(count, dtype=copy.dtype, pin_memory=into.is_cuda)
-    for start in range(0, into.numel(), count):
-        part = into[start : start + count]
-        read_into(fd, _octets(room[: part.numel()]), copy.offset + start * itemsize)
-        part.copy_(room[: part.numel()])
-    return into.numel() * itemsize
-
-
-def _unreadable(file: CheckpointFile, error: OSError) -> CheckpointError:
-    return CheckpointError(f"Cannot read {file.name} ({error.strerror}). Load another checkpoint.")
+def _saved_offsets(
+    metadata: dict[str, str], names: Collection[str], file: str
+) -> dict[str, tuple[int, ...]]:
+    """Return the offsets of each tensor in its full tensor, from the metadata of a file."""
+    if SHARDING_KEY not in metadata:
+        return {}
+    try:
+        tree = json.loads(metadata[SHARDING_KEY])
+        offsets = {name: tuple(tree[name]["saved_offsets"]) for name in names}
+        if any(type(first) is not int for offset in offsets.values() for first in offset):
+            raise ValueError("offsets must be integers")  # noqa: TRY301 - converted below
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"Invalid safetensors file {printable(file)}: {SHARDING_KEY} does not list the offsets"
+            " of its tensors. Load another checkpoint."
+        ) from error
+    return offsets
 
 
 def _list(names: list[str]) -> str:
     more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(map(printable, names[:_LISTED])) + more
-
-
-# Whole tensors
-
-
-def _whole(opened: CheckpointReader, names: list[str]) -> dict[str, torch.Tensor]:
-    """Return whole tensors by key, as views of memory maps if possible."""
-    index, maps = _index(opened, set(names)), _MemoryMaps(opened)
-    state: dict[str, torch.Tensor] = {}
-    copies: list[_FileRead] = []
-    for name in names:
-        key = opened.manifest.keys[name]
-        tensor = maps.view(key, index[name])
-        if tensor is None:
-            _check_covered(name, key, index[name])
-            tensor = torch.empty(key.shape, dtype=getattr(torch, key.dtype))
-            copies += _copies(key, index[name], _shard_of(tensor), name)
-        state[name] = tensor
-    _carry_out(opened, copies)
-    return state
-
-
-def _check_covered(name: str, key: TensorMetadata, sources: list[_FileInterval]) -> None:
-    """Raise if the files lack elements; called before allocating the shape in the manifest."""
-    if sum(source.stop - source.start for source in sources) < key.numel:
-        raise CheckpointError(
-            f"The files lack elements of {printable(name)}. Load another checkpoint."
-        )
-
-
-def _shard_of(tensor: torch.Tensor) -> Shard:
-    whole = Piece(0, tensor.numel(), tensor.view(-1))
-    return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=(whole,))
-
-
-@dataclass(slots=True)
-class _MemoryMaps:
-    """Private memory maps of a checkpoint's files, each created once."""
-
-    opened: CheckpointReader
-    made: dict[str, mmap.mmap] = field(default_factory=dict)
-
-    def view(self, key: TensorMetadata, sources: list[_FileInterval]) -> torch.Tensor | None:
-        """Return a tensor on a memory map; None if it is not contiguous in one file."""
-        dtype: torch.dtype = getattr(torch, key.dtype)
-        if len(sources) != 1 or not key.numel:
-            return None
-        (source,) = sources
-        if (source.start, source.stop) != (0, key.numel) or source.offset % dtype.itemsize:
-            return None
-        flat = torch.frombuffer(
-            self._map(source.file), dtype=dtype, count=key.numel, offset=source.offset
-        )
-        return flat.view(key.shape)
-
-    def _map(self, file: CheckpointFile) -> mmap.mmap:
-        if file.name not in self.made:
-            # Python 3.13: with trackfd=False the map does not keep a file descriptor.
-            options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-            fd = self.opened.open_file(file)
-            try:
-                self.made[file.name] = mmap.mmap(
-                    fd, file.size_bytes, access=mmap.ACCESS_COPY, **options
-                )
-            finally:
-                os.close(fd)
-        return self.made[file.name]
+    return ", ".join(names[:_LISTED]) + more

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ def give_back() -> None:
 
 def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
     """Copy into the memory of an earlier copy; return no pieces if it does not fit."""
-    if old is None or old.dtype != shard.dtype or not _same_intervals(shard, old):
+    if old is None or old.dtype != shard.dtype or _joined(shard) != _joined(old):
         return ()
     for piece in shard.pieces:
         for target in old.pieces:
@@ -90,12 +89,6 @@ def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
                 part = piece.view[target.start - piece.start : target.stop - piece.start]
                 target.view.copy_(part, non_blocking=True)
     return old.pieces
-
-
-def _same_intervals(shard: Shard, two: Shard) -> bool:
-    """Return whether two shards cover the same elements."""
-    pairs = zip_longest(_joined(shard), _joined(two))
-    return all(first == second for first, second in pairs)
 
 
 def _joined(shard: Shard) -> list[tuple[int, int]]:

@@ -1,11 +1,14 @@
 """Backends, session options, and the user's FSDP and DeepSpeed config files.
 
-backends       Options, Hardware, and a Strategy for each backend
-config_files   --fsdp-config and --deepspeed-config
+backends         Options, Hardware, and a Strategy for each backend
+session_options  every option of a session, declared once
+arguments        how an option is written on a line
+config_files     --fsdp-config and --deepspeed-config
 """
 
 from __future__ import annotations
 
+from nbdist.strategies.arguments import Argument
 from nbdist.strategies.backends import (
     ALIASES,
     BACKENDS,
@@ -19,16 +22,20 @@ from nbdist.strategies.backends import (
     canonical_backend,
 )
 from nbdist.strategies.config_files import load_config
+from nbdist.strategies.session_options import ARGUMENTS, SessionOptions
 
 __all__ = [
     "ALIASES",
+    "ARGUMENTS",
     "BACKENDS",
     "OFFLOADS",
     "PRECISIONS",
     "REPLICATE_ACROSS",
     "STRATEGIES",
+    "Argument",
     "Hardware",
     "Options",
+    "SessionOptions",
     "Strategy",
     "canonical_backend",
     "load_config",

@@ -13,11 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
+from nbdist.strategies.arguments import option, parse_clip_norm, strip_quotes
 from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OFFLOADS = ("none", "cpu", "nvme:PATH")
 REPLICATE_ACROSS = ("none", "nodes")
@@ -54,25 +56,72 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the training engine; equal options mean equal engines."""
+    """Options of the training engine; equal options mean equal engines.
 
-    backend: str = "ddp"
-    precision: str | None = None
-    """One of PRECISIONS; None for the hardware's default."""
-    offload: str = "none"
-    """none, cpu, or nvme:PATH."""
-    offload_params: bool = False
-    activation_checkpointing: bool = False
-    compile: bool = False
-    accumulate: int = 1
-    """Micro batches per optimizer step."""
-    clip: float | None = None
-    """Maximum gradient norm; None disables clipping."""
-    replicate_across: str = "none"
-    """One of ``REPLICATE_ACROSS``. With nodes, each machine holds all shards, so that parameters
-    are all-gathered inside it."""
-    fsdp_config: Mapping[str, Any] | None = None
-    deepspeed_config: Mapping[str, Any] | None = None
+    A field here is an option of `%%distribute` and `%nbdist switch`, a keyword of `Session`, and a
+    row of docs/options.md.
+    """
+
+    backend: str = option(
+        "ddp",
+        short_flag="-b",
+        metavar="NAME",
+        help="ddp, fsdp (= fsdp2), fsdp1, zero1, zero2, zero3; prepared models are switched to it",
+        values=BACKENDS,
+        panel_limit=64,
+    )
+    precision: str | None = option(
+        None,  # the default of the hardware
+        metavar="NAME",
+        help="no, fp16, bf16, fp8; default: bf16 if the hardware supports it, else no",
+        values=PRECISIONS,
+        panel_limit=64,
+    )
+    offload: str = option(
+        "none",
+        metavar="WHERE",
+        help="where to offload optimizer state: none, cpu, nvme:PATH",
+        values=("none", "cpu", "nvme:"),
+        panel_limit=1024,
+    )
+    offload_params: bool = option(default=False, help="also offload the parameters", panel_limit=1)
+    activation_checkpointing: bool = option(
+        default=False, help="recompute activations in the backward pass", panel_limit=1
+    )
+    compile: bool = option(default=False, help="torch.compile at prepare()")
+    fsdp_config: Mapping[str, Any] | None = option(
+        None,
+        metavar="FILE",
+        help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
+        type=strip_quotes,
+        is_config_file=True,
+        can_be_unset=True,
+    )
+    deepspeed_config: Mapping[str, Any] | None = option(
+        None,
+        metavar="FILE",
+        help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
+        type=strip_quotes,
+        is_config_file=True,
+        can_be_unset=True,
+    )
+    replicate_across: str = option(
+        "none",
+        metavar="WHAT",
+        help="with fsdp: nodes shards within nodes and replicates across (HSDP); default: none",
+        values=REPLICATE_ACROSS,
+        panel_limit=64,
+    )
+    accumulate: int = option(
+        1, metavar="N", help="micro-batches per optimizer step", type=int, panel_limit=4096
+    )
+    clip: float | None = option(
+        None,  # no clipping
+        metavar="NORM",
+        help="maximum gradient norm, or none",
+        type=parse_clip_norm,
+        can_be_unset=True,
+    )
 
     @property
     def strategy(self) -> Strategy:
@@ -105,22 +154,22 @@ class Options:
         known = cls.__dataclass_fields__.keys()
         unknown = sorted(fields.keys() - known)
         if unknown:
-            message = f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}."
-            raise OptionError(message)
+            raise OptionError(f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}.")
         return cls(**fields)
 
     def describe(self) -> str:
         """Return the backend and all values that differ from its defaults."""
         words = [self.backend]
-        words += [f"precision {self.precision}"] if self.precision not in {None, "no"} else []
-        words += [f"offload {self.offload}"] if self.offload != "none" else []
-        flags = ("offload_params", "activation_checkpointing", "compile")
-        words += [name.replace("_", " ") for name in flags if getattr(self, name)]
-        words += ["no reshard"] if not self.reshard_after_forward else []
-        across = self.replicate_across
-        words += [f"replicate across {across}"] if across != "none" else []
-        words += [f"accumulate {self.accumulate}"] if self.accumulate != 1 else []
-        words += [f"clip {self.clip:g}"] if self.clip is not None else []
+        for item in fields(self):
+            name, value = item.name.replace("_", " "), getattr(self, item.name)
+            if item.name == "fsdp_config":
+                words += [] if self.reshard_after_forward else ["no reshard"]
+            elif value in (item.default, "no") or item.name in {"backend", "deepspeed_config"}:
+                continue
+            elif value is True:
+                words.append(name)
+            else:
+                words.append(f"{name} {value:g}" if item.name == "clip" else f"{name} {value}")
         return ", ".join(words)
 
     def to_json(self) -> JsonObject:
@@ -143,9 +192,7 @@ class Options:
                 options.
         """
         options = replace(self, backend=canonical_backend(self.backend))
-        _check_installed(options, hardware)
-        _check_numbers(options)
-        _check_config_owner(options)
+        _check_engine(options, hardware)
         level = options.strategy.level
         # asdict would copy nested containers; a config may refer to the same one a million times.
         given = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -209,7 +256,16 @@ class Strategy:
     def deepspeed_config(self, options: Options, hardware: Hardware) -> JsonObject:
         """Return a DeepSpeed config. `prepare()` fills "auto"; the user's file takes precedence."""
         zero: JsonObject = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
-        zero |= _zero_offload(options, hardware)
+        if options.offload_device != "none":
+            where: JsonObject = {
+                "device": options.offload_device,
+                "pin_memory": hardware.kind == "cuda",
+            }
+            if options.offload_path:
+                where["nvme_path"] = options.offload_path
+            zero["offload_optimizer"] = where
+            if options.offload_params:
+                zero["offload_param"] = dict(where)
         config: JsonObject = {
             "train_micro_batch_size_per_gpu": "auto",
             "train_batch_size": "auto",
@@ -332,7 +388,6 @@ _ROWS = (
 )
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in _ROWS})
-BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 
 
 def canonical_backend(name: str) -> str:
@@ -343,8 +398,7 @@ def canonical_backend(name: str) -> str:
     """
     resolved = ALIASES.get(name, name)
     if resolved not in STRATEGIES:
-        message = f"Unknown backend {name!r}. Use one of {', '.join(BACKENDS)}."
-        raise OptionError(message)
+        raise OptionError(f"Unknown backend {name!r}. Use one of {', '.join(BACKENDS)}.")
     return resolved
 
 
@@ -358,84 +412,54 @@ def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
     return merged
 
 
-def _zero_offload(options: Options, hardware: Hardware) -> JsonObject:
-    if options.offload_device == "none":
-        return {}
-    where: JsonObject = {"device": options.offload_device, "pin_memory": hardware.kind == "cuda"}
-    if options.offload_path:
-        where["nvme_path"] = options.offload_path
-    sections: JsonObject = {"offload_optimizer": where}
-    if options.offload_params:
-        sections["offload_param"] = dict(where)
-    return sections
-
-
-def _backends_where(wanted: str) -> str:
-    """Names of the backends that support an offload device."""
-    return ", ".join(row.name for row in _ROWS if wanted in row.offloads)
-
-
-def _check_installed(options: Options, hardware: Hardware) -> None:
-    """Raise for a DeepSpeed backend without DeepSpeed."""
-    if options.strategy.engine == "deepspeed" and not hardware.deepspeed:
+def _check_engine(options: Options, hardware: Hardware) -> None:
+    """Raise without DeepSpeed, for a file of another engine, or for a number out of range."""
+    engine = options.strategy.engine
+    if engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
-        message = (
+        raise OptionError(
             f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
-        raise OptionError(message)
-
-
-def _check_numbers(options: Options) -> None:
-    """Raise for numbers out of range."""
     accumulate, clip = options.accumulate, options.clip
     if type(accumulate) is not int or accumulate < 1:
-        message = f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
-        raise OptionError(message)
+        raise OptionError(
+            f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
+        )
     if clip is not None and not 0 < clip < float("inf"):
-        message = f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
-        raise OptionError(message)
-
-
-def _check_config_owner(options: Options) -> None:
-    """Raise for a config file of another engine."""
-    files = {"fsdp": options.fsdp_config, "deepspeed": options.deepspeed_config}
-    for engine, content in files.items():
-        if content is not None and options.strategy.engine != engine:
-            owners = ", ".join(row.name for row in _ROWS if row.engine == engine)
-            message = (
-                f"A {engine}_config cannot be used with backend {options.backend}, only with"
-                f" {owners}."
+        raise OptionError(
+            f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
+        )
+    for owner, content in (("fsdp", options.fsdp_config), ("deepspeed", options.deepspeed_config)):
+        if content is not None and engine != owner:
+            able = ", ".join(row.name for row in _ROWS if row.engine == owner)
+            raise OptionError(
+                f"A {owner}_config cannot be used with backend {options.backend}, only with {able}."
             )
-            raise OptionError(message)
 
 
 def _check_offload(options: Options) -> None:
     """Raise for an offload that the backend does not support."""
     device, strategy = options.offload_device, options.strategy
     if device not in {"none", "cpu", "nvme"} or (device != "nvme" and options.offload_path):
-        message = (
+        raise OptionError(
             f"Unknown offload {abbreviate(options.offload)}. Use one of {', '.join(OFFLOADS)}."
         )
-        raise OptionError(message)
     if device == "nvme" and not options.offload_path:
-        message = "offload nvme needs a folder on a fast local disk: nvme:/path/to/folder."
-        raise OptionError(message)
+        raise OptionError("offload nvme needs a folder on a fast local disk: nvme:/path/to/folder.")
     if device not in strategy.offloads:
-        message = (
+        able = ", ".join(row.name for row in _ROWS if device in row.offloads)
+        raise OptionError(
             f"Backend {strategy.name} does not support offload to {device}. "
-            f"Use {_backends_where(device)}, or offload none."
+            f"Use {able}, or offload none."
         )
-        raise OptionError(message)
     if options.offload_params and not strategy.offload_params:
         able = ", ".join(row.name for row in _ROWS if row.offload_params)
-        message = f"Backend {strategy.name} cannot offload parameters. Use {able}."
-        raise OptionError(message)
+        raise OptionError(f"Backend {strategy.name} cannot offload parameters. Use {able}.")
     if options.offload_params and device == "none":
-        message = (
+        raise OptionError(
             "offload_params needs an offload device. Add offload cpu (or nvme:PATH with zero3)."
         )
-        raise OptionError(message)
 
 
 def _check_replication(options: Options, hardware: Hardware) -> None:
@@ -444,30 +468,26 @@ def _check_replication(options: Options, hardware: Hardware) -> None:
     ranks, nodes = hardware.world_size, hardware.nodes
     if across not in REPLICATE_ACROSS:
         allowed = ", ".join(REPLICATE_ACROSS)
-        message = f"Unknown replicate_across {abbreviate(across)}. Use one of {allowed}."
-        raise OptionError(message)
+        raise OptionError(f"Unknown replicate_across {abbreviate(across)}. Use one of {allowed}.")
     if across == "none":
         return
     if not options.strategy.can_replicate:
         able = ", ".join(row.name for row in _ROWS if row.can_replicate)
-        message = (
+        raise OptionError(
             f"Backend {name} cannot replicate across nodes. Use {able}, or replicate_across none."
         )
-        raise OptionError(message)
     if nodes == 1:
-        message = (
+        raise OptionError(
             "replicate_across nodes needs ranks on several machines, but all ranks are on one and"
             " share one set of shards. Leave it out."
         )
-        raise OptionError(message)
     if ranks % nodes or ranks == nodes:
         per_node = "one rank on each" if ranks == nodes else "not the same number on each"
-        message = (
+        raise OptionError(
             f"replicate_across nodes needs the same number of ranks on each node, at least two,"
             f" but {ranks} ranks on {nodes} nodes are {per_node}. Leave it out"
             f"{', or use ddp' if ranks == nodes else ''}."
         )
-        raise OptionError(message)
 
 
 def _precision(options: Options, hardware: Hardware) -> str:
@@ -486,8 +506,7 @@ def _precision(options: Options, hardware: Hardware) -> str:
     }
     if not supported[precision]:
         allowed = ", ".join(name for name in PRECISIONS if supported[name])
-        message = f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}."
-        raise OptionError(message)
+        raise OptionError(f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}.")
     return precision
 
 

@@ -62,53 +62,32 @@ def load_config(given: str | Path) -> JsonObject:
         OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
     """
     if str(given).startswith("{"):
-        return _inline(str(given))
-    return _load_file(given)
+        try:
+            inline: JsonObject = json.loads(str(given))
+        except (ValueError, RecursionError) as error:
+            shown = str(given)[:_SHOWN]
+            message = f"{shown} is not JSON ({error}). Put it in single quotes, or name a file."
+            raise OptionError(message) from error
+        return inline
+    import yaml  # only here: most sessions have no config file
 
-
-def _inline(text: str) -> JsonObject:
-    """Parse inline JSON."""
-    try:
-        content: JsonObject = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        message = f"{text[:_SHOWN]} is not JSON ({error}). Put it in single quotes, or name a file."
-        raise OptionError(message) from error
-    return content
-
-
-def _load_file(path: str | Path) -> JsonObject:
-    file = expand_user(path)
+    file = expand_user(given)
+    is_yaml = file.suffix in {".yaml", ".yml"}
     try:
         text = file.read_text(encoding="utf-8")
+        content: Any = yaml.safe_load(text) if is_yaml else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        message = f"Cannot read the config file {str(path)!r}: {error}."
-        raise OptionError(message) from error
-    content = _parsed(text, file)
+        raise OptionError(f"Cannot read the config file {str(given)!r}: {error}.") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = f"is not JSON ({error}). Name it .yaml if it is YAML."
+        if is_yaml:
+            problem = f"is not YAML: {' '.join(str(error).split())}."
+        raise OptionError(f"{str(file)!r} {problem}") from error
     section = content.get("fsdp_config", content) if isinstance(content, dict) else content
     if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
-        message = (
-            f"{str(path)!r} must contain a mapping with string keys, got {type(section).__name__}."
-        )
-        raise OptionError(message)
+        kind = type(section).__name__
+        raise OptionError(f"{str(given)!r} must contain a mapping with string keys, got {kind}.")
     return section
-
-
-def _parsed(text: str, file: Path) -> object:
-    """Parse JSON, or YAML if the file name ends in .yaml or .yml."""
-    if file.suffix not in {".yaml", ".yml"}:
-        try:
-            parsed: object = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            message = f"{str(file)!r} is not JSON ({error}). Name it .yaml if it is YAML."
-            raise OptionError(message) from error
-        return parsed
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = f"{str(file)!r} is not YAML: {' '.join(str(error).split())}."
-        raise OptionError(message) from error
 
 
 def abbreviate(given: object) -> str:
@@ -123,11 +102,10 @@ def _agree(option: str, given: object, key: str, filed: object, *, unset: object
         return given
     if given == unset:
         return filed
-    message = (
+    raise OptionError(
         f"{option} is {abbreviate(given)} but the config file has {key} = {abbreviate(filed)}."
         " Remove one of them."
     )
-    raise OptionError(message)
 
 
 def read_fsdp_config(
@@ -146,19 +124,17 @@ def read_fsdp_config(
         plain[_FSDP_FILE_NAMES.get(short, short)] = value
     unknown = sorted(plain.keys() - FSDP_KEYS)
     if unknown:
-        message = (
+        raise OptionError(
             f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
             f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
-        raise OptionError(message)
     wanted = plain.pop("fsdp_version", None)
     if wanted is not None and str(wanted) != str(version):
         named = str(wanted)[:_SHOWN]
-        message = (
+        raise OptionError(
             f"The fsdp_config is for version {named} but the backend is {options['backend']}. "
             f"Use backend fsdp{named}."
         )
-        raise OptionError(message)
     if "reshard_after_forward" in plain:
         plain["reshard_after_forward"] = _resharding(plain["reshard_after_forward"], version)
     offload = "cpu" if plain.pop("cpu_offload", False) else None
@@ -180,11 +156,10 @@ def _resharding(value: object, version: int) -> object:
     allowed, hint = "true or false", ""
     if version == 1:
         allowed, hint = "FULL_SHARD", " To keep parameters gathered, use sharding_strategy."
-    message = (
+    raise OptionError(
         f"reshard_after_forward in the fsdp_config of fsdp{version} must be {allowed},"
         f" got {abbreviate(value)}.{hint}"
     )
-    raise OptionError(message)
 
 
 def read_deepspeed_config(
@@ -200,35 +175,45 @@ def read_deepspeed_config(
     zero = content.get("zero_optimization", {})
     for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
         if not isinstance(section, dict):
-            message = f"{name} of the deepspeed_config must be a mapping."
-            raise OptionError(message)
+            raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
     wanted = zero.get("stage", "auto")
     if wanted not in ("auto", stage):
         named = str(wanted)[:_SHOWN]
-        message = (
+        raise OptionError(
             f"The deepspeed_config has ZeRO stage {named} but the backend is {options['backend']}. "
             f"Use backend zero{named} or change the stage."
         )
-        raise OptionError(message)
     accumulate = content.get("gradient_accumulation_steps")
     clipping = content.get("gradient_clipping") or None
-    precision, offload = _filed_precision(content), _filed_offload(zero)
-    given = options["accumulate"]
-    key = "gradient_accumulation_steps"
+    enabled = [
+        name
+        for name in ("fp16", "bf16")
+        if isinstance(content.get(name), dict) and content[name].get("enabled") is True
+    ]
+    devices = {
+        name: str(section.get("device") or "none") for name, section in _sections(zero).items()
+    }
+    offload = devices.get("offload_optimizer", "none")
+    if offload == "nvme":
+        offload = f"nvme:{zero['offload_optimizer'].get('nvme_path') or ''}"
+    agreed = {
+        name: _agree(name, options[name], key, filed, unset=unset)
+        for name, key, filed, unset in (
+            ("accumulate", "gradient_accumulation_steps", accumulate, 1),
+            ("clip", "gradient_clipping", clipping, None),
+            ("precision", "precision", enabled[0] if enabled else None, None),
+            ("offload", "offload_optimizer", None if offload == "none" else offload, "none"),
+        )
+    }
     return {
-        "deepspeed_config": _without_ours(content, stage),
-        "accumulate": _agree("accumulate", given, key, accumulate, unset=1),
-        "clip": _agree("clip", options["clip"], "gradient_clipping", clipping, unset=None),
-        "precision": _agree("precision", options["precision"], "precision", precision, unset=None),
-        "offload": _agree(
-            "offload", options["offload"], "offload_optimizer", offload, unset="none"
-        ),
+        "deepspeed_config": _without_options(content, stage),
         "offload_params": options["offload_params"]
-        or _filed_device(zero, "offload_param") != "none",
+        or devices.get("offload_param", "none") != "none",
+        **agreed,
     }
 
 
-def _without_ours(content: Mapping[str, Any], stage: int) -> JsonObject:
+def _without_options(content: Mapping[str, Any], stage: int) -> JsonObject:
     """Return the file without the keys that are covered by options."""
     plain = {
         key: value
@@ -240,14 +225,13 @@ def _without_ours(content: Mapping[str, Any], stage: int) -> JsonObject:
     zero = {name: value for name, value in zero.items() if name not in _SECTIONS}
     for name, section in sections.items():
         # The offload device is already an option; the remaining keys tune it.
-        tuning = {k: v for k, v in section.items() if k not in _PLACE}
+        tuning = {k: v for k, v in section.items() if k not in {"device", "nvme_path"}}
         if tuning:
             zero[name] = tuning
     plain["zero_optimization"] = zero
     return plain
 
 
-_PLACE = ("device", "nvme_path")
 _SECTIONS = ("offload_optimizer", "offload_param")
 
 
@@ -256,27 +240,3 @@ def _sections(zero: object) -> JsonObject:
     if not isinstance(zero, dict):
         return {}
     return {name: zero[name] for name in _SECTIONS if zero.get(name) is not None}
-
-
-def _filed_precision(content: Mapping[str, Any]) -> str | None:
-    """Return fp16 or bf16 if the DeepSpeed config enables it."""
-    for name in ("fp16", "bf16"):
-        section = content.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return name
-    return None
-
-
-def _filed_device(zero: Mapping[str, Any], key: str) -> str:
-    """Return the device of one of ZeRO's offload sections."""
-    section = zero.get(key)
-    return str(section.get("device") or "none") if isinstance(section, dict) else "none"
-
-
-def _filed_offload(zero: Mapping[str, Any]) -> str | None:
-    """Return the offload of a DeepSpeed config as a value of the offload option."""
-    device = _filed_device(zero, "offload_optimizer")
-    if device == "none":
-        return None
-    path = zero["offload_optimizer"].get("nvme_path") or ""
-    return f"nvme:{path}" if device == "nvme" else device

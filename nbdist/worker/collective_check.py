@@ -16,8 +16,12 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
+import mmap
+import struct
 import time
+import zlib
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +30,11 @@ from torch.distributed import distributed_c10d
 
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CollectiveMismatch
-from nbdist.worker.collective_log import CollectiveLog, LoggedCall
+from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
 SPIN_S = 0.0005
 """Wait this long without sleeping: ranks usually call a collective within this time."""
@@ -39,7 +44,6 @@ MISMATCH_WAIT_S = 1.0
 """Time to wait for the remaining ranks after a mismatch, so that the error names them all."""
 INTERRUPT_POLL_S = dt.timedelta(seconds=0.25)
 """Latency of an interrupt while waiting for a collective that has started."""
-
 ABORTED_MESSAGE = "the connections between the ranks were cut"
 
 _SAME_SIZE = {
@@ -63,7 +67,7 @@ _ANY_SIZE = {
     "all_to_all_single": "all_to_all_single",
     "barrier": "barrier",
 }
-_INPUT_SECOND = frozenset(
+_OUTPUT_FIRST = frozenset(
     {
         "_allgather_base",
         "all_gather_single",
@@ -73,6 +77,151 @@ _INPUT_SECOND = frozenset(
     }
 )
 """Methods whose first argument is the output; it may have another size or be missing."""
+
+MAX_GROUPS = 64
+"""Process groups per page; calls in further groups are neither logged nor checked."""
+CALLS_PER_GROUP = 8
+"""Calls kept per group; ranks that wait for each other are at most one call apart."""
+_GROUP = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")
+_CALL = struct.Struct("<QQ160sQ")
+"""Number, key, description (at most 160 bytes) and checksum of a call."""
+_WORDS_BYTES = 160
+_SLOT_BYTES = _GROUP.size + CALLS_PER_GROUP * _CALL.size
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall:
+    """One call of a collective."""
+
+    key: int
+    """Equal on ranks whose calls match."""
+    description: str
+    """For messages: "all_reduce of float32[4]"."""
+
+    @classmethod
+    def from_signature(cls, what: str, words: str) -> LoggedCall:
+        """Return a call from its signature; calls with equal signatures match."""
+        return cls(_hash(what), words)
+
+
+class CollectiveLog:
+    """Log of the collectives that each rank of a node has called, in shared memory.
+
+    Each rank writes its own file-backed page and reads those of the other ranks without locks. A
+    page has a slot per process group, which holds the last few calls in that group, numbered
+    from 1. A call is logged before its collective starts, which shows the ranks that have not
+    reached it yet.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
+        """Create this rank's page; the others' are opened on first access.
+
+        Args:
+            folder: folder private to the session, the same on all ranks.
+            rank: rank of this process.
+            world_size: number of pages.
+        """
+        self.rank, self.world_size = rank, world_size
+        self._folder = folder
+        path = folder / f"board{rank}"
+        path.write_bytes(bytes(MAX_GROUPS * _SLOT_BYTES))
+        path.chmod(0o600)
+        self._pages: dict[int, mmap.mmap] = {}
+        self._slots: dict[tuple[int, int], int] = {}
+        """(rank, group) -> offset of the group's slot in the rank's page."""
+        self._own: dict[int, int] = {}
+        """Group -> number of its last call on this rank."""
+
+    def append(self, group: str, call: LoggedCall) -> int:
+        """Log a call of this rank; return its number, or 0 if there is no free slot."""
+        key = _hash(group)
+        if key not in self._own:
+            if len(self._own) == MAX_GROUPS:
+                return 0
+            offset = len(self._own) * _SLOT_BYTES
+            self._slots[self.rank, key] = offset
+            _GROUP.pack_into(self._page(self.rank), offset, key)
+            self._own[key] = 0
+        self._own[key] += 1
+        number = self._own[key]
+        words = call.description.encode(errors="replace")[:_WORDS_BYTES]
+        page, place = self._page(self.rank), self._place(self.rank, key, number)
+        # Write the number last, so that a reader that sees it also sees the rest.
+        _CALL.pack_into(page, place, 0, call.key, words, _sum(number, call.key, words))
+        _NUMBER.pack_into(page, place, number)
+        return number
+
+    def withdraw(self, group: str, number: int) -> None:
+        """Remove the last call, which was interrupted before its collective started."""
+        key = _hash(group)
+        if self._own.get(key) == number:
+            self._own[key] -= 1
+            place = self._place(self.rank, key, number)
+            _CALL.pack_into(self._page(self.rank), place, 0, 0, b"", 0)
+
+    def last_number(self, group: str) -> int:
+        """Return the number of this rank's last call in a group, 0 if there is none."""
+        return self._own.get(_hash(group), 0)
+
+    def call_at(self, rank: int, group: str, number: int) -> LoggedCall | None:
+        """Return a rank's call by number; None if it is not logged yet or was overwritten."""
+        key = _hash(group)
+        if self._slot(rank, key) is None:
+            return None
+        page, place = self._pages[rank], self._place(rank, key, number)
+        logged, signature, words, checksum = _CALL.unpack_from(page, place)
+        words = words.rstrip(b"\0")
+        if logged != number or checksum != _sum(logged, signature, words):
+            return None  # another call, or one that is being written
+        return LoggedCall(signature, words.decode(errors="replace"))
+
+    def has_reached(self, rank: int, group: str, number: int) -> bool:
+        """Return whether a rank has made its call of this number or a later one."""
+        key = _hash(group)
+        if self._slot(rank, key) is None:
+            # A rank without a free slot does not log its calls in further groups.
+            last = (MAX_GROUPS - 1) * _SLOT_BYTES
+            return bool(_GROUP.unpack_from(self._page(rank), last)[0])
+        logged, *_ = _CALL.unpack_from(self._pages[rank], self._place(rank, key, number))
+        return bool(logged >= number)
+
+    def _slot(self, rank: int, key: int) -> int | None:
+        """Return the offset of a group in a rank's page; None if the rank has not used it."""
+        if (rank, key) not in self._slots:
+            page = self._page(rank)
+            for offset in range(0, MAX_GROUPS * _SLOT_BYTES, _SLOT_BYTES):
+                (group,) = _GROUP.unpack_from(page, offset)
+                if group == key:
+                    self._slots[rank, key] = offset
+                    break
+                if not group:
+                    return None
+        return self._slots.get((rank, key))
+
+    def clear(self) -> None:
+        """Remove all groups of this rank."""
+        self._page(self.rank)[:] = bytes(MAX_GROUPS * _SLOT_BYTES)
+        self._slots.clear()
+        self._own.clear()
+
+    def _place(self, rank: int, key: int, number: int) -> int:
+        return self._slots[rank, key] + _GROUP.size + number % CALLS_PER_GROUP * _CALL.size
+
+    def _page(self, rank: int) -> mmap.mmap:
+        if rank not in self._pages:
+            with (self._folder / f"board{rank}").open("r+b") as file:
+                self._pages[rank] = mmap.mmap(file.fileno(), 0)
+        return self._pages[rank]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+def _sum(number: int, what: int, words: bytes) -> int:
+    """Return a checksum that detects a partially written entry."""
+    return zlib.crc32(words, (number ^ what ^ what >> 32) & 0xFFFFFFFF) | 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +289,7 @@ class CollectiveBarrier:
         """Return when all ranks have logged the call, or some time after a mismatch."""
         began, nap, misfit_at = time.monotonic(), MIN_SLEEP_S, 0.0
         missing = tuple(others)
-        while missing := self._missing(name, number, missing):
+        while missing := tuple(r for r in missing if not self._board.has_reached(r, name, number)):
             now = time.monotonic()
             if self._given_up:
                 raise RuntimeError(ABORTED_MESSAGE)
@@ -154,9 +303,6 @@ class CollectiveBarrier:
             self.pending = PendingCollective(call.description, missing, began)
             time.sleep(nap)
             nap = min(nap * 1.5, MAX_SLEEP_S)
-
-    def _missing(self, name: str, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if not self._board.has_reached(rank, name, number))
 
     def _misfits(
         self, name: str, number: int, call: LoggedCall, others: Sequence[int]
@@ -189,20 +335,22 @@ def patch_collectives(board: CollectiveLog) -> CollectiveBarrier:
     """Patch torch.distributed to check each collective first; call it once per process."""
     barrier = CollectiveBarrier(board)
     for name in _SAME_SIZE | _ANY_SIZE:
-        if (original := getattr(ProcessGroup, name, None)) is not None:
-            setattr(ProcessGroup, name, _wrap_collective(name, original, barrier))
-    distributed_c10d._new_group_with_tag = _wrap_new_group(  # noqa: SLF001 - new_group calls it
-        distributed_c10d._new_group_with_tag,  # noqa: SLF001
-        barrier,
+        if hasattr(ProcessGroup, name):
+            patch(
+                f"torch.distributed:ProcessGroup.{name}",
+                functools.partial(_wrap_collective, name, barrier),
+            )
+    patch(
+        "torch.distributed.distributed_c10d:_new_group_with_tag",
+        functools.partial(_wrap_new_group, barrier),
     )
-    setattr(Work, "wait", _wrap_wait(Work.wait))  # noqa: B010 - to mypy it cannot be assigned
+    patch("torch.distributed:Work.wait", _wrap_wait)
     return barrier
 
 
 def _wrap_collective(
-    name: str, original: Callable[..., Any], barrier: CollectiveBarrier
+    name: str, barrier: CollectiveBarrier, original: Callable[..., Any]
 ) -> Callable[..., Any]:
-    @functools.wraps(original)
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         options = next((arg for arg in args if hasattr(arg, "asyncOp")), kwargs.get("opts"))
         wait = not getattr(options, "asyncOp", False)
@@ -212,10 +360,9 @@ def _wrap_collective(
     return method
 
 
-def _wrap_new_group(original: Callable[..., Any], barrier: CollectiveBarrier) -> Callable[..., Any]:
+def _wrap_new_group(barrier: CollectiveBarrier, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wait for all ranks before new_group, which otherwise blocks in C++ for 30 minutes."""
 
-    @functools.wraps(original)
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("use_local_synchronization"):
             words = (
@@ -231,7 +378,7 @@ def _wrap_new_group(original: Callable[..., Any], barrier: CollectiveBarrier) ->
 def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCall:
     """Return the key for comparing a call with other ranks' calls, and its description."""
     collective = (_SAME_SIZE | _ANY_SIZE)[name]
-    inputs = args[1:2] if name in _INPUT_SECOND else args[:1]
+    inputs = args[1:2] if name in _OUTPUT_FIRST else args[:1]
     tensors = list(tensors_of(inputs))
     dtypes = sorted(set(map(_kind, tensors)))
     signature = [collective, *dtypes]
@@ -269,7 +416,6 @@ def _wrap_wait(original: Callable[..., bool]) -> Callable[..., bool]:
     waits in short intervals and handles signals in between.
     """
 
-    @functools.wraps(original)
     def wait(work: Work, *limit: Any) -> bool:
         if limit:
             return original(work, *limit)

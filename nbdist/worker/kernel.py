@@ -29,16 +29,15 @@ from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
 from nbdist.worker import stacks
-from nbdist.worker.interrupt import abort_collectives, current_line
+from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
-from nbdist.worker.interrupt.progress_status import MainThreadMonitor
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_probe, model_description, oom_advice
 from nbdist.worker.operations import run_operation
 from nbdist.worker.operations.transaction import error_text
-from nbdist.worker.output_truncation import MAX_ERROR_CHARS, truncate
-from nbdist.worker.profiling import requests
-from nbdist.worker.stream import log_to_launcher
+from nbdist.worker.profiling import window
+from nbdist.worker.stacks import MainThreadMonitor
+from nbdist.worker.stream import MAX_ERROR_CHARS, log_to_launcher, truncate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -350,7 +349,7 @@ class RankKernel(IPythonKernel):
 
     def report_current_line(self, _: object) -> messages.RankActivityReply:
         """Return the line that a cell is executing; runs on the control thread."""
-        return current_line.current_line_reply(
+        return stacks.current_line_reply(
             self.shell.compile.format_code_name, self.main_thread_monitor.sample()
         )
 
@@ -370,7 +369,7 @@ class RankKernel(IPythonKernel):
 
     def start_profile(self, request: messages.ProfileRequest) -> messages.ProfileStartReply:
         """Start to record steps of a cell; runs on the control thread, also during the cell."""
-        return requests.start_profile(
+        return window.start_profile(
             request, self.profile_context, running=self.running_request, over=self.finished_request
         )
 

@@ -17,17 +17,16 @@ import torch
 
 from nbdist import strategies
 from nbdist.hardware import discovery
-from nbdist.launcher import crash_dump, process_tree
+from nbdist.launcher import crash_dump, device_visibility, process_tree
 from nbdist.protocol import messages
 from nbdist.worker import (
     collective_check,
-    device_visibility,
     namespace,
     process_group,
     rendezvous_store,
     stream,
 )
-from nbdist.worker.collective_log import CollectiveLog
+from nbdist.worker.collective_check import CollectiveLog
 from nbdist.worker.engines import accelerator, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
 from nbdist.worker.kernel import RankApp

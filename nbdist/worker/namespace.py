@@ -15,7 +15,7 @@ from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.memory import memory_probe, oom_advice
 from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
-from nbdist.worker.profiling import kineto, requests, window
+from nbdist.worker.profiling import kineto, window
 from nbdist.worker.report import Reporter
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def add_kernel_functions(
 def _after_code() -> None:
     accelerators.restore_shared_states()
     memory_probe.on_cell_end()
-    requests.on_cell_end()
+    window.on_cell_end()
 
 
 def publish_auto_choice(kernel: RankKernel, chooser: AutoStrategy) -> None:

@@ -1,13 +1,20 @@
-"""Creates the default process group, and recreates it after an abort.
+"""Creates the default process group, recreates it after an abort, and protects it from cells.
 
-Runs on the main thread of a rank.
+The default process group and those of the engines belong to nbdist. Scripts often end with
+`accelerator.end_training()` or `destroy_process_group()` and start with `init_process_group()`.
+In a cell these calls keep the session's groups and destroy only the groups created by cells, so
+that the next cell can communicate and train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import inspect
 import os
 import sys
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -15,14 +22,109 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 
-from nbdist.worker import process_group_lifetime
+from nbdist.errors import SessionError
 from nbdist.worker import rendezvous_store as stores
 from nbdist.worker.interrupt import abort_collectives
+from nbdist.worker.library_patches import patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.nn.parallel import DistributedDataParallel
+
+Group = distributed.ProcessGroup
 
 _MEET = dt.timedelta(seconds=30)
 """Timeout for all ranks to recreate the group, when none of them has other work to do."""
 _NAMES_APART = 10_000
 """Offset of the group counter per era: a rank that hung may have created more groups."""
+
+# torch's functions, which ``protect_groups`` replaces
+_init, _destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
+
+_of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def known_groups() -> list[Group]:
+    """Return the process groups registered on this rank, including the default group."""
+    return list(distributed_c10d._world.pg_map)  # noqa: SLF001 - torch 2.13 has no public name
+
+
+@contextlib.contextmanager
+def owned_by_engines() -> Iterator[None]:
+    """Protect the groups created in this context from `destroy_process_group` in cells."""
+    before = set(known_groups())
+    try:
+        yield
+    finally:
+        _of_engines.update(set(known_groups()) - before)
+
+
+def protect_groups() -> None:
+    """Protect the session's process groups from cells; call it once per process."""
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        patch(f"{module}:init_process_group", lambda _: _check_init)
+        patch(f"{module}:destroy_process_group", lambda _: _destroy_groups_of_cells)
+    patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _outlived_by_its_group)
+
+
+def _check_init(*args: Any, **kwargs: Any) -> None:
+    """Do nothing if the default group exists and matches the arguments.
+
+    Raises:
+        SessionError: the backend, world size or rank differs from the session's.
+    """
+    if not distributed.is_initialized():
+        _init(*args, **kwargs)
+        return
+    given = inspect.signature(_init).bind(*args, **kwargs).arguments
+    config = str(distributed.get_backend_config())
+    own = {"world_size": distributed.get_world_size(), "rank": distributed.get_rank()}
+    wrong = [f"{name}={given[name]}" for name in own if given.get(name, -1) not in {-1, own[name]}]
+    backend = str(given.get("backend") or "").lower()
+    if any(part not in config for part in backend.split(",")):
+        wrong.append(f"backend={backend!r}")
+    if wrong:
+        message = (
+            f"The session already has a process group ({config}, rank {own['rank']} of"
+            f" {own['world_size']}), but init_process_group() got {wrong[0]}. Remove the call or"
+            " create a group with torch.distributed.new_group()."
+        )
+        raise SessionError(message)
+
+
+def _destroy_groups_of_cells(group: Group | None = None) -> None:
+    """Destroy a group created by a cell; without a group, all groups created by cells."""
+    world = distributed.group.WORLD
+    if group is not None and group is not world:
+        if group not in _of_engines:
+            _destroy(group)
+        return
+    for known in reversed(known_groups()):
+        if known is not world and known not in _of_engines:
+            _destroy(known)
+
+
+def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]:
+    """Keep a reference to DDP's process group until its Reducer has been freed.
+
+    Freeing a ProcessGroupGloo (torch 2.13) while holding the GIL can deadlock: the destructor
+    joins a worker thread, which may be waiting for the GIL to free the tensors of its last
+    collective. Python's reference to a group releases the GIL first; DDP's C++ Reducer does not.
+    Two Python objects own the Reducer: its wrapper and the Logger. Neither takes part in garbage
+    collection, so a finalizer runs after the C++ object is freed.
+    """
+
+    def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        original(ddp, *args, **kwargs)
+        for holder in (ddp.reducer, ddp.logger):
+            weakref.finalize(holder, _free, ddp.process_group).atexit = False
+
+    return make_reducer
+
+
+def _free(_: Group) -> None:
+    """Drop the reference, which is the argument itself."""
 
 
 def create_default_group(store: Store, *, on_gpu: bool) -> None:
@@ -39,7 +141,7 @@ def create_default_group(store: Store, *, on_gpu: bool) -> None:
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    process_group_lifetime.init(
+    _init(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=store,
         rank=int(os.environ["RANK"]),
@@ -67,7 +169,7 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     # Abort first: NCCL would run the verification on a stream that may wait for a collective
     # which another rank has never started.
     abort_collectives.release_together(f"era{era}")
-    old = process_group_lifetime.known_groups()
+    old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
     distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
@@ -83,21 +185,14 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
         raise
     finally:
         store.set_timeout(default_timeout)
-    _clear_deepspeed_group_cache()
-    # torch 2.13 treats meshes of equal shape as the same: results would be placed on the old mesh.
-    debug._clear_sharding_prop_cache()  # noqa: SLF001
-    return old
-
-
-def _clear_deepspeed_group_cache() -> None:
-    """Make DeepSpeed build its next engine on the new group.
-
-    deepspeed 0.19.8 caches a clone of the default group and builds every engine on it; only its
-    own `destroy_process_group` clears the cache.
-    """
+    # deepspeed 0.19.8 caches a clone of the default group and builds every engine on it; only its
+    # own `destroy_process_group` clears the cache.
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
         groups._release_process_group_references()  # noqa: SLF001
+    # torch 2.13 treats meshes of equal shape as the same: results would be placed on the old mesh.
+    debug._clear_sharding_prop_cache()  # noqa: SLF001
+    return old
 
 
 def verify_group(*, on_gpu: bool = False) -> None:
@@ -118,5 +213,5 @@ def verify_group(*, on_gpu: bool = False) -> None:
 def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
     """Destroy groups that are no longer used."""
     for group in groups:
-        if group in distributed_c10d._world.pg_map:  # noqa: SLF001
-            process_group_lifetime.destroy(group)
+        if group in known_groups():
+            _destroy(group)

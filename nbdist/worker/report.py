@@ -91,8 +91,12 @@ class Reporter:
         """
         step = self.next_step if step is None else _checked_step(step)
         row: dict[str, float] = {"step": step, "time": time.time()}
-        if not scalars or not _OWN_NAMES.isdisjoint(scalars):
-            raise _refused_names(scalars)
+        if not scalars:
+            message = "report() got no scalars. Pass them by name, as in report(loss=loss)."
+            raise OptionError(message)
+        if not _OWN_NAMES.isdisjoint(scalars):
+            message = "report(time=...) is reserved for the time of the row. Use another name."
+            raise OptionError(message)
         distant: dict[str, torch.Tensor] = {}
         for name, value in scalars.items():
             if type(value) is float:
@@ -172,19 +176,17 @@ class PinnedSlots:
                 " yet. Call it after the replay."
             )
             raise OptionError(message)
-        slots = {name: self._slot() for name in tensors}
+        slots: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
+            if not self._free:
+                # Inference tensors could not be written to outside inference mode.
+                with torch.inference_mode(mode=False):
+                    chunk = torch.empty(_SLOTS, dtype=torch.float64, device="cpu", pin_memory=True)
+                self._free.extend(chunk[i] for i in range(_SLOTS))
+            slots[name] = self._free.popleft()
             slots[name].copy_(tensor.detach().reshape(()), non_blocking=True)
         events = [_event_behind(device) for device in {t.device for t in tensors.values()}]
         return _DeviceCopies(slots, events, self._free)
-
-    def _slot(self) -> torch.Tensor:
-        if not self._free:
-            # Inference tensors could not be written to outside inference mode.
-            with torch.inference_mode(mode=False):
-                chunk = torch.empty(_SLOTS, dtype=torch.float64, device="cpu", pin_memory=True)
-            self._free.extend(chunk[i] for i in range(_SLOTS))
-        return self._free.popleft()
 
 
 @dataclass(slots=True)
@@ -216,13 +218,20 @@ class _DeviceCopies:
         return values
 
 
+_thread = threading.local()
+"""Has `allows` once the capture mode of the thread is set."""
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
+
+
 def _allow_captures() -> None:
     """Allow this thread to query events while the main thread captures a CUDA graph.
 
     An event query on another thread invalidates a capture in the default "global" mode unless
     that thread's own capture mode is thread-local; ProcessGroupNCCL's watchdog does the same.
     """
-    if _thread.allows or threading.current_thread() is threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or getattr(_thread, "allows", False):
         return
     _thread.allows = True
     mode = ctypes.c_int(_THREAD_LOCAL)
@@ -234,17 +243,6 @@ def _allow_captures() -> None:
         return
     if status := driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
         _log.warning("report() may invalidate a CUDA graph capture: CUDA error %d", status)
-
-
-class _Thread(threading.local):
-    """Per-thread flag: `allows` is True once the capture mode is set."""
-
-    allows = False
-
-
-_thread = _Thread()
-_THREAD_LOCAL = 1
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL."""
 
 
 def _event_behind(device: torch.device) -> torch.cuda.Event:
@@ -264,25 +262,20 @@ def _is_distant(tensor: torch.Tensor) -> bool:
 def _number(name: str, value: Any) -> float:
     """Convert a scalar to float."""
     if isinstance(value, torch.Tensor):
-        value = _item(name, value)
+        # A plain tensor is checked only if it has no item: the check has a more precise error.
+        tensor = value if type(value) is torch.Tensor else _one_element(name, value)
+        try:
+            value = tensor.item()
+        except (RuntimeError, ValueError):
+            value = _one_element(name, tensor).item()
     elif getattr(value, "size", None) == 1 and hasattr(value, "item"):  # NumPy
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise _no_scalar(name, _called(value))
+        raise _no_scalar(name, _describe(value))
     try:
         return float(value)
     except OverflowError as error:
         raise _no_scalar(name, "a number too large for a float") from error
-
-
-def _item(name: str, tensor: torch.Tensor) -> object:
-    """Return the value of a host tensor, with a fast path for a plain tensor."""
-    if type(tensor) is torch.Tensor:
-        try:
-            return tensor.item()
-        except (RuntimeError, ValueError):
-            return _one_element(name, tensor).item()  # raises a more precise error
-    return _one_element(name, tensor).item()
 
 
 def _one_element(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -305,16 +298,10 @@ def _checked_step(step: Any) -> int:
     if 0 <= number < _MAX_STEP:
         return number
     message = (
-        f"step of report() must be an integer >= 0 and < 2**62, got {_called(step)}."
+        f"step of report() must be an integer >= 0 and < 2**62, got {_describe(step)}."
         " Pass scalars by name, as in report(loss=loss)."
     )
     raise OptionError(message)
-
-
-def _refused_names(scalars: Mapping[str, object]) -> OptionError:
-    if not scalars:
-        return OptionError("report() got no scalars. Pass them by name, as in report(loss=loss).")
-    return OptionError("report(time=...) is reserved for the time of the row. Use another name.")
 
 
 def _no_scalar(name: str, given: str) -> OptionError:
@@ -323,7 +310,7 @@ def _no_scalar(name: str, given: str) -> OptionError:
     )
 
 
-def _called(value: object) -> str:
+def _describe(value: object) -> str:
     """Return the type of a value for an error message, with a short value in parentheses."""
     text = repr(value)
     shown = f" ({text})" if isinstance(value, (str, int, float)) and len(text) <= 40 else ""  # noqa: PLR2004

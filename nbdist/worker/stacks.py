@@ -1,36 +1,76 @@
-"""Formats the Python stacks of all threads of this rank.
+"""Reads what this rank is doing: the stacks of its threads, and where its main thread is.
 
-Called on the control thread; only reads frames.
+Called on the control thread while a cell runs. It costs training nothing: only frames, torch's own
+counters and ``CollectiveBarrier.pending`` are read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import os
 import re
 import sys
 import threading
+import time
 import traceback
-from pathlib import PurePath
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import distributed_c10d
+
+from nbdist.protocol import messages
+from nbdist.worker import collective_check
+from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
+from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
+    from nbdist.worker.collective_check import CollectiveBarrier
+
+CellName = tuple[str, str] | None
+"""Result of IPython's `compile.format_code_name` for a file: ("Cell", "In[3]") for a cell's."""
+
+ROUND_TO_S = 0.5
+"""Times are rounded to this: ranks that wait at the same position then send equal replies, which
+an agent deduplicates."""
 _MOST_FRAMES = 60
 """Maximum frames per thread; a recursion has thousands."""
+_SOURCE_CHARS = 120
 _OUTSIDE = PurePath("nbdist", "worker", "main.py").parts
 """Frames outside this file belong to torch elastic and the launcher."""
 _SERVANTS = re.compile(
     r"/(?:threading|selectors|asyncio/\w+|(?:ipykernel|zmq|tornado|nbdist)/.*)\.py$"
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
+_COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
+"""Last parts of the path of torch's module whose public functions are the collectives."""
 
 
-def format_stacks(cell_of: Callable[[str], tuple[str, str] | None]) -> str:
+def main_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+
+
+def frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def line_of(frame: FrameType) -> int:
+    """Return the current line of a frame, or the first line of its function."""
+    return frame.f_lineno or frame.f_code.co_firstlineno  # f_lineno may be None between lines
+
+
+def format_stacks(cell_of: Callable[[str], CellName]) -> str:
     """Return the stack of every thread, main thread first and innermost frames first.
 
     Args:
-        cell_of: IPython's `compile.format_code_name`: file of a cell's code -> ("Cell", "In[3]").
+        cell_of: IPython's `compile.format_code_name`.
     """
     frames = sys._current_frames()  # noqa: SLF001 - there is no public API
     main, current = threading.main_thread(), threading.current_thread()
@@ -38,27 +78,104 @@ def format_stacks(cell_of: Callable[[str], tuple[str, str] | None]) -> str:
     threads.sort(key=lambda thread: (thread is not main, thread.name))
     parts, servants = [], []
     for thread in threads:
-        stack = _stack(frames.get(thread.ident or 0))
-        if thread is main or not all(_SERVANTS.search(frame.filename) for frame in stack):
-            lines = [_line(frame, cell_of(frame.filename)) for frame in stack]
-            parts.append("\n".join([f"Thread {thread.name}:", *lines]))
-        else:
+        stack: list[traceback.FrameSummary] = []
+        frame = frames.get(thread.ident or 0)
+        extracted = traceback.extract_stack(frame, limit=-_MOST_FRAMES) if frame else ()
+        for summary in reversed(extracted):
+            stack.append(summary)
+            if PurePath(summary.filename).parts[-len(_OUTSIDE) :] == _OUTSIDE:
+                break
+        if thread is not main and all(_SERVANTS.search(summary.filename) for summary in stack):
             servants.append(thread.name)
+            continue
+        lines = [f"Thread {thread.name}:"]
+        for summary in stack:
+            cell = cell_of(summary.filename)
+            place = cell[1] if cell else f'"{summary.filename}"'
+            lines.append(f"  {place}, line {summary.lineno} in {summary.name}: {summary.line}")
+        parts.append("\n".join(lines))
     if servants:
         parts.append(f"Threads of ipykernel and nbdist: {', '.join(servants)}")
     return "\n\n".join(parts)
 
 
-def _stack(frame: FrameType | None) -> list[traceback.FrameSummary]:
-    """Return the frames, innermost first, up to the rank's main function."""
-    stack: list[traceback.FrameSummary] = []
-    for summary in reversed(traceback.extract_stack(frame, limit=-_MOST_FRAMES) if frame else ()):
-        stack.append(summary)
-        if PurePath(summary.filename).parts[-len(_OUTSIDE) :] == _OUTSIDE:
-            break
-    return stack
+def current_line_reply(
+    cell_of: Callable[[str], CellName], standing: messages.MainThreadStatus
+) -> messages.RankActivityReply:
+    """Return the user's line that the main thread is executing, and the collective it waits in.
+
+    Args:
+        cell_of: IPython's `compile.format_code_name`.
+        standing: status of the main thread, part of the reply.
+    """
+    collective = called = ""
+    for frame in frames_outwards(main_frame()):
+        code = frame.f_code
+        if (cell := cell_of(code.co_filename)) is not None:
+            line = line_of(frame)
+            source = linecache.getline(code.co_filename, line).strip()
+            return messages.RankActivityReply(
+                cell=cell[1],
+                line=line,
+                source=source[:_SOURCE_CHARS],
+                called=called,
+                collective=collective,
+                standing=standing,
+            )
+        if not code.co_name.startswith("_"):
+            called = code.co_name
+        in_torch = PurePath(code.co_filename).parts[-len(_COLLECTIVES) :] == _COLLECTIVES
+        if in_torch and not code.co_name.startswith(("_", "get_", "is_")):
+            collective = code.co_name  # the last one found is the outermost, which the user called
+    return messages.RankActivityReply(
+        cell="", line=0, source="", called="", collective=collective, standing=standing
+    )
 
 
-def _line(frame: traceback.FrameSummary, cell: tuple[str, str] | None) -> str:
-    place = cell[1] if cell else f'"{frame.filename}"'
-    return f"  {place}, line {frame.lineno} in {frame.name}: {frame.line}"
+class MainThreadMonitor:
+    """Monitor of the main thread that compares successive samples."""
+
+    def __init__(self, barrier: CollectiveBarrier | None) -> None:
+        """Create a monitor; GPU ranks (NCCL) have no barrier, so it is None there."""
+        self._barrier = barrier
+        self._position: object = None
+        self._since = time.monotonic()
+
+    def sample(self) -> messages.MainThreadStatus:
+        """Return the status of the main thread."""
+        now, counts = time.monotonic(), collective_counts()
+        # A rank that waits in the barrier stands still, although the barrier itself runs.
+        frames = [
+            (id(frame.f_code), frame.f_lasti)
+            for frame in frames_outwards(main_frame())
+            if frame.f_code.co_filename != collective_check.__file__
+        ]
+        position = (frames, counts)
+        if position != self._position:
+            self._position, self._since = position, now
+        pending = self._barrier.pending if self._barrier is not None else None
+        return messages.MainThreadStatus(
+            waits_for=pending.description if pending else "",
+            missing=list(pending.missing_ranks) if pending else [],
+            still_s=(now - (pending.since if pending else self._since)) // ROUND_TO_S * ROUND_TO_S,
+            sleeps=_is_sleeping(),
+            failed=interrupt_flag.failed,
+            counts=counts,
+            midway=prepared_models.interrupted_pass(),
+        )
+
+
+def _is_sleeping() -> bool:
+    """Return whether the main thread is sleeping; its thread id on Linux is the pid."""
+    with contextlib.suppress(OSError):  # no /proc on macOS
+        text = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(errors="replace")
+        # The state follows the name, which is in parentheses and may contain any character.
+        states = re.findall(r"\) ([A-Z])", text)
+        return bool(states) and states[-1] in "SDI"
+    return False
+
+
+def collective_counts() -> dict[str, int]:
+    """Return the number of started collectives by name of this rank's process groups."""
+    groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
+    return {name: group._get_sequence_number_for_group() for group, name in groups}  # noqa: SLF001

@@ -12,7 +12,7 @@ import psutil
 
 from nbdist import RankDied, Session
 from nbdist.cluster import agent_server, node_group
-from nbdist.cluster.remote import ClusterLauncherProvider
+from nbdist.cluster.node_group import ClusterLauncherProvider
 from tests.two_nodes import Hosts, OnHosts
 
 LONG_S = 60.0

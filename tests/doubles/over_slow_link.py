@@ -14,7 +14,7 @@ import numpy as np
 
 from nbdist import CellInterrupted, Session
 from nbdist.cluster.agent_server import NODE_TIMEOUT_S
-from nbdist.cluster.remote import ClusterLauncherProvider
+from nbdist.cluster.node_group import ClusterLauncherProvider
 from tests.two_nodes import Hosts, OnHosts
 
 TRAIN = """

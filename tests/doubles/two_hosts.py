@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import factory
-from nbdist.cluster.rank_distribution import RankDistribution
+from nbdist.cluster.allocation import RankDistribution
 from tests.two_nodes import Hosts, OnHosts
 
 if TYPE_CHECKING:

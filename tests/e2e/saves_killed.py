@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import RankDied, checkpoint
+from nbdist.checkpoint import FolderStorage
 from tests.e2e.training import MODEL, START
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ def kill(session: Session, root: Path, *, kills: int, seed: int) -> list[list[st
                 f"    save('best', overwrite=True, folder={str(root)!r})\n"
                 f"    save(f'step-{{number}}', overwrite=True, keep=3, folder={str(root)!r})"
             )
-        found = checkpoint.list_checkpoints(root)
+        found = FolderStorage(root).list_checkpoints()
         for one in found:
             checkpoint.verify_files(one.path)
         listed.append([one.name for one in found])
         assert "best" in listed[-1]
     session.restart(nproc=2)
-    checkpoint.remove_abandoned(root)
+    FolderStorage(root).remove_abandoned()
     assert not [path for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
     return listed

@@ -98,7 +98,7 @@ def test_each_collective_is_measured_at_four_sizes_and_its_latency(
         assert figures["disk"]["read"] > 0
         assert figures["disk"]["write"] > 0
     assert "all_reduce of 64 MiB" in str(measured)
-    assert "<td>matrix products in bf16</td>" in measured._repr_html_()
+    assert ">matrix products in bf16</td>" in measured._repr_html_()
     own = next(one for one in measured.lines if one.what == "elementwise kernels")
     slowest = min(one["memory"] for one in measured.figures.values())
     assert own.measured == f"{slowest / 1e9:.3g} GB/s"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CheckpointError, RankDied, Session, checkpoint
+from nbdist import CheckpointError, RankDied, Session
+from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.e2e import saves_killed
 from tests.e2e.training import BACKENDS, MODEL, START, apart, one
@@ -255,7 +256,7 @@ def test_the_end_waits_for_a_save(folder: Path) -> None:
         session.run(MODEL)
         session.run(START.format(""))
         session.save("at-the-end", folder="others")
-    assert [entry.name for entry in checkpoint.list_checkpoints(folder / "others")] == [
+    assert [entry.name for entry in FolderStorage(folder / "others").list_checkpoints()] == [
         "at-the-end"
     ]
     assert hidden(folder / "others") == []
@@ -273,12 +274,12 @@ def test_overwrite_keep_and_what_is_not_ours(trained: Session, folder: Path) -> 
     for name in ("a", "b", "c"):
         save = trained.save(name, keep=2, wait=True, folder=root)
     assert save.removed == ("a",)
-    assert [entry.name for entry in checkpoint.list_checkpoints(root)] == ["b", "c"]
+    assert [entry.name for entry in FolderStorage(root).list_checkpoints()] == ["b", "c"]
     with pytest.raises(CheckpointError, match="exists\\. Save under another name"):
         trained.save("c", folder=root)
-    before = checkpoint.latest_checkpoint(root)
+    before = FolderStorage(root).list_checkpoints()[-1]
     trained.save("c", overwrite=True, wait=True, folder=root)
-    after = checkpoint.latest_checkpoint(root)
+    after = FolderStorage(root).list_checkpoints()[-1]
     assert before is not None
     assert after is not None
     assert after.created > before.created

@@ -200,9 +200,9 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     before = one(trained, "fingerprint()")
     trained.run(
         "import threading\nfrom nbdist.checkpoint import CheckpointDownload\n"
-        "fetch = CheckpointDownload._fetch\n"
-        "CheckpointDownload._fetch = lambda self, file, told: ("
-        "threading.Event().wait() if 'optim' in file.name else fetch(self, file, told))"
+        "download = CheckpointDownload._download\n"
+        "CheckpointDownload._download = lambda self, file, *given: ("
+        "threading.Event().wait() if 'optim' in file.name else download(self, file, *given))"
     )
 
     def press() -> None:
@@ -216,7 +216,7 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     stop.join()
     assert one(trained, "fingerprint()") == before
     assert not list(Path(trained._workers.launcher_group.staging_folders[1]).rglob("load-*"))
-    trained.run("CheckpointDownload._fetch = fetch")
+    trained.run("CheckpointDownload._download = download")
     trained.load("slow")
     assert one(trained, "fingerprint()") != before
 

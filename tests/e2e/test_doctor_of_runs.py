@@ -9,9 +9,10 @@ import pytest
 
 import nbdist
 from nbdist import CellError, Session
-from nbdist.doctor import training_checks
-from nbdist.doctor.evidence import RunEvidence
+from nbdist.planner import cluster_spec
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.profile_data import ProfiledConfig
+from nbdist.profiler.report import Profile
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
@@ -35,8 +36,8 @@ START = textwrap.dedent(
 )
 
 
-def case(session: Session, *, units: int, traffic: list[CollectiveStats]) -> RunEvidence:
-    """The session with figures of a profile."""
+def advised(session: Session, *, units: int, gathers: int, each: int) -> str:
+    """The line to paste for a profile of the session, with gathers that take 300 ms of a step."""
     model = ProfiledModel(
         backend=session.backend,
         params=87_120,
@@ -49,17 +50,21 @@ def case(session: Session, *, units: int, traffic: list[CollectiveStats]) -> Run
         seq_len=1,
         accumulate=1,
     )
+    traffic = CollectiveStats(
+        name="all_gather", count=gathers, bytes=gathers * each, seconds=0.3, exposed_s=0.3
+    )
     figures = RankProfile(
-        rank=0, kind="cpu", device="cpu", ends=[0.0, 1.0], parts={}, traffic=traffic, model=model
+        rank=0,
+        kind="cpu",
+        device="cpu",
+        ends=[0.0, 1.0],
+        parts={"communication": 0.3, "forward": 0.7},
+        traffic=[traffic],
+        model=model,
     )
-    return RunEvidence(rank_profiles=[figures], options=session.options, hardware=session.hardware)
-
-
-def gathers(count: int, each: int) -> CollectiveStats:
-    """All gathers that take 300 ms of a step."""
-    return CollectiveStats(
-        name="all_gather", count=count, bytes=count * each, seconds=0.3, exposed_s=0.3
-    )
+    cluster = cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
+    (one,) = Profile.of([figures], ProfiledConfig(options=session.options, cluster=cluster)).advice
+    return one.line
 
 
 def test_a_load_that_failed_is_recognised_by_its_error() -> None:
@@ -83,14 +88,14 @@ def test_the_lines_for_zero3_and_fsdp_can_be_pasted_while_a_model_lives(
     told = "import nbdist\nsession = nbdist.session()\nprint(session.options.fsdp_config)"
     assert "NO_WRAP" in notebook.run(told).text
     like = Session(nproc=2, backend="fsdp2", fsdp_config={"auto_wrap_policy": "NO_WRAP"})
-    (one,) = training_checks.match_symptoms(case(like, units=1, traffic=[]))
-    assert notebook.run(one.do).status == "ok"
+    line = advised(like, units=1, gathers=1, each=348_480)
+    assert notebook.run(line).status == "ok"
     counted = "f'units {sum(type(one).__name__.startswith(\"FSDP\") for one in model.modules())}'"
     units = f"%%distribute\ntrain()\n{counted}"
     assert "units 7" in notebook.run(units).text  # six layers and the model around them
     like = Session(nproc=2, backend="zero3")
-    (one,) = training_checks.match_symptoms(case(like, units=1, traffic=[gathers(40, 1000)]))
-    assert notebook.run(one.do).status == "ok"
+    line = advised(like, units=1, gathers=40, each=1000)
+    assert notebook.run(line.replace("switch", "switch zero3", 1)).status == "ok"
     assert notebook.run("%%distribute\ntrain()").status == "ok"
     kept = notebook.run("print(session.options.deepspeed_config)").text
     assert "'stage3_param_persistence_threshold': 1000000" in kept

@@ -234,15 +234,15 @@ def test_the_old_groups_are_aborted_before_a_new_one_is_used(session: Session) -
     session.run("""
         from nbdist.worker import process_group as group
         from nbdist.worker.interrupt import abort_collectives as release
-        order, abort, prove = [], release._abort_groups, group.verify_group
-        release._abort_groups = lambda: (order.append("abort"), abort())
+        order, abort, prove = [], release.abort_groups, group.verify_group
+        release.abort_groups = lambda: (order.append("abort"), abort())
         group.verify_group = lambda **how: (order.append("prove"), prove(**how))
     """)
     try:
         assert renew(session) == ""
         assert session.run("order").values == {rank: ["abort", "abort", "prove"] for rank in (0, 1)}
     finally:
-        session.run("release._abort_groups, group.verify_group = abort, prove")
+        session.run("release.abort_groups, group.verify_group = abort, prove")
 
 
 @pytest.mark.fault("C16")

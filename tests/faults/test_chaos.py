@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from nbdist import NbdistError, RankDied, Session, checkpoint
+from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.faults import training
 
@@ -94,7 +95,7 @@ class Chaos:
 
     def load(self) -> None:
         """Go on from the last checkpoint."""
-        last = checkpoint.list_checkpoints(self.root)[-1]
+        last = FolderStorage(self.root).list_checkpoints()[-1]
         self.session.load(last.name, folder=self.root)
         _, step, tag = last.name.split("-")
         self.done, self.tag = int(step), tag if tag == self.session.backend else "mixed"
@@ -169,7 +170,7 @@ class Chaos:
 
     def check(self) -> None:
         """What must be true whatever has happened."""
-        for one in checkpoint.list_checkpoints(self.root):
+        for one in FolderStorage(self.root).list_checkpoints():
             checkpoint.verify_files(one.path)
         # a rank that died a moment ago may not be known of yet
         eventually(self.truthful, within_s=5)

@@ -18,7 +18,7 @@ import pytest
 
 from nbdist import CellError, RankDied, Session
 from nbdist.cluster.local import LocalLauncherProvider
-from nbdist.session.oom_killer import find_memory_events_file
+from nbdist.session.failure_causes import find_memory_events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.live_kernel import ANSI

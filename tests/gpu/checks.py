@@ -357,11 +357,11 @@ def profiled(lab: Lab) -> Findings:
 @check(items="C6", cost=5)
 def descriptors(lab: Lab) -> Findings:
     """A rank opens no more files than nbdist expects at the start."""
-    from nbdist.cluster import file_limits
+    from nbdist.cluster import launcher_process
 
     session = lab.session()
     session.run("total(1)", output="none")
-    room = file_limits.RANK_BASE + file_limits.RANK_EACH * session.world_size
+    room = launcher_process.RANK_BASE + launcher_process.RANK_EACH * session.world_size
     for rank, figures in values(session, "level()").items():
         yield figures["descriptors"] <= room, f"rank {rank}: {figures['descriptors']} of {room}"
 

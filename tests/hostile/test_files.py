@@ -13,6 +13,7 @@ import pytest
 
 import nbdist
 from nbdist import checkpoint, strategies
+from nbdist.checkpoint import FolderStorage
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
 from nbdist.planner import memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
@@ -91,7 +92,7 @@ def test_ranks_refuse_them_too_and_go_on(session: Session, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", corpus.PATHS, ids=ascii)
 def test_a_manifest_names_no_file_outside_of_its_folder(name: str, tmp_path: Path) -> None:
     path = corpus.checkpoint(tmp_path / "root", name)
-    assert checkpoint.list_checkpoints(tmp_path / "root") == []
+    assert FolderStorage(tmp_path / "root").list_checkpoints() == []
     with pytest.raises(CheckpointError) as caught:
         checkpoint.verify_files(path)
     assert str(caught.value).isascii()

@@ -19,12 +19,12 @@ from IPython.core.error import UsageError
 from nbdist import rank_sets, strategies
 from nbdist.checkpoint import CheckpointFile, names
 from nbdist.checkpoint.manifest import Manifest
-from nbdist.display import panel_profile_html, panel_text
+from nbdist.display import panel_html, panel_text
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
-from nbdist.panel.profile_view import ProfileViewCache
+from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import cache, device_parser, memory_calibration
 from nbdist.planner.measurement_store import MeasurementStore
 from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed
@@ -41,7 +41,7 @@ from nbdist.profiler.report import Profile
 from nbdist.protocol import messages
 from nbdist.session import config as session_config
 from nbdist.session import placement
-from nbdist.session.cell import _TAKERS, Cell
+from nbdist.session.cell import Cell
 from nbdist.session.metrics import Metrics
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
 from tests.unit import saved
@@ -129,10 +129,10 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
     def check(line: str) -> None:
         def read() -> None:
             given = magics.parse_distribute_line(line)
-            magics.check_contradictory_options(given)
-            options = magics.session_options(given)
+            arguments.check_contradictory_options(given)
+            options = arguments.session_options(given)
             quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4))
-            quietly(lambda: magics.parse_names(given.push or ""))
+            quietly(lambda: arguments.parse_names(given.push or ""))
             session_config.SessionConfig.from_options({"nproc": 2, **options})
 
         quietly(read)
@@ -141,7 +141,7 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
 
 
 PARSERS = {
-    "switch": magics.switch_parser,
+    "switch": arguments.switch_parser,
     "export": arguments.export_parser,
     "save": arguments.save_parser,
     "load": arguments.load_parser,
@@ -163,11 +163,16 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
     hold(check, lines(arguments.option_flags(parser)), examples)
 
 
+def plan_of(line: str) -> None:
+    options = plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
+    plan.run_plan_command(options, {}, None)
+
+
 @often
 @pytest.mark.fault("F6")
 def test_the_line_of_plan(examples: int) -> None:
     def check(line: str) -> None:
-        quietly(lambda: plan.run_plan_command(line, {}, None))
+        quietly(lambda: plan_of(line))
 
     # sizes and nonsense alone: a plan of a good model takes a while
     hold(check, lines(["--devices", "--batch-size", "--seq-len", "--check"]), examples)
@@ -352,7 +357,7 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
     quietly(lambda: strategies.load_config(file))
     quietly(lambda: strategies.load_config("{" + text))
     quietly(lambda: Manifest.from_json(text.encode()))
-    quietly(lambda: plan.run_plan_command(f"{tmp_path}", {}, None))
+    quietly(lambda: plan_of(f"{tmp_path}"))
     memory_calibration.MemoryCalibration(file)
     with pytest.raises(ValueError, match="is not a launcher message"):
         messages.decode_line(text.encode())
@@ -397,7 +402,7 @@ CONTENTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", CONTENTS)
 def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
     channel = "shell" if kind == "execute_reply" else "iopub"
-    assert (channel, kind) in _TAKERS
+    assert (channel, kind) in Cell._HANDLERS
 
     def check(content: Any) -> None:
         cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
@@ -486,7 +491,7 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
         )
         view = ProfileViewCache().current_view(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        assert "<img" not in panel_profile_html.render_profile(view)
+        assert "<img" not in panel_html.render_profile(view)
         assert all(isinstance(line, str) for line in panel_text.render_profile(view))
 
     hold(check, mutated(FIGURES), examples)

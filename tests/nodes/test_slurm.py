@@ -41,7 +41,7 @@ def test_a_cell_runs_on_two_nodes_and_no_secret_is_seen(login: LiveKernel, slurm
     (job,) = slurm.jobs()
     assert "nbdist" in slurm.call("squeue", "--noheader", "--format", "%j", "--jobs", job)
     seen = [line for process in psutil.process_iter() for line in readable(process)]
-    assert any("nbdist.cluster.agent.child" in line for line in seen)
+    assert any("nbdist.cluster.agent" in line for line in seen)
     assert not [line for line in seen if "hub_key" in line]
 
 
@@ -186,7 +186,7 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not slurm.jobs(), within_s=30)
     lines = [line for process in psutil.process_iter() for line in readable(process)]
-    assert not [line for line in lines if "nbdist.cluster.agent.child" in line]
+    assert not [line for line in lines if "nbdist.cluster.agent" in line]
     eventually(nothing_after_sweeping, within_s=20)
 
 

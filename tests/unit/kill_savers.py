@@ -17,6 +17,7 @@ from pathlib import Path
 import saved
 
 from nbdist import checkpoint
+from nbdist.checkpoint import FolderStorage
 
 NUMEL = 500_000
 FILES = 2
@@ -24,14 +25,14 @@ FILES = 2
 
 def save(root: Path, name: str, seed: int) -> None:
     """Write a checkpoint whose files all say which save they are of."""
-    tmp = checkpoint.create_draft(root, name, overwrite=True)
+    draft = FolderStorage(root).begin(name, overwrite=True)
     for rank in range(FILES):
-        part = saved.write(tmp / f"model-{rank:05d}-0.safetensors", seed, NUMEL)
-        checkpoint.write_report(tmp, rank, [part])
-    parts = checkpoint.collect_files(tmp, FILES)
+        part = saved.write(draft.location / f"model-{rank:05d}-0.safetensors", seed, NUMEL)
+        draft.write_report(rank, [part], {})
+    parts = saved.files_of(draft, FILES)
     made = saved.manifest(parts, step=seed, world_size=FILES)
-    checkpoint.commit_draft(tmp, name, made, overwrite=True)
-    checkpoint.remove_oldest(root, 3, written=name)
+    draft.commit(name, made, overwrite=True)
+    FolderStorage(root).remove_oldest(3, written=name)
 
 
 def save_on(root: Path, first: int) -> None:
@@ -42,11 +43,11 @@ def save_on(root: Path, first: int) -> None:
 
 def check(root: Path) -> list[str]:
     """What is listed, after all of it was read; "best" must be there."""
-    found = checkpoint.list_checkpoints(root)
+    found = FolderStorage(root).list_checkpoints()
     for one in found:
         manifest = checkpoint.verify_files(one.path)
         assert len({file.crc32 for file in manifest.files}) == 1, "files of two saves"
-        assert checkpoint.find_checkpoint(root, one.name) == one.path
+        assert FolderStorage(root).find(one.name) == one.path
     names = [one.name for one in found]
     assert "best" in names, names
     return names
@@ -69,7 +70,7 @@ def main(root: Path, kills: int) -> None:
         os.waitpid(child, 0)
         leftovers += any(path.name.startswith((".tmp", ".old")) for path in root.iterdir())
         seen.append(check(root))
-    checkpoint.remove_draft(checkpoint.create_draft(root, "last"))
+    FolderStorage(root).begin("last").abort()
     hidden = [path.name for path in root.iterdir() if path.is_dir() and path.name[0] == "."]
     print(json.dumps({"seen": seen, "leftovers": leftovers, "hidden": hidden}))  # noqa: T201
 

@@ -6,8 +6,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.checkpoint.safetensors_header import StoredTensor
-from nbdist.checkpoint.writer import SafetensorsWriter
+from nbdist.checkpoint import FolderStorage
+from nbdist.checkpoint.durable_io import DurableFile
+from nbdist.checkpoint.safetensors_file import SafetensorsWriter, StoredTensor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,16 +57,22 @@ def manifest(
 
 def save(root: Path, name: str, *, overwrite: bool = False, seed: int = 0, **given: Any) -> Path:
     """Write a checkpoint of one rank from start to end."""
-    tmp = checkpoint.create_draft(root, name, overwrite=overwrite)
-    checkpoint.write_report(tmp, 0, [write(tmp / "model-00000-0.safetensors", seed)])
-    made = manifest(checkpoint.collect_files(tmp, 1), **given)
-    return checkpoint.commit_draft(tmp, name, made, overwrite=overwrite)
+    draft = FolderStorage(root).begin(name, overwrite=overwrite)
+    draft.write_report(0, [write(draft.location / "model-00000-0.safetensors", seed)], {})
+    made = manifest(files_of(draft, 1), **given)
+    return draft.commit(name, made, overwrite=overwrite)
 
 
 def write(path: Path, seed: int = 0, numel: int = NUMEL) -> checkpoint.CheckpointFile:
     """One file with one tensor of random bytes."""
     content = random.Random(seed).randbytes(4 * numel)  # noqa: S311 - any bytes
-    stored = StoredTensor(name="model.w", dtype="F32", shape=(numel,), offsets=(0,))
-    with SafetensorsWriter(path, [stored]) as writer:
+    stored = StoredTensor(name="model.w", dtype="float32", shape=(numel,), offsets=(0,))
+    with SafetensorsWriter(path.name, [stored], DurableFile(path)) as writer:
         writer.write(memoryview(content))
     return writer.result
+
+
+def files_of(draft: checkpoint.PendingCheckpoint, world_size: int) -> tuple[Any, ...]:
+    """The files that all ranks have reported."""
+    reports = draft.read_reports(range(world_size))
+    return tuple(file for rank in range(world_size) for file in reports[rank].files)

@@ -99,7 +99,7 @@ def test_junk_is_no_message(frames: list[bytes]) -> None:
 
 
 def test_a_message_arrives_as_it_was_sent() -> None:
-    sent = protocol.RankRequestFrames((3,), "iopub", 2)
+    sent = protocol.RankRequestFrames([3], "iopub", 2)
     assert protocol.unpack_message(protocol.pack_message(sent, b"a", b"b")) == (sent, [b"a", b"b"])
 
 

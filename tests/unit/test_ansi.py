@@ -6,17 +6,9 @@ from nbdist.output.ansi import (
     close_colours,
     format_bytes,
     keep_only_colours,
-    rank_label,
     replace_invalid_chars,
     strip_ansi,
 )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "label"), [((0,), "0"), ((0, 1, 2, 3), "0-3"), ((0, 2, 3), "0,2-3"), ((5, 1), "1,5")]
-)
-def test_rank_label(ranks: tuple[int, ...], label: str) -> None:
-    assert rank_label(ranks) == label
 
 
 @pytest.mark.parametrize(

@@ -34,18 +34,19 @@ MAY_IMPORT = {
     "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
-    "cluster": {"_version", "errors", "hardware", "paths", "protocol", "redaction"},
-    "output": {"protocol"},
+    # of "output" the deduplication, which agents use for the messages of their ranks
+    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"},
+    "output": {"protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},
-    "operations": {*PURE, "checkpoint", "output", "planner", "session"},
+    "operations": {*PURE, "checkpoint", "display", "output", "planner", "session"},
     "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},
-    "doctor": {*PURE, "cluster", "output", "panel", "profiler", "session"},
+    "doctor": {*PURE, "cluster", "display", "output", "panel", "profiler", "session"},
     "magics": {*PURE, "cluster", "doctor", "operations", "output", "planner", "session"},
     "": {*PURE, "doctor", "magics", "operations", "panel", "planner", "profiler", "session"}
     | {"worker"},

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from nbdist import CellError, RankDied
+from nbdist import CellError, RankDied, Session
 from nbdist.protocol import messages
 from nbdist.session import cell as cells
 from nbdist.session.cell import Cell
@@ -131,7 +131,7 @@ def test_all_late_output_is_shown_at_once() -> None:
 
 def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
     workers = Mock()
-    running = CellRunner(workers, Mock())
+    running = CellRunner(workers, Mock(), Mock(), on_send=print)
     cell, _ = cell_of(0)
 
     def restarted(*_: object, **__: object) -> str:
@@ -139,6 +139,21 @@ def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
         return "request"
 
     workers.queue_request.side_effect = restarted
-    running.send(cell, world_size=1, checkpoints="")
+    running.send(cell, checkpoints="")
     cell.render_pending(0.0)
     assert cell.finished.is_set()
+
+
+def test_a_session_runs_while_its_runner_has_a_cell() -> None:
+    session, (cell, _) = Session(nproc=2), cell_of(0)
+    session.state = "ready"
+    assert session.running is None
+    ready_since = session.state_since
+    session._cells.running_cell = cell
+    assert session.state == "running"
+    session._cells._cell_done(cell)
+    assert (session.state, session.last) == ("ready", cell)
+    assert session.state_since > ready_since
+    session.state = "dead"
+    session._cells.running_cell = cell
+    assert session.state == "dead"

@@ -14,7 +14,7 @@ import pytest
 import saved
 
 from nbdist import checkpoint
-from nbdist.checkpoint import commit_protocol, durable_io, retention
+from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint, durable_io
 from nbdist.errors import CheckpointError
 from nbdist.hardware import process_identity
 
@@ -30,7 +30,7 @@ class Crash(BaseException):
 
 def names(root: Path) -> list[str]:
     """What `entries` shows, oldest first."""
-    return [one.name for one in checkpoint.list_checkpoints(root)]
+    return [one.name for one in FolderStorage(root).list_checkpoints()]
 
 
 def hidden(root: Path) -> list[str]:
@@ -48,7 +48,7 @@ def as_of_dead(folder: Path) -> None:
 
 def digest_of(root: Path, name: str) -> int:
     """Which save it is, after all bytes were verified."""
-    return checkpoint.verify_files(checkpoint.find_checkpoint(root, name)).files[0].crc32
+    return checkpoint.verify_files(FolderStorage(root).find(name)).files[0].crc32
 
 
 @pytest.fixture
@@ -116,66 +116,65 @@ def test_the_order_of_replacing(root: Path, calls: list[str]) -> None:
 
 
 def test_a_save_is_listed_once_it_is_whole(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a", size_bytes=1)
-    assert stat.S_IMODE(tmp.stat().st_mode) == 0o700
-    part = saved.write(tmp / "model-00000-0.safetensors")
+    draft = FolderStorage(root).begin("a", size_bytes=1)
+    assert stat.S_IMODE(draft.location.stat().st_mode) == 0o700
+    part = saved.write(draft.location / "model-00000-0.safetensors")
     assert names(root) == []
-    assert checkpoint.latest_checkpoint(root) is None
-    checkpoint.write_report(tmp, 0, [part])
-    made = saved.manifest(checkpoint.collect_files(tmp, 1))
-    path = checkpoint.commit_draft(tmp, "a", made)
+    assert FolderStorage(root).list_checkpoints() == []
+    draft.write_report(0, [part], {})
+    made = saved.manifest(saved.files_of(draft, 1))
+    path = draft.commit("a", made)
     assert path == root / "a"
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", part.name]
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(root.stat().st_mode)
-    (entry,) = checkpoint.list_checkpoints(root)
+    (entry,) = FolderStorage(root).list_checkpoints()
     assert (entry.name, entry.step, entry.backend) == ("a", 7, "zero3")
     assert (entry.size_bytes, entry.created, entry.path) == (part.size_bytes, made.created, path)
-    assert checkpoint.latest_checkpoint(root) == entry
-    checkpoint.remove_draft(tmp)  # nothing to do any more
+    assert FolderStorage(root).list_checkpoints()[-1] == entry
+    draft.abort()  # nothing to do any more
     assert names(root) == ["a"]
 
 
 def test_abort_leaves_nothing(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    saved.write(tmp / "model-00000-0.safetensors")
-    checkpoint.remove_draft(tmp)
-    checkpoint.remove_draft(tmp)
+    draft = FolderStorage(root).begin("a")
+    saved.write(draft.location / "model-00000-0.safetensors")
+    draft.abort()
+    draft.abort()
     assert hidden(root) == []
 
 
 def test_abort_removes_drafts_alone(root: Path) -> None:
     path = saved.save(root, "a")
-    checkpoint.remove_draft(path)
-    checkpoint.remove_draft(root)
+    PendingFolderCheckpoint(path).abort()
+    PendingFolderCheckpoint(root).abort()
     assert names(root) == ["a"]
 
 
-def test_every_rank_has_to_report(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    parts = [saved.write(tmp / f"model-{rank:05d}-0.safetensors") for rank in range(4)]
+def test_a_report_counts_once_it_is_whole(root: Path) -> None:
+    draft = FolderStorage(root).begin("a")
+    parts = [saved.write(draft.location / f"model-{rank:05d}-0.safetensors") for rank in range(4)]
     for rank in (0, 2):
-        checkpoint.write_report(tmp, rank, [parts[rank]])
-    (tmp / "part-00003.json").write_text('[{"name":"a"')
-    with pytest.raises(CheckpointError, match="No complete report of rank 1, 3"):
-        checkpoint.collect_files(tmp, 4)
+        draft.write_report(rank, [parts[rank]], {})
+    (draft.location / "part-00003.json").write_text('[{"name":"a"')
+    assert draft.read_reports(range(4)).keys() == {0, 2}
     for rank in (1, 3):
-        checkpoint.write_report(tmp, rank, [parts[rank]])
-    assert checkpoint.collect_files(tmp, 4) == tuple(parts)
+        draft.write_report(rank, [parts[rank]], {})
+    assert saved.files_of(draft, 4) == tuple(parts)
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "unnamed"])
 def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    part = saved.write(tmp / "model-00000-0.safetensors")
+    draft = FolderStorage(root).begin("a")
+    part = saved.write(draft.location / "model-00000-0.safetensors")
     if how == "missing":
-        (tmp / part.name).unlink()
+        (draft.location / part.name).unlink()
     elif how == "short":
-        os.truncate(tmp / part.name, 100)
+        os.truncate(draft.location / part.name, 100)
     else:
-        (tmp / "stray").write_text("")
+        (draft.location / "stray").write_text("")
     with pytest.raises(CheckpointError, match="differs from what its rank reported"):
-        checkpoint.commit_draft(tmp, "a", saved.manifest((part,)))
-    checkpoint.remove_draft(tmp)
+        draft.commit("a", saved.manifest((part,)))
+    draft.abort()
     assert names(root) == hidden(root) == []
 
 
@@ -184,17 +183,17 @@ def test_a_name_that_is_taken_is_refused_at_once(root: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"exists\. Save under another name, or use --overwrite"
     ):
-        checkpoint.create_draft(root, "a")
+        FolderStorage(root).begin("a")
     assert hidden(root) == []
 
 
 def test_a_name_that_was_taken_meanwhile_is_refused(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    part = saved.write(tmp / "model-00000-0.safetensors")
+    draft = FolderStorage(root).begin("a")
+    part = saved.write(draft.location / "model-00000-0.safetensors")
     saved.save(root, "a", seed=1)
     with pytest.raises(CheckpointError, match="exists"):
-        checkpoint.commit_draft(tmp, "a", saved.manifest((part,)))
-    checkpoint.remove_draft(tmp)
+        draft.commit("a", saved.manifest((part,)))
+    draft.abort()
     assert names(root) == ["a"]
 
 
@@ -214,7 +213,7 @@ def test_only_checkpoints_are_replaced(root: Path, kind: str) -> None:
         (path / name).write_text("mine")
     before = sorted(root.rglob("*"))
     with pytest.raises(CheckpointError, match=r"not a complete nbdist|contains 'notes.txt'"):
-        checkpoint.create_draft(root, "a", overwrite=True)
+        FolderStorage(root).begin("a", overwrite=True)
     assert [one for one in sorted(root.rglob("*")) if one.name != ".lock"] == [
         one for one in before if one.name != ".lock"
     ]
@@ -225,9 +224,9 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "under"):
         with pytest.raises(CheckpointError, match="Cannot write checkpoints to"):
-            checkpoint.create_draft(root, "a")
+            FolderStorage(root).begin("a")
     with pytest.raises(CheckpointError, match="needs 1048576 MiB, but"):
-        checkpoint.create_draft(tmp_path / "root", "a", size_bytes=1 << 40)
+        FolderStorage(tmp_path / "root").begin("a", size_bytes=1 << 40)
 
 
 @pytest.mark.fault("E17")
@@ -239,7 +238,7 @@ def test_a_read_only_folder_is_said_and_listed(root: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "mkdir", refuse)  # tests may run as root
     with pytest.raises(CheckpointError, match="Permission denied"):
-        checkpoint.create_draft(root, "b")
+        FolderStorage(root).begin("b")
     assert names(root) == ["a"]
 
 
@@ -289,10 +288,10 @@ def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, t
         for folder in hidden(root):
             if (root / folder / ".owner.json").exists():
                 as_of_dead(root / folder)
-        tmp = checkpoint.create_draft(root, "next")  # tidies up
-        assert hidden(root) == [tmp.name]
+        draft = FolderStorage(root).begin("next")  # tidies up
+        assert hidden(root) == [draft.location.name]
         assert names(root) == listed
-        checkpoint.remove_draft(tmp)
+        draft.abort()
         if ended:
             break
         for one in root.iterdir():
@@ -311,11 +310,11 @@ def test_a_crash_between_the_two_renames(root: Path) -> None:
     aside = root / f".old-{'0' * 32}-a"
     path.rename(aside)
     assert names(root) == ["a"]
-    assert checkpoint.find_checkpoint(root, "a") == aside
-    with checkpoint.open_checkpoint(root, "a") as found:
+    assert FolderStorage(root).find("a") == aside
+    with FolderStorage(root).open_reader("a") as found:
         assert found.manifest.files[0].crc32 == old
     with pytest.raises(CheckpointError, match="exists"):
-        checkpoint.create_draft(root, "a")
+        FolderStorage(root).begin("a")
     assert path.is_dir()
     assert hidden(root) == []
     assert digest_of(root, "a") == old
@@ -329,11 +328,11 @@ def test_the_newest_of_several_is_put_back(root: Path) -> None:
     ]
     for number, path in enumerate(made):
         path.rename(root / f".old-{number:032x}-a")
-    (entry,) = checkpoint.list_checkpoints(root)
+    (entry,) = FolderStorage(root).list_checkpoints()
     assert entry.path.name.endswith("1-a")
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert [one.path.name for one in checkpoint.list_checkpoints(root)] == ["a"]
-    assert checkpoint.list_checkpoints(root)[0].created == begin + timedelta(days=1)
+    FolderStorage(root).begin("b").abort()
+    assert [one.path.name for one in FolderStorage(root).list_checkpoints()] == ["a"]
+    assert FolderStorage(root).list_checkpoints()[0].created == begin + timedelta(days=1)
     assert hidden(root) == []
 
 
@@ -349,12 +348,12 @@ def test_a_rename_that_fails_leaves_the_old_one(
             raise OSError(5, "Input/output error")
         real(source, target)
 
-    tmp = checkpoint.create_draft(root, "a", overwrite=True)
-    part = saved.write(tmp / "model-00000-0.safetensors", seed=2)
+    draft = FolderStorage(root).begin("a", overwrite=True)
+    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(CheckpointError, match="Input/output error"):
-        checkpoint.commit_draft(tmp, "a", saved.manifest((part,)), overwrite=True)
-    checkpoint.remove_draft(tmp)
+        draft.commit("a", saved.manifest((part,)), overwrite=True)
+    draft.abort()
     assert digest_of(root, "a") == old
     assert hidden(root) == []
 
@@ -363,34 +362,36 @@ def test_a_rename_that_fails_leaves_the_old_one(
 
 
 def test_what_dead_processes_left_is_removed(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    saved.write(tmp / "model-00000-0.safetensors")
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert tmp.is_dir()  # this process lives
-    as_of_dead(tmp)
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert not tmp.exists()
+    draft = FolderStorage(root).begin("a")
+    saved.write(draft.location / "model-00000-0.safetensors")
+    FolderStorage(root).begin("b").abort()
+    assert draft.location.is_dir()  # this process lives
+    as_of_dead(draft.location)
+    FolderStorage(root).begin("b").abort()
+    assert not draft.location.exists()
 
 
 def test_a_number_that_was_given_again_is_another_process(root: Path) -> None:
-    tmp = checkpoint.create_draft(root, "a")
+    draft = FolderStorage(root).begin("a")
     me = process_identity.ProcessIdentity.current_process()
     content = {"pid": me.pid, "started": me.started - 1, "uid": me.uid}
-    (tmp / ".owner.json").write_text(json.dumps(content | {"boot": me.boot, "space": me.space}))
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert not tmp.exists()
+    (draft.location / ".owner.json").write_text(
+        json.dumps(content | {"boot": me.boot, "space": me.space})
+    )
+    FolderStorage(root).begin("b").abort()
+    assert not draft.location.exists()
 
 
 @pytest.mark.parametrize("field", ["boot", "space"])
 def test_a_process_elsewhere_is_given_a_day(root: Path, field: str) -> None:
-    tmp = checkpoint.create_draft(root, "a")
-    content = json.loads((tmp / ".owner.json").read_text())
-    (tmp / ".owner.json").write_text(json.dumps(content | {field: "another"}))
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert tmp.exists()
-    os.utime(tmp, (0, 0))
-    checkpoint.remove_draft(checkpoint.create_draft(root, "b"))
-    assert not tmp.exists()
+    draft = FolderStorage(root).begin("a")
+    content = json.loads((draft.location / ".owner.json").read_text())
+    (draft.location / ".owner.json").write_text(json.dumps(content | {field: "another"}))
+    FolderStorage(root).begin("b").abort()
+    assert draft.location.exists()
+    os.utime(draft.location, (0, 0))
+    FolderStorage(root).begin("b").abort()
+    assert not draft.location.exists()
 
 
 FOREIGN: dict[str, Any] = {
@@ -404,14 +405,14 @@ FOREIGN: dict[str, Any] = {
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN.keys())
 def test_what_is_not_certainly_ours_stays(root: Path, content: Any) -> None:
-    tmp = root / f".tmp-{'0' * 32}"
-    tmp.mkdir(parents=True)
-    (tmp / "data").write_text("")
+    folder = root / f".tmp-{'0' * 32}"
+    folder.mkdir(parents=True)
+    (folder / "data").write_text("")
     if content is not None:
         text = content if isinstance(content, str) else json.dumps(DEAD | {"uid": 0} | content)
-        (tmp / ".owner.json").write_text(text)
-    checkpoint.remove_draft(checkpoint.create_draft(root, "a"))
-    assert (tmp / "data").exists()
+        (folder / ".owner.json").write_text(text)
+    FolderStorage(root).begin("a").abort()
+    assert (folder / "data").exists()
 
 
 def test_names_like_ours_are_not_enough(root: Path, tmp_path: Path) -> None:
@@ -438,17 +439,17 @@ def aged(root: Path, name: str, day: int, **given: Any) -> None:
 def test_the_oldest_are_removed(root: Path) -> None:
     for day, name in enumerate(["c", "a", "d", "b"], 1):
         aged(root, name, day)
-    assert checkpoint.remove_oldest(root, 2) == ["c", "a"]
+    assert FolderStorage(root).remove_oldest(2) == ["c", "a"]
     assert names(root) == ["d", "b"]
     assert hidden(root) == []
-    assert checkpoint.remove_oldest(root, 2) == []
-    assert checkpoint.remove_oldest(root, 9) == []
+    assert FolderStorage(root).remove_oldest(2) == []
+    assert FolderStorage(root).remove_oldest(9) == []
 
 
 def test_what_was_just_written_stays_whatever_the_clock_says(root: Path) -> None:
     aged(root, "future", 28)
     aged(root, "now", 2)
-    assert checkpoint.remove_oldest(root, 1, written="now") == ["future"]
+    assert FolderStorage(root).remove_oldest(1, written="now") == ["future"]
     assert names(root) == ["now"]
 
 
@@ -462,7 +463,7 @@ def test_what_is_foreign_or_damaged_stays_and_does_not_count(root: Path) -> None
     (root / "foreign" / "pytorch_model.bin").write_text("mine")
     (root / "file").write_text("mine")
     (root / "link").symlink_to(root / "old")
-    assert checkpoint.remove_oldest(root, 1) == ["old"]
+    assert FolderStorage(root).remove_oldest(1) == ["old"]
     assert sorted(path.name for path in root.iterdir() if path.name != ".lock") == [
         "damaged",
         "file",
@@ -477,16 +478,16 @@ def test_what_is_foreign_or_damaged_stays_and_does_not_count(root: Path) -> None
 def test_what_is_in_use_stays(root: Path) -> None:
     for day, name in enumerate(["a", "b", "c"], 1):
         aged(root, name, day)
-    with checkpoint.open_checkpoint(root, "a"):
-        assert checkpoint.remove_oldest(root, 1) == ["b"]
-    assert checkpoint.remove_oldest(root, 1) == ["a"]
+    with FolderStorage(root).open_reader("a"):
+        assert FolderStorage(root).remove_oldest(1) == ["b"]
+    assert FolderStorage(root).remove_oldest(1) == ["a"]
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
 def test_at_least_one_is_kept(root: Path, count: Any) -> None:
     saved.save(root, "a")
     with pytest.raises(CheckpointError, match="keep must be an integer >= 1"):
-        checkpoint.remove_oldest(root, count)
+        FolderStorage(root).remove_oldest(count)
     assert names(root) == ["a"]
 
 
@@ -521,9 +522,9 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     def read() -> None:
         try:
             while not done.is_set():
-                with checkpoint.open_checkpoint(root, "a") as found:
+                with FolderStorage(root).open_reader("a") as found:
                     seen.append(found.manifest.files[0].crc32)
-                    os.close(found.open_file(found.manifest.files[0]))
+                    found.open_file(found.manifest.files[0]).close()
                 assert "a" in names(root)
         except BaseException as error:
             errors.append(error)
@@ -548,6 +549,6 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     assert not errors
     assert len(seen) > 3
     assert set(seen) <= allowed
-    checkpoint.remove_draft(commit_protocol.create_draft(root, "z"))
+    FolderStorage(root).begin("z").abort()
     assert hidden(root) == []
-    assert retention.remove_oldest(root, 1, written="a") != []
+    assert FolderStorage(root).remove_oldest(1, written="a") != []

@@ -15,8 +15,9 @@ import pytest
 import saved
 
 from nbdist import checkpoint
-from nbdist.checkpoint.safetensors_header import StoredTensor
-from nbdist.checkpoint.writer import SafetensorsWriter
+from nbdist.checkpoint import FolderStorage
+from nbdist.checkpoint.durable_io import DurableFile
+from nbdist.checkpoint.safetensors_file import SafetensorsWriter, StoredTensor
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [0, 100, 1 << 20, (4 << 20) - 1])
 @pytest.mark.fault("E4")
 def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
-    stored = [StoredTensor(name="w", dtype="U8", shape=(4 << 20,), offsets=(0,))]
+    stored = [StoredTensor(name="w", dtype="uint8", shape=(4 << 20,), offsets=(0,))]
     with (
         pytest.raises(OSError, match="File too large") as caught,
         files_at_most(limit),
-        SafetensorsWriter(tmp_path / "a", stored) as writer,
+        SafetensorsWriter("a", stored, DurableFile(tmp_path / "a")) as writer,
     ):
         writer.write(memoryview(bytes(4 << 20)))
     assert caught.value.errno == errno.EFBIG
@@ -67,14 +68,13 @@ def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
 def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    tmp = checkpoint.create_draft(root, "a", overwrite=True)
-    part = saved.write(tmp / "model-00000-0.safetensors", seed=2)
-    checkpoint.write_report(tmp, 0, [part])
+    draft = FolderStorage(root).begin("a", overwrite=True)
+    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
+    draft.write_report(0, [part], {})
     with pytest.raises(OSError, match="too large"), files_at_most(100):
-        saved.write(tmp / "model-00001-0.safetensors", seed=2)
-    with pytest.raises(CheckpointError, match="No complete report of rank 1"):
-        checkpoint.collect_files(tmp, 2)
-    checkpoint.remove_draft(tmp)
+        saved.write(draft.location / "model-00001-0.safetensors", seed=2)
+    assert draft.read_reports(range(2)).keys() == {0}
+    draft.abort()
     assert [path.name for path in root.iterdir() if path.is_dir()] == ["a"]
     assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32
 
@@ -83,13 +83,13 @@ def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
 def test_a_manifest_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    tmp = checkpoint.create_draft(root, "a", overwrite=True)
-    part = saved.write(tmp / "model-00000-0.safetensors", seed=2)
+    draft = FolderStorage(root).begin("a", overwrite=True)
+    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
     with (
         pytest.raises(CheckpointError, match=r"Cannot write .* \(File too large\)"),
         files_at_most(50),
     ):
-        checkpoint.commit_draft(tmp, "a", saved.manifest((part,)), overwrite=True)
-    checkpoint.remove_draft(tmp)
-    assert [one.name for one in checkpoint.list_checkpoints(root)] == ["a"]
+        draft.commit("a", saved.manifest((part,)), overwrite=True)
+    draft.abort()
+    assert [one.name for one in FolderStorage(root).list_checkpoints()] == ["a"]
     assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32

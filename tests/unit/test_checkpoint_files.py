@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from nbdist import checkpoint
-from nbdist.checkpoint import safetensors_header
+from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.errors import CheckpointError
-from nbdist.state import shard_io
+from nbdist.state import shard_io, tensor_index
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def save(
     aliases: dict[str, str] | None = None,
 ) -> Path:
     """A checkpoint as so many ranks would write it."""
-    tmp = checkpoint.create_draft(root, "a", overwrite=True)
+    draft = FolderStorage(root).begin("a", overwrite=True)
     for rank in range(ranks):
         parts = []
         for kind in ("model", "optim"):
@@ -93,10 +94,10 @@ def save(
                 for name, tensor in full.items()
                 if name.startswith(kind)
             }
-            parts += shard_io.write_shards(shards, tmp, rank, kind)
-        checkpoint.write_report(tmp, rank, parts)
+            parts += shard_io.write_shards(shards, draft, rank, kind)
+        draft.write_report(rank, parts, {})
     made = saved.manifest(
-        checkpoint.collect_files(tmp, ranks),
+        saved.files_of(draft, ranks),
         world_size=ranks,
         keys={
             name: checkpoint.TensorMetadata(
@@ -106,7 +107,7 @@ def save(
         },
         aliases=aliases or {},
     )
-    return checkpoint.commit_draft(tmp, "a", made, overwrite=True)
+    return draft.commit("a", made, overwrite=True)
 
 
 def blank(full: State, cut: Cut | None = None) -> dict[str, Shard]:
@@ -186,7 +187,7 @@ def test_numbers_are_converted(tmp_path: Path) -> None:
 def test_large_tensors_are_converted_in_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_io, "SLICE_BYTES", 64)
+    monkeypatch.setattr(tensor_index, "BLOCK_ELEMENTS", 16)
     full = {"model.w": torch.randn(50, 7)}
     path = save(tmp_path, full)
     target = {"model.w": shard(torch.zeros(50, 7, dtype=torch.float64), [(0, 350)])}
@@ -194,7 +195,7 @@ def test_large_tensors_are_converted_in_slices(
     assert_filled(target, {"model.w": full["model.w"].double()})
 
 
-@pytest.mark.parametrize("name", sorted(safetensors_header.TORCH_NAMES))
+@pytest.mark.parametrize("name", sorted(SAFETENSORS_DTYPES))
 def test_every_dtype_of_the_format(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     bits = torch.randint(0, 2, (6 * dtype.itemsize,), dtype=torch.uint8)
@@ -210,13 +211,13 @@ def test_every_dtype_of_the_format(tmp_path: Path, name: str) -> None:
 def test_a_dtype_that_no_file_has_is_refused(tmp_path: Path) -> None:
     shards = {"model.w": shard(torch.zeros(3, dtype=torch.complex128), [(0, 3)])}
     with pytest.raises(CheckpointError, match="complex128, which safetensors does not support"):
-        shard_io.write_shards(shards, tmp_path, 0, "model")
+        shard_io.write_shards(shards, PendingFolderCheckpoint(tmp_path), 0, "model")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_without_anything_writes_no_file(tmp_path: Path) -> None:
     nothing = {"model.w": Shard(shape=(3,), dtype=torch.float32)}
-    assert shard_io.write_shards(nothing, tmp_path, 1, "model") == []
+    assert shard_io.write_shards(nothing, PendingFolderCheckpoint(tmp_path), 1, "model") == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,7 +227,7 @@ def test_a_full_disk_names_the_rank(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(CheckpointError, match=r"rank 3 cannot write .* \(File too large, err"):
-            shard_io.write_shards(shards, tmp_path, 3, "model")
+            shard_io.write_shards(shards, PendingFolderCheckpoint(tmp_path), 3, "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -375,7 +376,7 @@ def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:
 def test_the_room_needs_no_torch() -> None:
     code = (
         "import sys, nbdist.checkpoint as c; from pathlib import Path; import tempfile\n"
-        "c.list_checkpoints(Path(tempfile.gettempdir()))\n"
+        "c.FolderStorage(Path(tempfile.gettempdir())).list_checkpoints()\n"
         "print(sorted({'torch', 'numpy', 'safetensors', 'pickle'} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code]

@@ -9,6 +9,7 @@ import pytest
 import saved
 
 from nbdist import checkpoint
+from nbdist.checkpoint import FolderStorage
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def test_a_file_that_is_none_is_named(path: Path, kind: str) -> None:
         file.mkdir()
     with pytest.raises(CheckpointError, match=rf"Cannot open .*{FILE}"):
         checkpoint.verify_files(path)
-    assert checkpoint.list_checkpoints(path.parent) == []
+    assert FolderStorage(path.parent).list_checkpoints() == []
 
 
 @pytest.mark.fault("E8")
@@ -96,7 +97,7 @@ def test_a_file_too_many_is_named(path: Path) -> None:
         CheckpointError, match=r"contains '<img src=x>\.pkl', which was not written"
     ):
         checkpoint.verify_files(path)
-    assert [one.name for one in checkpoint.list_checkpoints(path.parent)] == ["a"]
+    assert [one.name for one in FolderStorage(path.parent).list_checkpoints()] == ["a"]
 
 
 def test_hidden_files_are_the_systems(path: Path) -> None:
@@ -120,12 +121,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
 def test_an_open_checkpoint_stays_the_same_one(tmp_path: Path) -> None:
     root = tmp_path / "root"
     saved.save(root, "a", seed=1)
-    with checkpoint.open_checkpoint(root, "a") as opened:
+    with FolderStorage(root).open_reader("a") as opened:
         before = opened.manifest
         saved.save(root, "a", seed=2, overwrite=True)
         fd = opened.open_file(before.files[0])  # of the old one, which lives on under no name
-        os.close(fd)
-        with checkpoint.open_checkpoint(root, "a") as new:
+        fd.close()
+        with FolderStorage(root).open_reader("a") as new:
             assert new.manifest.id != before.id
         assert len([path for path in root.iterdir() if path.name.startswith(".old")]) == 1
     saved.save(root, "b")  # nobody reads it now

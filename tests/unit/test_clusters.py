@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster import bootstrap, factory, slurm_nodes, version_check
-from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
-from nbdist.cluster.rank_distribution import RankDistribution, fit_to_nodes, requested_counts
+from nbdist.cluster import bootstrap, factory, slurm
+from nbdist.cluster.allocation import (
+    AllocatedNode,
+    AllocationRequest,
+    RankDistribution,
+    check_versions,
+    fit_to_nodes,
+    requested_counts,
+)
 from nbdist.cluster.ray import RayCluster, error_cause
 from nbdist.cluster.slurm import SlurmCluster, parse_ended_tasks
 from nbdist.errors import OptionError, StartError
@@ -20,7 +26,7 @@ from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.magics import completion
 from nbdist.session import config
 from nbdist.session import placement as session_placement
-from nbdist.session.cluster_options import ClusterOptions
+from nbdist.session.config import ClusterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -109,17 +115,13 @@ HERE = {"python": "3.11.7", "torch": "2.13.0", "nbdist": "0.1.0"}
 
 
 def test_equal_versions_pass_and_python_may_differ_in_its_last_number() -> None:
-    version_check.check_versions(
-        HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})]
-    )
+    check_versions(HERE, [place("a", **HERE), place("b", **{**HERE, "python": "3.11.9"})])
 
 
 def test_other_versions_are_listed_with_their_nodes() -> None:
     other = {**HERE, "torch": "2.12.0", "python": "3.12.1"}
     with pytest.raises(StartError) as refused:
-        version_check.check_versions(
-            HERE, [place("a", **HERE), place("b", **other), place("c", **other)]
-        )
+        check_versions(HERE, [place("a", **HERE), place("b", **other), place("c", **other)])
     assert "python 3.11.7 on the notebook, a, 3.12.1 on b, c" in str(refused.value)
     assert "torch 2.13.0 on the notebook, a, 2.12.0 on b, c" in str(refused.value)
     assert "nbdist 0" not in str(refused.value)
@@ -296,7 +298,7 @@ def test_the_nodes_that_slurm_gives_jobs(
     srun: Path, job: str, partition: str, names: set[str]
 ) -> None:
     install(srun.parent, sinfo=SINFO, squeue=SQUEUE, scontrol=SCONTROL)
-    assert slurm_nodes.usable_nodes(job=job, partition=partition) == names
+    assert slurm.usable_nodes(job=job, partition=partition) == names
 
 
 def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> None:
@@ -306,10 +308,10 @@ def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as slurmd:
         port = slurmd.getsockname()[1]
         install(srun.parent, sinfo=SINFO, scontrol=SCONTROL.format(port=port))
-        assert slurm_nodes.is_reachable("n0")  # Slurm does not say where it is
-        assert slurm_nodes.is_reachable("n1")
+        assert slurm.is_reachable("n0")  # Slurm does not say where it is
+        assert slurm.is_reachable("n1")
         assert cluster.num_available_nodes("cpu", 1, 2) == 2
-    assert not slurm_nodes.is_reachable("n1")
+    assert not slurm.is_reachable("n1")
     assert cluster.num_available_nodes("cpu", 1, 2) == 1
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.worker import collective_log
-from nbdist.worker.collective_log import CALLS_PER_GROUP, MAX_GROUPS, CollectiveLog, LoggedCall
+from nbdist.worker import collective_check
+from nbdist.worker.collective_check import CALLS_PER_GROUP, MAX_GROUPS, CollectiveLog, LoggedCall
 
 if TYPE_CHECKING:
     import mmap
@@ -127,7 +127,7 @@ def test_a_call_has_its_number_when_all_else_of_it_is_there(
             assert not second.has_reached(0, "0", number)
             struct.pack_into("<Q", page, place, number)
 
-    monkeypatch.setattr(collective_log, "_NUMBER", Interrupted())
+    monkeypatch.setattr(collective_check, "_NUMBER", Interrupted())
     number = first.append("0", SUM)
     assert second.has_reached(0, "0", number)
     assert second.call_at(0, "0", number) == SUM

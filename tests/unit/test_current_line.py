@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.worker.interrupt import current_line
+from nbdist.worker import stacks
 
 if TYPE_CHECKING:
     import pytest
@@ -34,7 +34,7 @@ def asked() -> Any:
     """Ask on another thread, as the control thread does."""
     answers: list[Any] = []
     thread = threading.Thread(
-        target=lambda: answers.append(current_line.current_line_reply(cell_of, STANDING))
+        target=lambda: answers.append(stacks.current_line_reply(cell_of, STANDING))
     )
     thread.start()
     thread.join()
@@ -76,6 +76,6 @@ def test_outside_of_a_cell_nothing_is_said() -> None:
 def test_between_two_lines_it_is_in_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     code = SimpleNamespace(co_filename=FILE, co_name="<module>", co_firstlineno=1)
     between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    monkeypatch.setattr(current_line, "_main_frame", lambda: between)
-    said = current_line.current_line_reply(cell_of, STANDING)
+    monkeypatch.setattr(stacks, "main_frame", lambda: between)
+    said = stacks.current_line_reply(cell_of, STANDING)
     assert (said["cell"], said["line"]) == ("In[3]", 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import StartError
+from nbdist.hardware import deepspeed_requirements
 from nbdist.hardware.process_identity import ProcessIdentity
 from nbdist.launcher import deepspeed_builds, nvme_folder
 from nbdist.strategies import Options
@@ -40,7 +41,7 @@ def test_a_folder_that_cannot_be_made_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(deepspeed_builds, "_check_tools", lambda *_: None)
+    monkeypatch.setattr(deepspeed_requirements, "missing_requirements", lambda *_: "")
     with pytest.raises(StartError, match="NBDIST_CACHE_DIR"):
         deepspeed_builds.build_missing_ops(("cpu_adam",), progress=pytest.fail)
 

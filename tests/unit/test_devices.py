@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from nbdist.cluster.rank_distribution import RankDistribution
+from nbdist.cluster.allocation import RankDistribution
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode

@@ -18,17 +18,15 @@ import pytest
 import nbdist
 from nbdist.cluster.orphan_cleanup import OrphanProcess, OrphanResources
 from nbdist.doctor import (
-    compilers,
     environment,
     finding,
     gpus,
-    notebook,
     ports,
     report,
     resources,
-    session,
+    software,
     stale_resources,
-    versions,
+    training_run,
 )
 from nbdist.doctor.finding import Finding
 from nbdist.hardware import deepspeed_requirements
@@ -106,14 +104,14 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
 @pytest.mark.fault("B1")
 def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
     with nbdist.Session(nproc=1) as running:
-        assert worst(session.check_session(running)) == []
+        assert worst(training_run.check_session(running)) == []
         os.kill(running.status()["ranks"][0]["pid"], signal.SIGKILL)
         eventually(lambda: running.state == "dead", within_s=5)
         one = only(
-            session.check_session(running), "problem", "rank 0 ended with signal 9 (SIGKILL)"
+            training_run.check_session(running), "problem", "rank 0 ended with signal 9 (SIGKILL)"
         )
         assert "%nbdist restart" in one.do
-    assert worst(session.check_session(None)) == []
+    assert worst(training_run.check_session(None)) == []
 
 
 # -- secrets
@@ -155,7 +153,7 @@ def versions_with(**changes: Any) -> list[Finding]:
         name: changes.pop(name) for name in ("gpus", "driver_cuda") if name in changes
     }
     have = {**GOOD, "deepspeed": "0.19.8", **changes}
-    return worst(versions.check_versions(have.get, required=ASKED, **given))
+    return worst(software.check_versions(have.get, required=ASKED, **given))
 
 
 def test_the_tested_versions_are_fine() -> None:
@@ -345,8 +343,8 @@ def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    only(compilers.check_compilers(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
-    assert worst(compilers.check_compilers(missing="", locks=[])) == []
+    only(software.check_compilers(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
+    assert worst(software.check_compilers(missing="", locks=[])) == []
 
 
 def test_nvme_on_gpus_needs_the_cuda_toolkit(
@@ -356,15 +354,15 @@ def test_nvme_on_gpus_needs_the_cuda_toolkit(
     monkeypatch.setenv("CPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     only(
-        compilers.check_compilers(locks=[], kind="cuda"),
+        software.check_compilers(locks=[], kind="cuda"),
         "note",
         "nvcc or CUDA's headers are missing",
     )
-    assert worst(compilers.check_compilers(locks=[], kind="cpu")) == []
+    assert worst(software.check_compilers(locks=[], kind="cpu")) == []
     for file in ("bin/nvcc", "include/cuda.h"):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    assert worst(compilers.check_compilers(locks=[], kind="cuda")) == []
+    assert worst(software.check_compilers(locks=[], kind="cuda")) == []
 
 
 def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +372,7 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name / "lock").write_text("")
     os.utime(tmp_path / "op" / "lock", (0, 0))
     assert deepspeed_requirements.stale_build_locks() == [tmp_path / "op" / "lock"]
-    one = only(compilers.check_compilers(missing=""), "note", "waits forever")
+    one = only(software.check_compilers(missing=""), "note", "waits forever")
     assert one.do == f"rm {tmp_path}/op/lock"
 
 
@@ -447,6 +445,6 @@ def test_loopback_works_here() -> None:
 
 
 def test_a_front_end_that_was_not_built_is_told() -> None:
-    only(notebook.check_notebook(missing=[], built=False), "note", "not built")
-    only(notebook.check_notebook(missing=["anywidget"], built=True), "note", "anywidget")
-    assert worst(notebook.check_notebook(missing=[], built=True)) == []
+    only(software.check_notebook(missing=[], built=False), "note", "not built")
+    only(software.check_notebook(missing=["anywidget"], built=True), "note", "anywidget")
+    assert worst(software.check_notebook(missing=[], built=True)) == []

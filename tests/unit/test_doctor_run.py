@@ -14,15 +14,20 @@ import pytest
 
 import nbdist
 from nbdist import strategies
-from nbdist.doctor import training_checks
-from nbdist.doctor.evidence import RunEvidence, last_errors
+from nbdist.doctor import training_run
 from nbdist.doctor.report import Diagnosis
-from nbdist.magics.magics import switch_parser
+from nbdist.doctor.training_run import RunErrors
+from nbdist.magics.arguments import switch_parser
+from nbdist.planner import cluster_spec, device_parser
+from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.profile_data import ProfiledConfig
+from nbdist.profiler.report import Profile
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
+    from nbdist.profiler.advice import Advice
 
 MB = 1 << 20
 CPU, GPU = Hardware(world_size=2), Hardware(kind="cuda", bf16=True, world_size=2)
@@ -39,7 +44,9 @@ def figures(
     traffic: list[CollectiveStats] | None = None,
     **parts: float,
 ) -> RankProfile:
-    """Of a rank with steps of a second."""
+    """Of a rank with steps of a second; communication is what its collectives expose."""
+    parts["communication"] = sum(one.exposed_s - one.waiting_s for one in traffic or [])
+    parts["waiting"] = sum(one.waiting_s for one in traffic or [])
     model = ProfiledModel(
         backend="",
         params=params,
@@ -57,7 +64,7 @@ def figures(
         kind="cuda",
         device="H200",
         ends=[0.0, 1.0],
-        parts=parts,
+        parts={"forward": 1.0 - sum(parts.values()), **parts},
         traffic=traffic or [],
         model=model,
     )
@@ -76,32 +83,49 @@ def traffic(
     )
 
 
-def case(
+def failed(
     backend: str,
-    *ranks: RankProfile,
-    errors: str = "",
+    message: str,
     frames: str = "",
-    host_bytes: int = 0,
+    *,
+    profiled: RankProfile | None = None,
     hardware: Hardware = GPU,
     **options: Any,
-) -> RunEvidence:
-    return RunEvidence(
-        rank_profiles=ranks,
+) -> RunErrors:
+    """A run that ended with an error."""
+    return RunErrors(
         options=Options(backend=backend, **options).validate(hardware),
         hardware=hardware,
-        errors=errors,
-        traceback_frames=frames,
-        host_bytes=host_bytes,
+        model=profiled.model if profiled else None,
+        messages=message,
+        frames=frames,
     )
 
 
-def only(given: RunEvidence) -> tuple[Finding, dict[str, Any]]:
+def only(run: RunErrors) -> tuple[Finding, dict[str, Any]]:
     """The one finding, and the config in its line."""
-    (one,) = training_checks.match_symptoms(given)
-    return one, pasted(one.do, given.hardware)
+    (one,) = training_run.check_errors(run)
+    return one, pasted(one.do, run.hardware, run.options.backend)
 
 
-def pasted(line: str, hardware: Hardware) -> dict[str, Any]:
+def profile(backend: str, *ranks: RankProfile, hardware: Hardware = GPU, **options: Any) -> Profile:
+    """A profile of a model that the planner does not know."""
+    cluster = (
+        device_parser.parse_devices("2xH100-80GB,nvlink")
+        if hardware is GPU
+        else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
+    )
+    chosen = Options(backend=backend, **options).validate(hardware)
+    return Profile.of(ranks, ProfiledConfig(options=chosen, cluster=cluster))
+
+
+def advised(found: Profile) -> tuple[Advice, dict[str, Any]]:
+    """The one piece of advice, and the config in its line."""
+    (one,) = found.advice
+    return one, pasted(one.line, GPU, found.setting.options.backend)
+
+
+def pasted(line: str, hardware: Hardware, backend: str = "") -> dict[str, Any]:
     """Take a line as the magic does, and as the options are checked."""
     magic, switch, *rest = shlex.split(line)
     assert (magic, switch) == ("%nbdist", "switch")
@@ -109,7 +133,8 @@ def pasted(line: str, hardware: Hardware) -> dict[str, Any]:
     (name,) = [one for one in ("fsdp_config", "deepspeed_config") if getattr(asked, one)]
     config = strategies.load_config(getattr(asked, name))
     named = {"offload": asked.offload or "none"} if asked.offload else {}
-    options = Options(backend=asked.backend, **named, **{name: config}).validate(hardware)
+    options = Options(backend=asked.backend or backend, **named, **{name: config})
+    options = options.validate(hardware)
     known_to_the_engine(options, hardware)
     return config
 
@@ -147,7 +172,7 @@ def known_to_the_engine(options: Options, hardware: Hardware) -> None:
 
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
-    one, config = only(case(backend, figures(units=4), errors=OOM, frames=GATHERED))
+    one, config = only(failed(backend, OOM, GATHERED, profiled=figures(units=4)))
     assert (one.level, one.topic) == ("problem", "all_gather")
     assert "CUDA out of memory" in one.says
     assert config["auto_wrap_policy"] == "SIZE_BASED_WRAP"
@@ -157,99 +182,105 @@ def test_units_too_large_to_gather_are_made_smaller(backend: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "present", "smallest"),
     [
-        ((), {}, 10_000),  # not profiled: whatever the units are, no layer is larger
-        ((figures(units=8, params=2_000_000),), {}, 15_625),
-        ((), {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 15_625}, 10_000),
+        (None, {}, 10_000),  # not profiled: whatever the units are, no layer is larger
+        (figures(units=8, params=2_000_000), {}, 15_625),
+        (None, {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 15_625}, 10_000),
         (
-            (figures(units=8, params=10**9),),
+            figures(units=8, params=10**9),
             {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4_000_000},
             2_000_000,
         ),
     ],
 )
 def test_units_that_did_not_fit_never_become_larger(
-    ranks: tuple[RankProfile, ...], present: dict[str, Any], smallest: int
+    ranks: RankProfile | None, present: dict[str, Any], smallest: int
 ) -> None:
-    given = case("fsdp2", *ranks, errors=OOM, frames=GATHERED, fsdp_config=present or None)
-    assert only(given)[1]["min_num_params"] == smallest
+    run = failed("fsdp2", OOM, GATHERED, profiled=ranks, fsdp_config=present or None)
+    assert only(run)[1]["min_num_params"] == smallest
 
 
 def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
     config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
-    given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config=config)
-    (one,) = training_checks.match_symptoms(given)
+    run = failed("fsdp2", OOM, GATHERED, fsdp_config=config)
+    (one,) = training_run.check_errors(run)
     assert one.topic == "all_gather"
     assert "a smaller micro-batch" in one.do
 
 
 def test_fsdp1_gathers_less_ahead_when_memory_ends() -> None:
     config = {"backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
-    given = case("fsdp1", errors=OOM, frames=GATHERED, fsdp_config=config)
-    _, config = only(given)
+    _, config = only(failed("fsdp1", OOM, GATHERED, fsdp_config=config))
     assert config["backward_prefetch"] == "NO_PREFETCH"
     assert config["limit_all_gathers"] is True
     assert config["use_orig_params"] is True  # what was there stays
 
 
 def test_fsdp2_shares_out_again_when_memory_ends() -> None:
-    given = case("fsdp2", errors=OOM, frames=GATHERED, fsdp_config={"reshard_after_forward": False})
-    assert only(given)[1]["reshard_after_forward"] is True
+    run = failed("fsdp2", OOM, GATHERED, fsdp_config={"reshard_after_forward": False})
+    assert only(run)[1]["reshard_after_forward"] is True
 
 
 def test_zero3_keeps_fewer_parameters_live_when_memory_ends() -> None:
     frames = "File deepspeed/runtime/zero/partitioned_param_coordinator.py:9, in fetch_sub_module("
-    _, config = only(case("zero3", errors=OOM, frames=frames))
-    zero = config["zero_optimization"]
+    zero = only(failed("zero3", OOM, frames))[1]["zero_optimization"]
     assert zero["stage3_max_live_parameters"] == 100_000_000
     assert zero["stage3_prefetch_bucket_size"] == 10_000_000
+    present = {"zero_optimization": {"stage3_max_live_parameters": 1000}}
+    zero = only(failed("zero3", OOM, frames, deepspeed_config=present))[1]["zero_optimization"]
+    assert zero["stage3_max_live_parameters"] == 500
 
 
 def test_zero2_gathers_in_smaller_buckets_when_memory_ends() -> None:
     frames = "File deepspeed/runtime/zero/stage_1_and_2.py:9, in all_gather_dp_groups("
-    _, config = only(case("zero2", errors=OOM, frames=frames))
+    _, config = only(failed("zero2", OOM, frames))
     assert config["zero_optimization"]["allgather_bucket_size"] == 50_000_000
 
 
 def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
-    (one,) = training_checks.match_symptoms(
-        case("fsdp2", errors=OOM, frames="File model.py:3, in forward(")
-    )
+    (one,) = training_run.check_errors(failed("fsdp2", OOM, "File model.py:3, in forward("))
     assert one.topic == "memory"
     assert "%nbdist plan" in one.do
 
 
-# -- units and small modules
+# -- advice of a profile: the engine's own options
 
 
 def test_a_model_of_one_unit_is_told() -> None:
-    one, config = only(case("fsdp2", figures(units=1, params=80_000)))
-    assert (one.level, one.topic) == ("note", "FSDP units")
-    assert "one unit has 100% of the parameters" in one.says
+    whole = figures(units=1, params=80_000, traffic=[traffic("all_gather", 1, 80_000, 0.3)])
+    one, config = advised(profile("fsdp2", whole))
+    assert one.title == "FSDP units"
     assert config == {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
+    cut = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100_000}
+    whole = figures(units=1, params=800_000, traffic=[traffic("all_gather", 1, 80_000, 0.3)])
+    assert advised(profile("fsdp2", whole, fsdp_config=cut))[1]["min_num_params"] == 25_000
 
 
 def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
-    busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
-    one, config = only(case("fsdp2", busy))
-    assert "200 all_gathers of 20 KiB per step take 30% of it" in one.says
+    busy = figures(traffic=[traffic("all_gather", 200, 20_480, 0.3)])
+    one, config = advised(profile("fsdp2", busy))
+    assert "200 all_gathers of 20 KiB per step take 30 % of it" in one.why
     assert config["min_num_params"] == 10_000_000
+    assert (one.gain.low, one.gain.faster, one.gain.high) == pytest.approx(
+        (1 / 0.925 - 1, 1 / 0.85 - 1, 1 / 0.775 - 1)
+    )
     small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000_000}
-    _, config = only(case("fsdp2", busy, fsdp_config=small))
+    _, config = advised(profile("fsdp2", busy, fsdp_config=small))
     assert config["min_num_params"] == 20_000_000
     hidden = figures(traffic=[traffic("all_gather", 200, 20_000, 0.01)])
-    assert training_checks.match_symptoms(case("fsdp2", hidden)) == ()
+    assert profile("fsdp2", hidden).advice == ()
 
 
 def test_a_late_rank_is_no_slow_gather() -> None:
     late = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3, waiting_s=0.29)])
     for backend in ("fsdp2", "zero3"):
-        assert training_checks.match_symptoms(case(backend, late)) == ()
+        assert profile(backend, late).advice == ()
 
 
 def test_zero3_keeps_small_parameters_whole_where_they_take_time() -> None:
     busy = figures(traffic=[traffic("all_gather", 300, 9_000, 0.2)])
-    one, config = only(case("zero3", busy))
-    assert one.topic == "small modules"
+    one, config = advised(profile("zero3", busy))
+    assert one.title == "small modules"
+    assert one.changes == {"deepspeed_config": config}
     assert config["zero_optimization"] == {"stage3_param_persistence_threshold": 1_000_000}
 
 
@@ -261,8 +292,8 @@ def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
         "overlap_comm": False,
         "stage3_max_live_parameters": 1000,
     }
-    given = case("zero3", busy, deepspeed_config={"zero_optimization": present})
-    one, config = only(given)
+    found = profile("zero3", busy, deepspeed_config={"zero_optimization": present})
+    one, config = advised(found)
     assert config["zero_optimization"] == {
         "stage3_param_persistence_threshold": 100_000,
         "stage3_prefetch_bucket_size": 50_000_000,
@@ -270,62 +301,49 @@ def test_zero3_that_its_config_holds_back_gets_all_of_it_back() -> None:
         "stage3_max_live_parameters": 10**9,
         "stage3_max_reuse_distance": 10**9,
     }
-    assert "overlap_comm is off" in one.says
-    again = training_checks.match_symptoms(case("zero3", busy, deepspeed_config=config))
-    assert all(pasted(found.do, GPU) != config for found in again)
-
-
-def test_memory_that_ends_under_zero3_makes_a_config_smaller_that_was_small() -> None:
-    frames = "File deepspeed/runtime/zero/partitioned_param_coordinator.py:9, in fetch_sub_module("
-    present = {"stage3_max_live_parameters": 1000}
-    given = case(
-        "zero3", errors=OOM, frames=frames, deepspeed_config={"zero_optimization": present}
-    )
-    assert only(given)[1]["zero_optimization"]["stage3_max_live_parameters"] == 500
-
-
-def test_one_unit_that_was_cut_in_vain_is_cut_smaller() -> None:
-    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100_000}
-    given = case("fsdp2", figures(units=1, params=800_000), fsdp_config=config)
-    assert only(given)[1]["min_num_params"] == 25_000
-
-
-# -- slow gathers and reductions
+    assert "overlap_comm is off" in one.why
+    again = profile("zero3", busy, deepspeed_config=config).advice
+    assert all(two.changes["deepspeed_config"] != config for two in again)
 
 
 def test_fsdp1_gathers_ahead_where_it_waits() -> None:
     slow = figures(traffic=[traffic("all_gather", 8, 400 * MB, 0.3)])
-    one, config = only(case("fsdp1", slow))
-    assert one.topic == "prefetch"
+    one, config = advised(profile("fsdp1", slow))
+    assert one.title == "prefetch"
     assert config == {"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True}
 
 
-def test_a_slow_zero3_fetches_more_ahead() -> None:
+def test_a_slow_zero3_fetches_more_ahead_on_gpus() -> None:
     slow = figures(traffic=[traffic("all_gather", 40, 200 * MB, 0.4)])
-    one, config = only(case("zero3", slow))
-    assert one.topic == "slow ZeRO-3"
-    assert "40% of a step waits for all_gather" in one.says
-    assert config["zero_optimization"] == {"stage3_prefetch_bucket_size": 200_000_000}
-
-
-def test_a_slow_zero3_gets_back_what_its_config_takes() -> None:
-    slow = figures(traffic=[traffic("all_gather", 40, 200 * MB, 0.4)])
-    zero = {"overlap_comm": False, "stage3_max_live_parameters": 10_000, "sub_group_size": 10**8}
-    one, config = only(case("zero3", slow, deepspeed_config={"zero_optimization": zero}))
-    assert "overlap_comm is off" in one.says
-    assert config["zero_optimization"]["overlap_comm"] is True
-    assert config["zero_optimization"]["stage3_max_live_parameters"] == 10**9
-    assert config["zero_optimization"]["sub_group_size"] == 10**8
+    zero = {"overlap_comm": False, "sub_group_size": 10**8}
+    one, config = advised(profile("zero3", slow, deepspeed_config={"zero_optimization": zero}))
+    assert one.title == "slow ZeRO-3"
+    assert "40 % of a step waits for all_gather" in one.why
+    assert "overlap_comm is off" in one.why
+    assert config["zero_optimization"] == {
+        "stage3_prefetch_bucket_size": 200_000_000,
+        "overlap_comm": True,
+        "sub_group_size": 10**8,
+    }
+    on_cpu = dataclasses.replace(slow, kind="cpu")
+    assert profile("zero3", on_cpu, hardware=CPU).advice == ()
 
 
 @pytest.mark.parametrize("said", [100_000, "auto"])
 def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> None:
     slow = figures(traffic=[traffic("reduce_scatter", 90, 200_000, 0.2)])
     given = {"zero_optimization": {"reduce_bucket_size": said}}
-    one, config = only(case("zero2", slow, deepspeed_config=given))
-    assert one.topic == "small buckets"
+    one, config = advised(profile("zero2", slow, deepspeed_config=given))
+    assert one.title == "small buckets"
     assert config["zero_optimization"]["reduce_bucket_size"] == 500_000_000
-    assert training_checks.match_symptoms(case("zero2", slow)) == ()
+    assert profile("zero2", slow).advice == ()
+
+
+def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
+    one, config = advised(profile("zero3", figures(offload=0.5), offload="nvme:/tmp/x"))
+    assert "50 % of a step moves state" in one.why
+    assert config["aio"] == {"block_size": 8 * MB, "queue_depth": 32}
+    assert config["zero_optimization"]["offload_optimizer"]["pipeline_read"] is True
 
 
 # -- offload
@@ -334,8 +352,7 @@ def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> Non
 def test_pinned_memory_that_ends_is_not_pinned_any_more() -> None:
     said = "RuntimeError: CUDA error: out of memory"
     frames = "File deepspeed/accelerator/cuda_accelerator.py:300, in pin_memory("
-    given = case("zero3", errors=said, frames=frames, offload="cpu", offload_params=True)
-    one, config = only(given)
+    one, config = only(failed("zero3", said, frames, offload="cpu", offload_params=True))
     assert (one.level, one.topic) == ("problem", "pinned memory")
     zero = config["zero_optimization"]
     assert zero == {
@@ -345,25 +362,10 @@ def test_pinned_memory_that_ends_is_not_pinned_any_more() -> None:
 
 
 def test_fsdp_cannot_leave_memory_unpinned_and_zero3_can() -> None:
-    given = case("fsdp2", errors="RuntimeError: cudaHostAlloc failed", offload="cpu")
-    one, config = only(given)
+    run = failed("fsdp2", "RuntimeError: cudaHostAlloc failed", offload="cpu")
+    one, config = only(run)
     assert "switch zero3 --offload cpu" in one.do
     assert config["zero_optimization"]["offload_optimizer"] == {"pin_memory": False}
-
-
-def test_an_offload_that_pins_most_of_the_host_is_told() -> None:
-    given = case("zero2", figures(params=10**9), offload="cpu", host_bytes=20 * 2**30)
-    one, _ = only(given)
-    assert (one.level, one.topic) == ("note", "pinned memory")
-    assert training_checks.match_symptoms(dataclasses.replace(given, host_bytes=200 * 2**30)) == ()
-
-
-def test_a_slow_disk_is_asked_for_more_at_a_time() -> None:
-    given = case("zero3", figures(offload=0.5), offload="nvme:/tmp/x")
-    one, config = only(given)
-    assert "50% of a step moves state" in one.says
-    assert config["aio"] == {"block_size": 8 * MB, "queue_depth": 32}
-    assert config["zero_optimization"]["offload_optimizer"]["pipeline_read"] is True
 
 
 # -- checkpoints
@@ -374,35 +376,35 @@ def test_names_that_do_not_fit_are_told_under_every_engine() -> None:
         'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
     )
     for backend in ("ddp", "fsdp2", "zero3"):
-        (one,) = training_checks.match_symptoms(case(backend, errors=said))
+        (one,) = training_run.check_errors(failed(backend, said))
         assert (one.level, one.topic) == ("problem", "loading")
         assert "%nbdist load PATH" in one.do
 
 
 def test_another_layout_of_a_checkpoint_is_asked_for() -> None:
     said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp_0/.metadata'"
-    one, config = only(case("fsdp2", errors=said))
+    one, config = only(failed("fsdp2", said))
     assert one.topic == "loading"
     assert config == {"state_dict_type": "FULL_STATE_DICT"}
-    assert only(case("fsdp1", errors=said))[1]["sync_module_states"] is True
+    assert only(failed("fsdp1", said))[1]["sync_module_states"] is True
     full = {"state_dict_type": "FULL_STATE_DICT"}
     said = "FileNotFoundError: No such file or directory: 'out/pytorch_model_fsdp.bin'"
-    _, config = only(case("fsdp1", errors=said, fsdp_config=full))
+    _, config = only(failed("fsdp1", said, fsdp_config=full))
     assert config == {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
 def test_a_whole_checkpoint_under_fsdp1_is_sent_to_all_ranks() -> None:
     said = "ValueError: Set the `sync_module_states` flag to `True` so that model states are synced"
     full = {"state_dict_type": "FULL_STATE_DICT"}
-    _, config = only(case("fsdp1", errors=said, fsdp_config=full))
+    _, config = only(failed("fsdp1", said, fsdp_config=full))
     assert config == {"state_dict_type": "FULL_STATE_DICT", "sync_module_states": True}
-    (one,) = training_checks.match_symptoms(case("fsdp1", errors=said, hardware=CPU))
+    (one,) = training_run.check_errors(failed("fsdp1", said, hardware=CPU))
     assert one.do.startswith("%nbdist load PATH")
 
 
 def test_the_layout_of_parameters_is_that_of_the_checkpoint() -> None:
     said = "RuntimeError: The ZeRO checkpoint parameter-alignment layout does not match the current"
-    _, config = only(case("zero2", errors=said))
+    _, config = only(failed("zero2", said))
     assert config["zero_optimization"] == {"parameter_alignment": True}
 
 
@@ -411,7 +413,7 @@ def test_a_checkpoint_of_more_ranks_is_loaded_as_a_universal_one() -> None:
         "ZeRORuntimeException: The checkpoint being loaded used a DP world size of 4 but the"
         " current world size is 2."
     )
-    _, config = only(case("zero2", errors=said))
+    _, config = only(failed("zero2", said))
     assert config["checkpoint"] == {"load_universal": True}
 
 
@@ -419,12 +421,10 @@ def test_a_checkpoint_of_more_ranks_is_loaded_as_a_universal_one() -> None:
 
 
 def test_a_healthy_run_gets_no_symptom() -> None:
-    calm = figures(traffic=[traffic("all_gather", 20, 50 * MB, 0.02)], forward=0.98)
+    calm = figures(traffic=[traffic("all_gather", 20, 50 * MB, 0.02)])
     for backend in strategies.BACKENDS:
-        assert (
-            training_checks.match_symptoms(case(backend, calm, errors="ValueError: wrong shape"))
-            == ()
-        )
+        assert list(training_run.check_errors(failed(backend, "ValueError: wrong shape"))) == []
+        assert profile(backend, calm).advice == ()
 
 
 def test_no_session_and_no_profile_are_told() -> None:
@@ -435,23 +435,47 @@ def test_no_session_and_no_profile_are_told() -> None:
 def session(**changed: Any) -> Any:
     """A session as far as the doctor reads one."""
     given = {"options": Options().validate(CPU), "hardware": CPU, "death": None, "running": None}
-    return SimpleNamespace(**{**given, "last": None, "rank_logs": {}, **changed})
+    return SimpleNamespace(**{**given, "last": None, "profiles": [], **changed})
 
 
 def test_a_run_without_a_profile_is_asked_for_one() -> None:
-    (one,) = training_checks.check_training(None, session())
+    (one,) = training_run.check_training(session())
     assert "%nbdist profile" in one.do
 
 
-def test_a_profile_without_a_symptom_is_well() -> None:
-    (one,) = training_checks.check_training(profiled(figures()), session())
-    assert one.level == "ok"
+def test_the_verdict_and_the_advice_are_those_of_the_profile() -> None:
+    options = Options(backend="zero3", offload="nvme:/tmp/x").validate(GPU)
+    found = profile("zero3", figures(offload=0.5), offload="nvme:/tmp/x")
+    verdict, one = training_run.check_training(
+        session(options=options, hardware=GPU, profiles=[found])
+    )
+    assert (verdict.level, verdict.topic, verdict.says) == ("note", "run", found.verdict)
+    assert (one.level, one.topic, one.do) == ("note", "NVMe", found.advice[0].line)
+    assert "times as fast" in one.says or "faster" in one.says
+    assert one.do in str(Diagnosis((one,)))  # in one line, to be pasted
 
 
-def profiled(*ranks: RankProfile, **options: Any) -> Any:
-    """A profile as far as the doctor reads one."""
-    setting = SimpleNamespace(options=Options(**options).validate(CPU))
-    return SimpleNamespace(ranks=ranks, setting=setting)
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_profile_without_a_symptom_is_well(accumulate: int) -> None:
+    calm = profile("ddp", dataclasses.replace(figures(), kind="cpu"), hardware=CPU)
+    options = Options(accumulate=accumulate).validate(CPU)
+    (one,) = training_run.check_training(session(options=options, profiles=[calm]))
+    assert (one.level, one.says) == ("ok", "compute-bound, nothing cheap to gain")
+
+
+def test_a_remark_on_the_cell_is_told() -> None:
+    remark = LintFinding(
+        kind="train_mode",
+        cell="In[3]",
+        line=1,
+        source="for batch in loader:",
+        reason="the model trains in evaluation mode",
+        change="model.train() before the loop",
+        sure="certain",
+    )
+    found = dataclasses.replace(profile("ddp", figures()), remarks=(remark,))
+    *_, one = training_run.profile_findings(found)
+    assert (one.topic, one.says, one.do) == ("In[3], line 1", remark.reason, remark.change)
 
 
 @pytest.mark.parametrize(
@@ -463,17 +487,11 @@ def profiled(*ranks: RankProfile, **options: Any) -> Any:
 )
 def test_a_profile_of_another_engine_is_not_judged(now: dict[str, Any], words: str) -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3)])
-    older = profiled(busy, backend="zero3")
-    (one,) = training_checks.check_training(older, session(options=Options(**now).validate(CPU)))
+    older = profile("zero3", busy, hardware=CPU)
+    options = Options(**now).validate(CPU)
+    (one,) = training_run.check_training(session(options=options, profiles=[older]))
     assert words in one.says
     assert "%nbdist profile" in one.do
-
-
-def test_a_profile_with_other_accumulation_is_of_the_same_engine() -> None:
-    found = training_checks.check_training(
-        profiled(figures()), session(options=Options(accumulate=4).validate(CPU))
-    )
-    assert [one.level for one in found] == ["ok"]
 
 
 def test_lines_around_those_that_ran_are_no_frames() -> None:
@@ -483,17 +501,10 @@ def test_lines_around_those_that_ran_are_no_frames() -> None:
         "    850     _pre_forward_unshard,\n--> 855 output = self._fsdp_wrapped_module(*args)",
     ]
     error = SimpleNamespace(ename="OutOfMemoryError", evalue="no memory", traceback=traceback)
-    said, frames = last_errors(session(last=SimpleNamespace(errors={0: error})))
-    assert said == "OutOfMemoryError: no memory"
-    assert "unshard" not in frames
-    assert "in forward(self)" in frames
-
-
-def test_a_line_to_paste_stands_in_one_line_of_the_text() -> None:
-    found = training_checks.match_symptoms(
-        case("zero3", figures(offload=0.5), offload="nvme:/tmp/x")
-    )
-    assert found[0].do in str(Diagnosis(found))
+    run = RunErrors.of(session(last=SimpleNamespace(errors={0: error})), None)
+    assert run.messages == "OutOfMemoryError: no memory"
+    assert "unshard" not in run.frames
+    assert "in forward(self)" in run.frames
 
 
 def test_the_page_of_a_run_is_json_too() -> None:

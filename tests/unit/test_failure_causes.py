@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import checkpoint
-from nbdist.cluster import interfaces, process_inspection
+from nbdist.checkpoint import FolderStorage
+from nbdist.cluster import interfaces, launcher_process
 from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.protocol import messages
-from nbdist.session import failure_causes, stopped_processes
-from nbdist.session.failure_causes import WorkerFailure
-from nbdist.session.oom_killer import OomKillCounter, find_memory_events_file
+from nbdist.session import failure_causes
+from nbdist.session.failure_causes import (
+    OomKillCounter,
+    WorkerFailure,
+    find_memory_events_file,
+)
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -170,13 +173,13 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopped_processes, "UNRESPONSIVE_AFTER_S", 0.1)
-    seen, told = stopped_processes.StoppedProcessWatch(), list[str]()
+    monkeypatch.setattr(failure_causes, "UNRESPONSIVE_AFTER_S", 0.1)
+    seen, told = failure_causes.StoppedProcessWatch(), list[str]()
 
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
         found = {
-            name: interfaces.ProcessStatus(pid, process_inspection.process_status(pid))
+            name: interfaces.ProcessStatus(pid, launcher_process.process_status(pid))
             for name, pid in pids.items()
         }
         told.extend(seen.update(found))
@@ -200,11 +203,11 @@ def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
     """As of a file server that is gone; this is the thread that reads the ranks' messages."""
     over = threading.Event()
 
-    def hangs(_: Path) -> list[CheckpointSummary]:
+    def hangs(_: FolderStorage) -> list[CheckpointSummary]:
         over.wait(60)
         return []
 
-    monkeypatch.setattr(checkpoint, "list_checkpoints", hangs)
+    monkeypatch.setattr(FolderStorage, "list_checkpoints", hangs)
     session = nbdist.Session(nproc=2, checkpoints=tmp_path)
     began = time.monotonic()
     died = session._die(WorkerFailure("rank 1", "ended with exit code 3"))

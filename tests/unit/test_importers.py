@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from nbdist.state.tensor_index import TensorEntry
+
 
 class Bomb:
     """Makes a file wherever it is unpickled."""
@@ -40,7 +42,7 @@ def metadata(folder: Path) -> Any:
     return pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - just written
 
 
-def whole(entry: importers.TensorEntry) -> tuple[torch.Tensor, Shard]:
+def whole(entry: TensorEntry) -> tuple[torch.Tensor, Shard]:
     """Room for a tensor, and the shard that asks for all of it."""
     room = torch.zeros(entry.shape, dtype=entry.dtype)
     flat = room.view(-1)

@@ -10,8 +10,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError, RankDied
-from nbdist.session import progress
-from nbdist.session import session as session_module
+from nbdist.session import lifecycle, progress
 from nbdist.session.locking import exclusive
 from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
@@ -96,7 +95,7 @@ def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
-    monkeypatch.setattr(session_module, "_set_current", bool)
+    monkeypatch.setattr(lifecycle, "current", [None])
     return session
 
 
@@ -145,7 +144,7 @@ def workers() -> WorkerGroup:
         on_message=print,
         on_idle=bool,
         on_death=print,
-        wait_ready=lambda *_: [],
+        on_notice=print,
     )
     made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
     made._up = True
@@ -211,7 +210,7 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
         return choice
 
     monkeypatch.setattr(session, "_start_ranks", start_ranks)
-    monkeypatch.setattr(session_module, "_set_current", bool)
+    monkeypatch.setattr(lifecycle, "current", [None])
     with session.lock:
         other = in_thread(session.start)
         session.start()

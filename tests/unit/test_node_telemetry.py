@@ -77,7 +77,6 @@ def test_nothing_is_lost_on_the_way() -> None:
         3 * GIB, {0: idle, 1: GpuReading(), 12: GpuReading(note="NVML does not answer")}
     )
     assert UsageSnapshot.from_json(json.loads(json.dumps(sent.to_json()))) == sent
-    assert sent.to_json()["readings"][1] == {}
 
 
 def test_a_machine_travels_as_plain_values() -> None:
@@ -92,14 +91,13 @@ def test_memory_of_the_own_ranks_counts_as_free() -> None:
     assert found == (GpuFreeMemory(72 * GIB, ("python (pid 7)",)), GpuFreeMemory(80 * GIB))
 
 
-def test_nodes_that_are_alike_travel_once() -> None:
+def test_nodes_travel_without_their_names() -> None:
     def node(number: int, cores: int) -> SessionNode:
         gpu = Gpu(f"GPU-{number}", A100.name, A100.memory_bytes, A100.capability)
         return SessionNode(f"node {number}", (number,), Machine((gpu,), None, cores))
 
-    sent = [*(node(number, 96) for number in range(1000)), node(1000, 64), node(1001, 96)]
+    sent = [*(node(number, 96) for number in range(3)), node(3, 64), node(4, 96)]
     told = json.loads(json.dumps(discovery.nodes_to_json(sent)))
-    assert [one["nodes"] for one in told] == [1000, 1, 1]
     read = discovery.nodes_from_json(told)
     assert [(one.name, one.ranks) for one in read] == [(one.name, one.ranks) for one in sent]
     assert [one.machine.num_cpus for one in read] == [one.machine.num_cpus for one in sent]

@@ -13,6 +13,7 @@ import nbdist
 from nbdist import panel
 from nbdist.panel import controller, snapshot
 from nbdist.panel.controller import PanelController, PanelData
+from nbdist.panel.curves import curve_history
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, view_from_plan
 from nbdist.session.cell import Cell
 from nbdist.session.config import SessionConfig
@@ -107,8 +108,8 @@ def test_losses_that_are_no_numbers_travel_in_buffers(opened: Opened) -> None:
         opened.session.metrics.add_rows(rank, rows)
     eventually(lambda: float("-inf") in opened.points(), within_s=WITHIN_S)
     opened.live.close()
-    curves = opened.live.curve_history()
-    assert len(curves["loss"][0]) == len(values)
+    curves = curve_history(opened.session.metrics)
+    assert len(curves["loss"]) == len(values)
     page = panel.render_formats(PanelData(opened.session).snapshot(), curves)
     assert "loss" in page["text/html"]
 
@@ -119,7 +120,9 @@ def test_two_hundred_names_and_one_that_changes_its_type(opened: Opened) -> None
     opened.session.metrics.add_rows(0, [{"step": 2, "time": 3.0, "scalar 1": 7.0}])
     eventually(lambda: 7.0 in opened.points(), within_s=WITHIN_S)
     opened.live.close()
-    page = panel.render_formats(PanelData(opened.session).snapshot(), opened.live.curve_history())
+    page = panel.render_formats(
+        PanelData(opened.session).snapshot(), curve_history(opened.session.metrics)
+    )
     assert "and 192 more" in page["text/html"]
     assert "and 188 more" in page["text/plain"]
 

@@ -166,7 +166,7 @@ def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
     nvml = FakeNvml(running=[(os.getpid(), 12 * GIB)])
     made = watched(nvml)
     made.sample_once()
-    made.reset_strategy_peaks()
+    made.strategy_peak_bytes.clear()
     nvml.running = [(os.getpid(), 5 * GIB)]
     made.sample_once()
     assert (made.peak_bytes[0], made.strategy_peak_bytes[0]) == (12 * GIB, 5 * GIB)

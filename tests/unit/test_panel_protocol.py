@@ -1,50 +1,68 @@
-"""widgets/src/protocol.ts says what nbdist/panel/protocol.py says."""
+"""The types of the front end are generated from nbdist/panel/protocol.py."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pytest
 
 from nbdist.panel import protocol
+from nbdist.panel.commands import ARGUMENTS, Command, LogRequest, PageOpened, parse_message
 
-MIRROR = (Path(__file__).parents[2] / "widgets" / "src" / "protocol.ts").read_text()
-NAMES = {
-    "Header": protocol.HeaderView,
-    "Part": protocol.MemoryPart,
-    "Device": protocol.DeviceView,
-    "StrategyRow": protocol.StrategyRow,
-    "Strategies": protocol.StrategiesView,
-    "Span": protocol.StepPartTime,
-    "ProfiledRank": protocol.ProfiledRank,
-    "Advice": protocol.AdviceView,
-    "Profile": protocol.ProfileView,
-    "Rank": protocol.RankView,
-    "Checkpoint": protocol.CheckpointView,
-    "Progress": protocol.ProgressView,
-    "Queued": protocol.QueuedCommand,
-    "Mark": protocol.EventMarkView,
-    "Notice": protocol.NoticeView,
-    "Picture": protocol.PanelState,
-    "Sample": protocol.DeviceSample,
-}
-"""Interface of the front end -> its like in the kernel."""
+if TYPE_CHECKING:
+    from types import ModuleType
+
+SCRIPT = Path(__file__).parents[2] / "widgets" / "generate_protocol.py"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_interface_has_the_fields_that_the_kernel_sends(name: str) -> None:
-    body = re.search(rf"^export interface {name} {{$(.*?)^}}$", MIRROR, re.MULTILINE | re.DOTALL)
-    assert body
-    fields = re.findall(r"^  (\w+): ", body[1], re.MULTILINE)
-    assert set(fields) == set(get_type_hints(NAMES[name]))
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    """The script, which is in no package."""
+    spec = importlib.util.spec_from_file_location("generate_protocol", SCRIPT)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_types_of_the_front_end_are_up_to_date() -> None:
+    command = [sys.executable, str(SCRIPT), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(
-    ("name", "kernels"), [("CommandName", protocol.CommandName), ("State", protocol.SessionState)]
+    ("annotation", "typescript"),
+    [
+        (int, "number"),
+        (float | None, "number | null"),
+        (list[int | None], "(number | null)[]"),
+        (dict[str, Any], "Record<string, unknown>"),
+        (Literal["a", "b"], '"a" | "b"'),
+        (protocol.SessionState, "SessionState"),
+        (list[protocol.DeviceView], "DeviceView[]"),
+    ],
+    ids=str,
 )
-def test_words_that_are_allowed_are_the_same(name: str, kernels: Any) -> None:
-    union = re.search(rf"^export type {name} =(.*?);$", MIRROR, re.MULTILINE | re.DOTALL)
-    assert union
-    assert re.findall(r'"(\w+)"', union[1]) == list(get_args(kernels))
+def test_a_type_as_typescript(generator: ModuleType, annotation: Any, typescript: str) -> None:
+    assert generator.typescript(annotation) == typescript
+
+
+def test_what_json_does_not_have_is_refused(generator: ModuleType) -> None:
+    with pytest.raises(KeyError):
+        generator.typescript(bytes)
+
+
+def test_every_message_of_a_page_is_read() -> None:
+    opened: protocol.PageOpenedMessage = {"kind": "hello"}
+    log: protocol.LogRequestMessage = {"kind": "log", "rank": None, "search": ""}
+    assert isinstance(parse_message(opened), PageOpened)
+    assert isinstance(parse_message(log), LogRequest)
+    plan: protocol.CommandMessage = {"kind": "command", "id": "1", "name": "plan", "arguments": {}}
+    assert isinstance(parse_message(plan), Command)
+    assert set(ARGUMENTS) == set(get_args(protocol.CommandName))

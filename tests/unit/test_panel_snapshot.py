@@ -8,16 +8,17 @@ import re
 import subprocess
 import sys
 import time
-from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+import numpy as np
 import pytest
 
 import nbdist
 from nbdist import panel
-from nbdist.display import panel_html, panel_text, panel_units
+from nbdist.display import panel_html, panel_text, units
+from nbdist.display.elements import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
@@ -35,6 +36,8 @@ from nbdist.session.training_events import TrainingEvent
 from nbdist.strategies import Options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nbdist import Session
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -55,7 +58,7 @@ def drawn(session: Session, **more: Any) -> PanelState:
 def cell_of(session: Session, *, count: int = 4) -> Cell:
     cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
     cell.count = count
-    session._cells.running_cell, session.state = cell, "running"
+    session._cells.running_cell, session.state = cell, "ready"
     return cell
 
 
@@ -232,6 +235,12 @@ def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------------- static faces
 
 
+def curve(steps: Iterable[float], values: Iterable[float]) -> Any:
+    """Points whose times are their steps."""
+    steps = list(steps)
+    return np.column_stack([steps, steps, list(values)]).astype(float)
+
+
 def evil(session: Session) -> tuple[PanelState, dict[str, Any]]:
     """A picture with markup in everything that a user names."""
     session.state = "ready"
@@ -282,7 +291,7 @@ def evil(session: Session) -> tuple[PanelState, dict[str, Any]]:
         ],
         "note": EVIL,
     }
-    points = array("d", [0, 1]), array("d", [0, 1]), array("d", [1, float("nan")])
+    points = curve([0, 1], [1, float("nan")])
     return found, {EVIL: points, "loss": points}
 
 
@@ -310,7 +319,7 @@ def full(session: Session, plan: Any) -> tuple[PanelState, dict[str, Any]]:
         {**done, "name": "base", "state": "done"},
         {**done, "name": "broken", "state": "failed", "problem": "the disk is full"},
     ]
-    points = array("d", [0, 1]), array("d", [0, 1]), array("d", [2, 1.25])
+    points = curve([0, 1], [2, 1.25])
     return found, {"accuracy": points, "tokens/s": points, "loss": points}
 
 
@@ -335,9 +344,8 @@ def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, pl
 
 
 def test_huge_values_and_steps_are_drawn(session: Session) -> None:
-    steps = array("d", [2.0**62, 2.0**62])
-    values = array("d", [1.7e308, -1.7e308])
-    for curves in ({"a": (steps, steps, values)}, {"b": (steps[:1], steps[:1], values[:1])}):
+    points = curve([2.0**62, 2.0**62], [1.7e308, -1.7e308])
+    for curves in ({"a": points}, {"b": points[:1]}):
         page = panel_html.render_page(drawn(session), curves)
         (drawing,) = re.findall(r"base64,([^']+)'", page)
         assert b"nan" not in base64.b64decode(drawing)
@@ -393,12 +401,8 @@ def test_what_front_ends_remove_is_not_used(session: Session) -> None:
 
 
 def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> None:
-    nothing = array("d", [float("nan")] * 3)
-    steps = array("d", [0, 1, 2])
-    flat = array("d", [2.0] * 3)
-    page = panel_html.render_page(
-        drawn(session), {"a": (steps, steps, nothing), "b": (steps, steps, flat)}
-    )
+    nothing, flat = curve(range(3), [float("nan")] * 3), curve(range(3), [2.0] * 3)
+    page = panel_html.render_page(drawn(session), {"a": nothing, "b": flat})
     assert page.count("<img") == 2
 
 
@@ -406,10 +410,10 @@ def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> Non
     "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
 )
 def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
-    steps = array("d", range(200))
-    values = array("d", [float("nan") if i == 77 else float(i) for i in range(200)])
+    values = [float("nan") if i == 77 else float(i) for i in range(200)]
     values[150] = -float("inf")
-    page = face(drawn(session), {"loss": (steps, steps, values), "fine": (steps, steps, steps)})
+    curves = {"loss": curve(range(200), values), "fine": curve(range(200), range(200))}
+    page = face(drawn(session), curves)
     key = "\N{MULTIPLICATION SIGN} NaN  \N{BLACK DOWN-POINTING TRIANGLE} -inf"
     assert page.count(key) == 1
     if face is panel_text.render_page:
@@ -433,7 +437,7 @@ def test_the_text_says_the_same(session: Session) -> None:
     session.state = "ready"
     session.events.add(TrainingEvent(3, "switch", "ddp -> zero3"))
     session.logs[0].append("epoch 1\n")
-    words_of = panel_text.render_page(drawn(session), {"loss": (array("d", [7.0]),) * 3})
+    words_of = panel_text.render_page(drawn(session), {"loss": curve([7.0], [7.0])})
     for part in (
         "ddp",
         "2 CPU ranks",
@@ -482,11 +486,9 @@ def test_the_last_sample_of_nodes_is_not_shown_when_the_ranks_are_dead(on_nodes:
     assert [one["host_used_bytes"] for one in view.snapshot()["nodes"]] == [None, None]
 
 
-def test_colours_are_those_of_the_front_end_and_stand_on_light_and_dark() -> None:
-    script = (ROOT / "widgets" / "src" / "parts.ts").read_text()
-    assert dict(re.findall(r"(\w+): \"(#[0-9a-f]{6})\"", script)) == panel_html.COLORS
-    assert tuple(panel_html.COLORS) == MEMORY_PARTS
-    for colour in panel_html.COLORS.values():
+def test_colours_stand_out_from_light_and_dark() -> None:
+    assert set(MEMORY_COLORS) == {*MEMORY_PARTS, "margin"}
+    for colour in MEMORY_COLORS.values():
         assert contrast(colour, "#ffffff") >= 3
         assert contrast(colour, "#111111") >= 3
 
@@ -506,14 +508,14 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (panel_units.format_bytes(None), "-"),
-        (panel_units.format_bytes(312 << 20), "312 MiB"),
-        (panel_units.format_bytes(31.2 * GIB), "31.2 GiB"),
-        (panel_units.format_clock(42), "00:42"),
-        (panel_units.format_clock(3723), "1:02:03"),
-        (panel_units.format_tokens_per_s(12_345), "12.3k"),
-        (panel_units.format_tokens_per_s(840), "840"),
-        (panel_units.format_age(130), "2 min"),
+        (units.format_bytes(None), "-"),
+        (units.format_bytes(312 << 20), "312 MiB"),
+        (units.format_bytes(31.2 * GIB), "31.2 GiB"),
+        (units.format_clock(42), "00:42"),
+        (units.format_clock(3723), "1:02:03"),
+        (units.format_tokens_per_s(12_345), "12.3k"),
+        (units.format_tokens_per_s(840), "840"),
+        (units.format_age(130), "2 min"),
     ],
 )
 def test_figures_in_words(given: str, said: str) -> None:

@@ -4,12 +4,18 @@ import pytest
 from IPython.core.error import UsageError
 
 from nbdist.errors import PlanError
+from nbdist.magics import arguments
 from nbdist.magics import plan as magics_plan
 from nbdist.planner.result import Plan
 
 
+def run(line: str, **names: object) -> object:
+    options = magics_plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
+    return magics_plan.run_plan_command(options, names, None)
+
+
 def planned(line: str, **names: object) -> Plan:
-    answer = magics_plan.run_plan_command(line, names, None)
+    answer = run(line, **names)
     assert isinstance(answer, Plan)
     return answer
 
@@ -50,8 +56,7 @@ def test_a_variable_of_the_notebook() -> None:
 
 
 def test_help_lists_the_options() -> None:
-    text = magics_plan.run_plan_command("-h", {}, None)
-    assert isinstance(text, str)
+    text = magics_plan.plan_parser().format_help()
     assert "--devices" in text
     assert "--check" in text
 
@@ -59,7 +64,7 @@ def test_help_lists_the_options() -> None:
 @pytest.mark.parametrize("line", ["", "--check"])
 def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
     with pytest.raises(PlanError, match=r"no session .* %nbdist plan 7b"):
-        magics_plan.run_plan_command(line, {}, None)
+        run(line)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +78,4 @@ def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
 )
 def test_a_line_that_cannot_be_read(line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        magics_plan.run_plan_command(line, {}, None)
+        run(line)

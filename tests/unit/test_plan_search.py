@@ -13,7 +13,7 @@ import nbdist
 from nbdist import strategies
 from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
-from nbdist.magics import magics
+from nbdist.magics import arguments, magics
 from nbdist.planner import search, suggestions
 from nbdist.planner.plan_request import PlanRequest
 
@@ -186,7 +186,7 @@ def test_the_line_to_paste_has_the_config_that_its_row_needs(eight: Plan) -> Non
     row = eight.row("fsdp2", reshard_after_forward=False)
     line = row.command.removeprefix("%%distribute ")
     asked = parse_argstring(magics.NbDist.distribute, line)
-    options = strategies.Options.from_fields(magics.session_options(asked))
+    options = strategies.Options.from_fields(arguments.session_options(asked))
     settled = options.validate(strategies.Hardware(kind="cuda", bf16=True))
     assert settled == row.options
     assert settled.strategy.fsdp_kwargs(settled)["reshard_after_forward"] is False
@@ -211,7 +211,7 @@ def test_replicas_are_in_the_line_to_paste_and_in_what_is_shown(nodes: Plan) -> 
     row = nodes.row("fsdp2", replicate_across="nodes", offload="cpu")
     line = row.command.removeprefix("%%distribute ")
     asked = parse_argstring(magics.NbDist.distribute, line)
-    options = strategies.Options.from_fields(magics.session_options(asked))
+    options = strategies.Options.from_fields(arguments.session_options(asked))
     hardware = strategies.Hardware(kind="cuda", bf16=True, world_size=16, nodes=2)
     assert options.validate(hardware) == row.options
     for shown in (str(nodes), render_html(nodes)):
@@ -328,7 +328,7 @@ def test_an_explanation_has_at_most_eight_lines(eight: Plan) -> None:
 
 def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> None:
     shown = render_html(eight)
-    assert shown.count("class='best'") == 2, "in the short and in the long table"
+    assert shown.count("font-weight:600") == 2, "in the short and in the long table"
     named = nbdist.plan(SMALL | {"model_type": "llama"}, devices="2x24GB", offload="nvme:<b>")
     assert "<b>" not in named._repr_html_().replace("<div><b>", "").replace("</b></div>", "")
 

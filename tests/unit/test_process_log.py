@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster.process_log import ProcessLog
+from nbdist.cluster.launcher_process import ProcessLog
 from tests.conftest import eventually
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.magics import arguments, magics
+from nbdist.magics import arguments
 from nbdist.planner.measurements import CommSpeed
 from nbdist.planner.models import parameter_count
 from nbdist.profiler.advice import MIN_GAIN, Advice
-from nbdist.profiler.lint import confirm_findings, find_loader, lint_cells
-from nbdist.profiler.lint_finding import LintFinding
+from nbdist.profiler.lint import LintFinding, read_training_cell
 from nbdist.profiler.measurements import LineProfile, PeakMemory, RankProfile
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
+    from nbdist.profiler.dataloader_source import DataLoaderSource
     from nbdist.profiler.report import Profile
 
 
@@ -62,6 +62,13 @@ for batch in loader:
 WORKERS = "num_workers=4, persistent_workers=True"
 
 
+def source_of(*cells: str) -> DataLoaderSource | None:
+    """The call that made the loader of the last cell."""
+    found = read_training_cell([(f"In[{number}]", one) for number, one in enumerate(cells, 1)])
+    assert found is not None
+    return found.loader
+
+
 @pytest.mark.parametrize(
     ("cell", "line"),
     [
@@ -82,15 +89,14 @@ WORKERS = "num_workers=4, persistent_workers=True"
     ],
 )
 def test_the_line_for_a_loader_runs_as_it_is_or_is_an_instruction(cell: str, line: str) -> None:
-    cells = [("In[1]", cell), ("In[2]", TRAIN)]
-    (one,) = profile(*both(data=0.2), loader_text=find_loader(cells)).advice
+    (one,) = profile(*both(data=0.2), loader_text=source_of(cell, TRAIN)).advice
     assert one.line == line
     ast.parse(one.line)
 
 
 def test_the_line_for_a_larger_batch_is_that_of_the_loader() -> None:
-    cells = [("In[1]", "loader = accelerator.prepare(DataLoader(rows, 8))"), ("In[2]", TRAIN)]
-    found = profile(*both(communication=0.3), loader_text=find_loader(cells))
+    source = source_of("loader = accelerator.prepare(DataLoader(rows, 8))", TRAIN)
+    found = profile(*both(communication=0.3), loader_text=source)
     one = next(one for one in found.advice if "micro_batch" in one.change)
     size = one.change["micro_batch"]
     assert one.line == f"loader = accelerator.prepare(DataLoader(rows, batch_size={size}))"
@@ -98,9 +104,7 @@ def test_the_line_for_a_larger_batch_is_that_of_the_loader() -> None:
 
 def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
     setup = "args = TrainingArguments(output_dir='out')\ntrainer = Trainer(model, args)"
-    ranks = both(data=0.2)
-    told = confirm_findings(lint_cells([("In[1]", setup), ("In[2]", "trainer.train()")]), ranks)
-    (one,) = profile(*ranks, remarks=told).advice
+    (one,) = profile(*both(data=0.2), loader_text=source_of(setup, "trainer.train()")).advice
     assert one.line == (
         "# In[1], line 1: TrainingArguments(..., dataloader_num_workers=4,"
         " dataloader_persistent_workers=True)"
@@ -172,7 +176,6 @@ def test_a_line_is_advised_with_the_words_of_the_lint() -> None:
         reason="`.item()` waits for the device in every step.",
         change="total += loss.detach()",
         sure="certain",
-        evidence="line",
     )
     ranks = [replace(one, lines=[line]) for one in both(python=0.045)]
     found = profile(*ranks, remarks=[remark])
@@ -473,7 +476,7 @@ def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
         for one in profile(*ranks, where=replace(where, model_spec=setting().model_spec)).advice:
             if one.changes:
                 line = one.line.removeprefix("%nbdist switch ")
-                asked = magics.switch_parser().parse_args(arguments.split_line(line, "switch"))
+                asked = arguments.switch_parser().parse_args(arguments.split_line(line, "switch"))
                 for name, value in one.changes.items():
                     given = getattr(asked, name)
                     assert given == value or "{" in str(given)

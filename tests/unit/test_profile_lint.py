@@ -10,20 +10,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbdist.profiler.cell_parser import parse_cell
-from nbdist.profiler.lint import confirm_findings, lint_cells
+from nbdist.profiler.lint import lint_cell, read_training_cell
 from nbdist.profiler.measurements import DataLoaderStats, LineProfile, ProfiledModel, RankProfile
 from tests.unit.loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
-    from nbdist.profiler.lint_finding import LintFinding
+    from nbdist.profiler.lint import LintFinding
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-
-
-def alone(*sources: str) -> list[LintFinding]:
-    """Remarks on the last cell, without a profile."""
-    return confirm_findings(lint_cells(named(sources)), [])
 
 
 def named(sources: tuple[str, ...] | list[str]) -> list[tuple[str, str]]:
@@ -83,20 +77,22 @@ def loader(
     )
 
 
+def judged(
+    cells: list[str] | tuple[str, ...], *figures: RankProfile, bf16: bool = True
+) -> list[LintFinding]:
+    """Remarks on the last cell."""
+    return lint_cell(read_training_cell(named(cells)), figures, bf16=bf16)
+
+
 # -- both corpora
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", GOOD)
-def test_a_good_loop_gets_no_remark(name: str) -> None:
-    assert alone(*GOOD[name]) == []
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_a_good_loop_gets_no_remark_beside_a_profile_that_is_computing(name: str) -> None:
-    cells = named(GOOD[name])
-    for kind in ("cuda", "cpu"):
-        figures = [rank(one, kind=kind, loaders=[loader()]) for one in range(2)]
-        assert confirm_findings(lint_cells(cells), figures) == []
+def test_a_good_loop_gets_no_remark(name: str, kind: str, *, sharded: bool) -> None:
+    figures = [rank(one, kind=kind, loaders=[loader(sharded=sharded)], idle=0.2) for one in (0, 1)]
+    assert judged(GOOD[name], *figures) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -104,13 +100,24 @@ def test_the_notebooks_of_this_repository_get_no_remark(path: Path) -> None:
     cells = [one for one in json.loads(path.read_text())["cells"] if one["cell_type"] == "code"]
     sources = ["".join(one["source"]) for one in cells]
     for number in range(len(sources)):
-        assert alone(*sources[: number + 1]) == []
+        assert judged(sources[: number + 1], rank(idle=0.2), rank(1, idle=0.2)) == []
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_was_planted_is_found_and_nothing_else(name: str) -> None:
     cells, planted = BAD[name]
-    found = alone(*cells)
+    (kind,) = {kind for kind, _ in planted}
+    figures = [
+        rank(
+            one,
+            loaders=[loader(sharded=kind != "sharding")],
+            training=kind != "train_mode",
+            precision="fp16" if kind == "fp16" else "no",
+            idle=0.2,
+        )
+        for one in range(2)
+    ]
+    found = judged(cells, *figures)
     lines = {number: source.split("\n") for number, source in enumerate(cells, start=1)}
     for one in found:
         number = int(one.cell.removeprefix("In[").removesuffix("]"))
@@ -127,10 +134,6 @@ ITEM = BAD["item in each step"][0]
 HALF = BAD["fp16 in the line of the magic"][0]
 WHOLE = BAD["a loader that is not prepared"][0]
 MODE = BAD["evaluated, and not made to train again"][0]
-
-
-def judged(cells: list[str], *figures: RankProfile, bf16: bool = True) -> list[LintFinding]:
-    return confirm_findings(lint_cells(named(cells)), figures, bf16=bf16)
 
 
 def test_a_loader_without_workers_is_told_where_the_step_waits_for_data() -> None:
@@ -187,7 +190,7 @@ def test_a_loader_that_is_hardly_waited_for_is_not_spoken_of() -> None:
 
 
 def test_a_wait_for_the_device_costs_what_the_device_idles() -> None:
-    (told,) = [one for one in lint_cells(named(ITEM)) if one.kind == "sync"]
+    (told,) = judged(ITEM, rank(kind="cpu"))
     lines = [LineProfile(cell=told.cell, line=told.line, source=told.source, seconds=0.7)]
     (one,) = judged(ITEM, rank(lines=lines, idle=0.2))
     assert one.seconds == 0.2
@@ -204,8 +207,8 @@ def test_a_wait_for_the_device_costs_nothing_on_cpu_ranks() -> None:
 
 def test_what_costs_nothing_on_cpu_ranks_comes_last() -> None:
     both = [rank(one, kind="cpu", loaders=[loader(sharded=False)], idle=0.2) for one in range(2)]
-    several = [*lint_cells(named(ITEM)), *lint_cells(named(WHOLE))]
-    assert [one.kind for one in confirm_findings(several, both)] == ["sharding", "sync"]
+    cells = [WHOLE[0].replace("report(loss=loss)", "print(loss)")]
+    assert [one.kind for one in judged(cells, *both)] == ["sharding", "sync"]
 
 
 def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:
@@ -216,11 +219,9 @@ def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:
 
 
 def test_one_rank_needs_no_shards() -> None:
-    assert judged(WHOLE, rank()) == []
-    assert kinds(judged(WHOLE, rank(), rank(1))) == ["sharding"]
-    (one,) = judged(WHOLE, rank(loaders=[loader(sharded=False)]), rank(1))
-    assert one.sure == "certain"
-    shards = loader()
+    whole, shards = loader(sharded=False), loader()
+    assert judged(WHOLE, rank(loaders=[whole])) == []
+    assert kinds(judged(WHOLE, rank(loaders=[whole]), rank(1))) == ["sharding"]
     assert judged(WHOLE, rank(loaders=[shards]), rank(1, loaders=[shards])) == []
 
 
@@ -244,19 +245,18 @@ def test_the_dearest_comes_first() -> None:
     ["", "\n", "for", "x = (", "%%bash\nfor x in y; do step; done", "\x00", "\ud800", "(" * 5000],
 )
 def test_what_is_no_python_gets_no_remark(source: str) -> None:
-    assert lint_cells([("In[1]", source)]) == []
+    assert judged([source], rank(idle=0.2)) == []
 
 
 def test_no_cells_get_no_remark() -> None:
-    assert lint_cells([]) == []
+    assert judged([], rank(idle=0.2)) == []
 
 
 def test_ipythons_own_lines_keep_the_numbers_of_the_others() -> None:
-    source = "%%distribute -n 2\n!ls \\\n  -l\nfiles = !ls\n%timeit x\nif x:\n    %pwd\nx?\ny = 1"
-    cell = parse_cell("In[1]", source)
-    assert cell is not None
-    assert cell.tree.body[-1].lineno == 9
-    assert cell.source_line(9) == "y = 1"
+    source = "%%distribute -n 2\n!ls\nfiles = !ls\n%timeit x\nif x:\n    %pwd\nx?\n"
+    (one,) = judged([f"{source}{MAKE}{ITEM[0].removeprefix(MAKE)}"], rank(kind="cpu"))
+    assert one.line == source.count("\n") + MAKE.count("\n") + 6
+    assert one.source == "losses.append(loss.item())"
 
 
 TEXTS = st.text() | st.lists(st.sampled_from([*"\n\n  ():=.", *GOOD["with a loader"][0].split()]))
@@ -268,7 +268,7 @@ TEXTS = st.text() | st.lists(st.sampled_from([*"\n\n  ():=.", *GOOD["with a load
 @example(["x" + ".a" * 3000])
 def test_any_text_is_read_without_an_error(texts: list[str | list[str]]) -> None:
     sources = [one if isinstance(one, str) else " ".join(one) for one in texts]
-    lint_cells(named(sources))
+    judged(sources, rank(idle=0.2))
 
 
 @settings(max_examples=200, deadline=None)
@@ -277,9 +277,4 @@ def test_a_damaged_loop_is_read_without_an_error(name: str, data: st.DataObject)
     source = "\n".join(BAD[name][0])
     begin = data.draw(st.integers(0, len(source)))
     end = data.draw(st.integers(begin, len(source)))
-    lint_cells([("In[1]", source[:begin] + source[end:])])
-
-
-def test_functions_that_call_one_another_without_end_are_read() -> None:
-    calls = "\n".join(f"def f{i}():\n    f{i + 1}(); f{i + 1}(); f{i + 1}()" for i in range(30))
-    assert lint_cells([("In[1]", calls + "\ndef g():\n    g()\ng()\nf0()")]) == []
+    judged([source[:begin] + source[end:]], rank(idle=0.2))

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError
-from nbdist.magics import arguments, magics
+from nbdist.magics import arguments
 from nbdist.operations import calibrate
 from nbdist.planner import cluster_spec
 from nbdist.session.profiler import ProfileOptions
@@ -60,12 +60,12 @@ def test_an_argument_that_is_not_allowed_is_named(given: dict[str, Any], words: 
 def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
     asked = arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
     with pytest.raises(OptionError, match=words):
-        magics.check_ignored_options(asked)
+        arguments.check_ignored_options(asked)
 
 
 @pytest.mark.parametrize("line", ["", "--steps 3 --trace out", "--show", "--calibrate --disk /tmp"])
 def test_options_that_hold_together_are_taken(line: str) -> None:
-    magics.check_ignored_options(
+    arguments.check_ignored_options(
         arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
     )
 
@@ -90,7 +90,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("num_bytes", "words"),
-    [(0, "0.0 MiB"), (512, "0.5 KiB"), (40_000, "39.1 KiB"), (1 << 20, "1.0 MiB")],
+    [(0, "0 MiB"), (512, "512 bytes"), (40_000, "39 KiB"), (1 << 20, "1.0 MiB")],
 )
 def test_sizes_under_a_mib_are_told_in_kib(num_bytes: int, words: str) -> None:
     assert format_bytes(num_bytes) == words

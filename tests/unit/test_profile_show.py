@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.display import profile_tables
-from nbdist.display.profile import COLORS
-from nbdist.profiler.lint_finding import LintFinding
+from nbdist.display.elements import STEP_COLORS
+from nbdist.display.profile import predicted_memory_parts, shown_ranks
+from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from nbdist.profiler.report import Profile
 from tests.unit.profiled import both, profile, rank, setting
@@ -77,10 +77,10 @@ def test_the_tables_say_shares_and_times_of_each_rank() -> None:
     shown = str(profile(*full()))
     assert re.search(r"part of a step +rank 0 +rank 1", shown)
     assert re.search(r"data +40 % +100 ms +40 % +100 ms", shown)
-    assert re.search(r"all_reduce +1 +4.0 MiB +500.0 MiB/s", shown)
+    assert re.search(r"all_reduce +1 +4.0 MiB +500 MiB/s", shown)
     assert re.search(r"In\[3\], line 12 +40 ms", shown)
-    assert re.search(r"all tensors +14.0 MiB +\d", shown)
-    assert re.search(r"resident memory +700.0 MiB", shown)
+    assert re.search(r"all tensors +14 MiB +\d", shown)
+    assert re.search(r"resident memory +700 MiB", shown)
     assert "/runs/rank0.json, /runs/rank1.json" in shown
     assert "8 steps of 253 ms (p50 253 ms, p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
 
@@ -94,7 +94,7 @@ def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
 
 def test_memory_stands_beside_what_was_predicted() -> None:
     found = profile(*full())
-    expected = profile_tables.predicted_memory_parts(found)
+    expected = predicted_memory_parts(found)
     assert found.predicted is not None
     assert sum(expected.values()) == found.predicted.allocated_bytes
     assert expected["optimizer"] > 0
@@ -102,7 +102,7 @@ def test_memory_stands_beside_what_was_predicted() -> None:
 
 def test_what_is_offloaded_is_expected_of_cpu_ranks_too() -> None:
     found = profile(*full(), where=setting(backend="zero2", offload="cpu"))
-    expected = profile_tables.predicted_memory_parts(found)
+    expected = predicted_memory_parts(found)
     row = found.predicted
     assert row is not None
     assert row.memory["optimizer"] == 0
@@ -136,8 +136,8 @@ def test_the_pieces_of_a_bar_fill_it() -> None:
 
 
 def test_every_part_has_a_colour_on_which_white_can_be_read() -> None:
-    assert list(COLORS) == list(STEP_PARTS)
-    for color in COLORS.values():
+    assert list(STEP_COLORS) == list(STEP_PARTS)
+    for color in STEP_COLORS.values():
         channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -149,7 +149,7 @@ def test_of_many_ranks_some_are_shown_the_straggler_among_them() -> None:
     ranks[20] = rank(20, backward=0.09)
     found = profile(*ranks)
     assert found.straggler == 20
-    assert [one.rank for one in profile_tables.shown_ranks(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
+    assert [one.rank for one in shown_ranks(found)] == [0, 1, 2, 3, 4, 5, 6, 20]
     assert "and 22 more ranks: profile.ranks" in str(found)
     assert "rank 20 (slowest)" in found._repr_html_()
 

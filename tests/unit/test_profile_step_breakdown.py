@@ -6,18 +6,20 @@ import random
 
 import pytest
 
-from nbdist.worker.profiling import collective_trace
+from nbdist.worker.profiling import kineto
 from nbdist.worker.profiling.instrumentation import CollectiveCall
-from nbdist.worker.profiling.intervals import (
+from nbdist.worker.profiling.kineto import Comms, DeviceEvent, TraceEvents
+from nbdist.worker.profiling.step_breakdown import (
+    CollectiveSpans,
     Span,
+    WindowTrace,
+    break_down_step,
     difference,
     intersection,
     overlapping,
     total_ns,
     union,
 )
-from nbdist.worker.profiling.kineto import Comms, DeviceEvent, TraceEvents
-from nbdist.worker.profiling.step_breakdown import CollectiveSpans, WindowTrace, break_down_step
 
 MS = 1_000_000
 
@@ -162,9 +164,7 @@ def test_what_gloo_moved_belongs_to_what_was_called_in_that_order() -> None:
         collective_calls=[(*at(10, 11), "_reduce_scatter_base_"), (*at(20, 21), "allreduce_")],
         moved=[at(1, 2), at(10.5, 14), at(20.5, 29)],
     )
-    scattered, reduced = collective_trace.merge_collectives(
-        seen, [CollectiveCall("1", at(5, 9), 64)]
-    )
+    scattered, reduced = kineto.merge_collectives(seen, [CollectiveCall("1", at(5, 9), 64)])
     assert (scattered.name, scattered.group, scattered.size_bytes) == ("reduce_scatter", "1", 64)
     assert (scattered.begin_ns, scattered.transfer, scattered.barrier) == (
         5 * MS,
@@ -187,7 +187,7 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
         comms=[Comms(span=at(5.5, 6.5), group="1", bytes=40)],
     )
     marks = {"forward": [at(4, 10)], "backward": [at(12, 20)], "optimizer": [at(22, 30)]}
-    (moved,), kernels = collective_trace.split_device_events(seen, marks, offloads=True)
+    (moved,), kernels = kineto.split_device_events(seen, marks, offloads=True)
     assert {phase: len(spans) for phase, spans in kernels.items()} == {
         "forward": 1,
         "backward": 1,
@@ -216,7 +216,7 @@ def test_nccl_kernels_have_bytes_and_group_of_the_call_that_launched_them() -> N
             Comms(span=at(21, 23), group="0", bytes=300),
         ],
     )
-    moved, _ = collective_trace.split_device_events(seen, {}, offloads=False)
+    moved, _ = kineto.split_device_events(seen, {}, offloads=False)
     assert [(one.group, one.size_bytes) for one in moved] == [
         ("1", 200),
         ("0", 100),
@@ -236,7 +236,7 @@ def test_begins_are_matched_in_each_group_by_itself() -> None:
             Comms(span=at(7.5, 9), group="replicas", bytes=200),
         ],
     )
-    moved, kernels = collective_trace.split_device_events(seen, {}, offloads=False)
+    moved, kernels = kineto.split_device_events(seen, {}, offloads=False)
     told = break_down_step(
         WindowTrace(
             window=at(0, 200),

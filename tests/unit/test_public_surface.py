@@ -75,7 +75,7 @@ def help_texts() -> dict[str, str]:
     parsers = {
         "%%distribute": magics.NbDist.distribute.parser,
         "plan": plan.plan_parser(),
-        "switch": magics.switch_parser(),
+        "switch": arguments.switch_parser(),
         "export": arguments.export_parser(),
         "save": arguments.save_parser(),
         "load": arguments.load_parser(),

@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 def there_and_back(value: object, path: Path, **options: Any) -> Any:
     written = serialization.write_payload(value, path)
-    assert written == path.stat().st_size == serialization.payload_size_bytes(value)
+    assert written == path.stat().st_size
     return serialization.read_payload(path, **options)
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.worker.interrupt.step_gate import OptimizerStepGate
+from nbdist.worker.interrupt.step_gate import OptimizerStepGate, step_gate
+from nbdist.worker.training import prepared_models
 
 
 class Optimizer:
@@ -28,7 +29,9 @@ def gated() -> tuple[OptimizerStepGate, type[Optimizer]]:
     gate = OptimizerStepGate()
 
     class Gated(Optimizer):
-        step = gate.wrap_step(Optimizer.step)
+        def step(self) -> None:
+            with gate.step(self):
+                super().step()
 
     return gate, Gated
 
@@ -104,9 +107,13 @@ def test_where_there_is_no_training_stop_comes_at_once() -> None:
 
 
 def test_micro_batches_between_steps_are_not_counted() -> None:
-    gate, cls = gated()
-    cls(accumulates=True).step()
-    assert gate.pause_steps()[0] == 0
+    step_gate.begin_cell()
+    step, optimizer = prepared_models.wrap_step(Optimizer.step), Optimizer(accumulates=True)
+    step(optimizer)
+    assert (optimizer.steps, step_gate.num_steps_begun) == (1, 0)
+    optimizer.gradient_state.sync_gradients = True
+    step(optimizer)
+    assert (optimizer.steps, step_gate.num_steps_begun) == (2, 1)
 
 
 def test_a_new_cell_begins_to_count_anew() -> None:

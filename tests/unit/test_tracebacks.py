@@ -7,7 +7,6 @@ import pytest
 import nbdist
 from nbdist.output import tracebacks
 from nbdist.output.tracebacks import (
-    SECONDARY_ERROR_PATTERNS,
     format_tracebacks,
     group_errors,
     summarize_errors,
@@ -215,7 +214,3 @@ def test_a_syntax_error_and_an_empty_traceback_are_shown() -> None:
 def test_messages_are_one_bounded_line() -> None:
     assert summarize_errors(group_errors([error(0, evalue="a\nb")])) == "ValueError: a (rank 0)"
     assert len(summarize_errors(group_errors([error(0, evalue="x" * 10_000)]))) < 400
-
-
-def test_every_pattern_names_its_source() -> None:
-    assert all(entry.source for entry in SECONDARY_ERROR_PATTERNS)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CheckpointError, checkpoint
-from nbdist.checkpoint import CheckpointDownload, Url, UrlStorage, safetensors_header
+from nbdist.checkpoint import CheckpointDownload, Url, UrlStorage
+from nbdist.checkpoint.safetensors_file import StoredTensor
 from nbdist.hardware.process_identity import OWNER_FILE, ProcessIdentity
 from tests.unit import saved
 
@@ -39,10 +40,8 @@ def begun(
 ) -> tuple[PendingUrlCheckpoint, Any]:
     """A save of one rank that has written everything, and its manifest."""
     draft = there.begin(name, overwrite=overwrite, size_bytes=0)
-    stored = safetensors_header.StoredTensor(
-        name="model.w", dtype="F32", shape=(saved.NUMEL,), offsets=(0,)
-    )
-    with draft.create_file(draft.folder / FILE, [stored]) as file:
+    stored = StoredTensor(name="model.w", dtype="float32", shape=(saved.NUMEL,))
+    with draft.create_file(FILE, [stored]) as file:
         file.write(memoryview(bytes(range(250)) * (4 * saved.NUMEL // 250)))
     draft.write_report(0, [file.result], {})
     return draft, saved.manifest(draft.read_reports([0])[0].files)
@@ -210,13 +209,13 @@ def test_ranks_of_one_machine_bring_a_file_once(
 ) -> None:
     save(there, "best")
     fetched: list[str] = []
-    fetch = CheckpointDownload._fetch
+    fetch = CheckpointDownload._download
 
-    def counted(self: CheckpointDownload, file: Any, told: Any) -> None:
+    def counted(self: CheckpointDownload, file: Any, *given: Any) -> None:
         fetched.append(file.name)
-        fetch(self, file, told)
+        fetch(self, file, *given)
 
-    monkeypatch.setattr(CheckpointDownload, "_fetch", counted)
+    monkeypatch.setattr(CheckpointDownload, "_download", counted)
     with there.open_checkpoint("best") as (url, _):
         ranks = [
             threading.Thread(

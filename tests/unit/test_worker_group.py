@@ -43,7 +43,7 @@ def asked() -> worker_group.WorkerGroup:
         on_message=lambda *_: None,
         on_idle=lambda: False,
         on_death=lambda _: None,
-        wait_ready=lambda *_: [],
+        on_notice=print,
     )
     made._up = True
     return made

@@ -82,10 +82,7 @@ async function bench(): Promise<void> {
   const choice = { shown: null, x: "step" as const, log: false, smoothing: 0 };
   const points = charts.map((_, index) => {
     const made = new Points();
-    made.step = Float64Array.from({ length: 5000 }, (_step, at) => at);
-    made.time = made.step;
-    made.value = Float64Array.from({ length: 5000 }, (_step, at) => 2 + Math.exp(-at / 900) + 0.1 * Math.sin(at * (index + 12.9)));
-    made.length = 5000;
+    for (let at = 0; at < 5000; at += 1) made.add(at, at, 2 + Math.exp(-at / 900) + 0.1 * Math.sin(at * (index + 12.9)));
     return made;
   });
   const took: number[] = [];

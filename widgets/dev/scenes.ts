@@ -1,19 +1,19 @@
 // Panel states as a kernel would send them, for the development page.
 
-import type { Device, Header, Mark, Part, Picture, Profile, ProfiledRank, Rank, StrategyRow } from "../src/protocol.ts";
-import { EMPTY } from "../src/protocol.ts";
+import type { DeviceView, EventMarkView, HeaderView, MemoryPart, PanelState, ProfileView, ProfiledRank, RankView, StrategyRow } from "../src/protocol.ts";
+import { EMPTY } from "../src/store.ts";
 
 const GIB = 2 ** 30;
 export const NOW = Date.now() / 1000;
 
 export interface Scene {
-  picture: Picture;
+  picture: PanelState;
   /** Name -> value of a step. */
   series: Record<string, (step: number) => number>;
   steps: number;
 }
 
-const header = (changed: Partial<Header>): Header => ({
+const header = (changed: Partial<HeaderView>): HeaderView => ({
   ...EMPTY.header,
   kernel_id: "7f1c",
   version: "0.1.0",
@@ -21,11 +21,11 @@ const header = (changed: Partial<Header>): Header => ({
   ...changed,
 });
 
-const gib = (sizes: Record<string, number>): Part[] =>
+const gib = (sizes: Record<string, number>): MemoryPart[] =>
   Object.entries(sizes).map(([part, size]) => ({ part, bytes: size * GIB }));
-const sum = (parts: Part[]): number => parts.reduce((all, part) => all + part.bytes, 0);
+const sum = (parts: MemoryPart[]): number => parts.reduce((all, part) => all + part.bytes, 0);
 
-function gpu(index: number, changed: Partial<Device> = {}): Device {
+function gpu(index: number, changed: Partial<DeviceView> = {}): DeviceView {
   const predicted = gib({
     parameters: 3.8, master: 7.6, gradients: 3.8, optimizer: 15.2, gathered: 1.6,
     activations: 18.4, logits: 4.1, buffers: 1.2, temporaries: 0.8, context: 1.6,
@@ -58,13 +58,13 @@ const ROWS = [
   row("6", "zero3, offload cpu, activation checkpointing", { parameters: 3.8, gradients: 3.8, gathered: 2.6, activations: 3.4, logits: 4.1, buffers: 2.6, context: 1.6 }, { tokens_per_s: 31_200, arguments: {} }),
 ];
 
-function ranks(number: number, device: (rank: number) => string): Rank[] {
+function ranks(number: number, device: (rank: number) => string): RankView[] {
   return Array.from({ length: number }, (_, rank) => ({
     rank, pid: 41_230 + rank, device: device(rank), node: "", state: "running" as const,
     line: `step 1840 loss 2.14${rank} lr 2.0e-05`, written: 4000, where: "",
   }));
 }
-const marks: Mark[] = [
+const marks: EventMarkView[] = [
   { step: 420, time: NOW - 900, kind: "save", text: "base" },
   { step: 420, time: NOW - 899, kind: "save", text: "best" },
   { step: 900, time: NOW - 600, kind: "switch", text: "ddp → fsdp2" },
@@ -79,7 +79,7 @@ function profiled(rank: number, milliseconds: Record<string, number>, changed: P
   const step_s = parts.reduce((all, part) => all + part.seconds, 0);
   return { rank, step_s, parts, straggler: false, figures: `p90 ${Math.round(1100 * step_s)} ms; all_gather 1.9 GiB in 74 ms (25.6 GB/s), 12 ms of communication overlap with computation`, ...changed };
 }
-const PROFILE: Profile = {
+const PROFILE: ProfileView = {
   verdict: "communication-bound: 41 % of the step waits for all_gather; NVLink",
   facts: "10 steps of 212 ms, p50 211 ms, p90 221 ms, 92.4k tokens/s, MFU 31 % of 989 TFLOP/s",
   gained: "fsdp2: predicted 35 % faster, measured 31 %",
@@ -190,7 +190,7 @@ export const SCENES: Record<string, () => Scene> = {
           { name: evil, step: 12, size_bytes: 12, backend: evil, saved: NOW + 1e6, seconds: 0, path: evil, state: "failed", problem: `disk full: ${long}` },
           { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved: 0, seconds: null, path: long, state: "running", problem: "" },
         ],
-        progress: { text: long, share: null, since: null },
+        progress: { text: long, share: null, since: NOW },
         notice: { kind: "error", text: evil, time: NOW },
       },
       series: { loss: (step) => (step % 50 < 10 ? Infinity : loss(step)), [evil]: () => NaN, [long]: () => 1, flat: () => 0, ...Object.fromEntries(names.map((name, at) => [name, (step: number) => noise(step, at)])) },

@@ -3,12 +3,12 @@
 import { h, Keyed, style } from "./dom.ts";
 import { bytes } from "./format.ts";
 import { colour, ordered } from "./parts.ts";
-import type { Part } from "./protocol.ts";
+import type { MemoryPart } from "./protocol.ts";
 
 export class Stack {
   readonly root = h("div", { class: "nbd-stack" });
   private scale = 1;
-  private readonly segments = new Keyed<Part, { root: HTMLElement }>(
+  private readonly segments = new Keyed<MemoryPart, { root: HTMLElement }>(
     this.root,
     (part) => part.part,
     (part) => {
@@ -23,7 +23,7 @@ export class Stack {
     },
   );
 
-  show(parts: readonly Part[], scale: number): void {
+  show(parts: readonly MemoryPart[], scale: number): void {
     this.scale = scale;
     const total = parts.reduce((sum, part) => sum + part.bytes, 0);
     this.root.classList.toggle("nbd-over", total > 1.005 * scale);
@@ -36,6 +36,6 @@ export function percent(value: number, scale: number): string {
   return scale > 0 ? `${Math.min(100, (100 * value) / scale).toFixed(2)}%` : "0%";
 }
 
-export function inWords(parts: readonly Part[]): string {
+export function inWords(parts: readonly MemoryPart[]): string {
   return ordered(parts).map((part) => `${part.part} ${bytes(part.bytes)}`).join(", ");
 }

@@ -4,7 +4,7 @@ import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
 import { attribute, h, say } from "./dom.ts";
 import { count, duration, short, ticks, value } from "./format.ts";
-import type { Mark } from "./protocol.ts";
+import type { EventMarkView } from "./protocol.ts";
 import { keyOf, oddity, trace, uprights, type Upright } from "./signs.ts";
 import { colourOf } from "./theme.ts";
 import type { Choice } from "./store.ts";
@@ -18,7 +18,7 @@ const SECONDS = [1, 5, 15, 30, 60, 300, 900, 1800, 3600, 7200, 14400, 43200, 864
 export interface Drawn {
   columns: Columns;
   choice: Choice;
-  marks: readonly Mark[];
+  marks: readonly EventMarkView[];
   /** Origin of the time axis in Unix seconds. */
   start: number;
 }
@@ -130,9 +130,8 @@ export class Chart {
     if (!this.drawn) return [];
     const { choice, start, marks } = this.drawn;
     const [left, width] = canvas ? [plot.bbox.left, plot.bbox.width] : [0, plot.over.clientWidth];
-    const place = (mark: Mark): number | null => {
-      const at = choice.x === "step" ? mark.step : mark.time === null ? null : mark.time - start;
-      if (at === null) return null;
+    const place = (mark: EventMarkView): number | null => {
+      const at = choice.x === "step" ? mark.step : mark.time - start;
       const x = Math.round(plot.valToPos(at, "x", canvas));
       return x < left || x > left + width ? null : x;
     };

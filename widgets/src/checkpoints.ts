@@ -3,14 +3,14 @@
 import { confirmation } from "./confirm.ts";
 import { attribute, h, Keyed, say } from "./dom.ts";
 import { age, bytes, count, NOTHING } from "./format.ts";
-import type { Checkpoint } from "./protocol.ts";
+import type { CheckpointView } from "./protocol.ts";
 import { saveForm } from "./save.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
 interface Row {
   root: HTMLElement;
-  show(found: Checkpoint): void;
+  show(found: CheckpointView): void;
   tick(): void;
   enable(yes: boolean): void;
 }
@@ -48,7 +48,7 @@ export function checkpointsView(store: Store): View {
     empty,
     h("div", { class: "nbd-scroll", tabindex: 0, role: "group", "aria-label": "checkpoints" }, table),
   );
-  const keyed = new Keyed<Checkpoint, Row>(body, (found) => found.name, () => makeRow(store), (row, found) => row.show(found));
+  const keyed = new Keyed<CheckpointView, Row>(body, (found) => found.name, () => makeRow(store), (row, found) => row.show(found));
   function update(): void {
     const { checkpoints, header } = store.picture;
     empty.hidden = checkpoints.length > 0;
@@ -65,7 +65,7 @@ export function checkpointsView(store: Store): View {
 }
 
 function makeRow(store: Store): Row {
-  let now: Checkpoint;
+  let now: CheckpointView;
   const name = h("th", { scope: "row", class: "nbd-clip" });
   const step = h("td", { class: "nbd-figures" });
   const size = h("td", { class: "nbd-figures" });
@@ -89,7 +89,7 @@ function makeRow(store: Store): Row {
   } }, "Load…");
   action.append(load);
   const root = h("tr", {}, name, step, size, when, backend, state, action);
-  const tick = (): void => say(when, now.saved === null ? NOTHING : age(store.now() - now.saved));
+  const tick = (): void => say(when, age(store.now() - now.saved));
   return {
     root,
     tick,

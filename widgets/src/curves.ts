@@ -4,7 +4,8 @@ import { Chart } from "./chart.ts";
 import { columns } from "./columns.ts";
 import { title } from "./devices.ts";
 import { attribute, h, Keyed, say } from "./dom.ts";
-import { SENT_SERIES, type Store } from "./store.ts";
+import { MAX_CURVES } from "./protocol.ts";
+import type { Store } from "./store.ts";
 import { watchTheme } from "./theme.ts";
 import type { View } from "./view.ts";
 
@@ -128,7 +129,7 @@ function makePicker(store: Store): { root: HTMLElement; button: HTMLElement; upd
   function update(all: string[], now: string[]): void {
     [names, shown] = [all, now];
     button.hidden = all.length < 2;
-    say(button, `${now.length} of ${all.length < SENT_SERIES ? "" : "the first "}${all.length} series`);
+    say(button, `${now.length} of ${all.length < MAX_CURVES ? "" : "the first "}${all.length} series`);
     draw();
   }
   return { root, button, update };

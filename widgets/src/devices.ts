@@ -5,18 +5,18 @@ import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { bytes, bytesOf, gigabytes, NOTHING, ranks } from "./format.ts";
 import { Legend } from "./legend.ts";
 import { byNode, type Placed } from "./nodes.ts";
-import type { Device, Node } from "./protocol.ts";
+import type { DeviceView, NodeView } from "./protocol.ts";
 import { Spark } from "./spark.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
 interface Row {
   root: HTMLElement;
-  show(device: Device, index: number): void;
+  show(device: DeviceView, index: number): void;
 }
 
 /** Readings that not every machine provides; a column is shown if any device has it. */
-const TELLS: Readonly<Record<string, (device: Device) => unknown>> = {
+const TELLS: Readonly<Record<string, (device: DeviceView) => unknown>> = {
   load: (device) => device.utilization,
   power: (device) => device.power_w,
   heat: (device) => device.temperature_c,
@@ -46,7 +46,7 @@ export function devicesView(store: Store): View {
   const legend = new Legend();
   const empty = h("p", { class: "nbd-empty" }, "No device is in use yet: the first %%distribute cell starts the ranks.");
   const root = h("section", { class: "nbd-section", "aria-label": "memory and devices" }, grid, legend.root, empty);
-  const keyed = new Keyed<Placed<Device>, Heading | Row>(
+  const keyed = new Keyed<Placed<DeviceView>, Heading | Row>(
     rows,
     (one) => (one.heading === null ? `${one.index} ${one.item.name}` : `node ${one.heading}`),
     (one) => (one.heading === null ? makeRow(store) : makeHeading()),
@@ -76,7 +76,7 @@ export function devicesView(store: Store): View {
 
 interface Heading {
   root: HTMLElement;
-  show(node: Node | undefined): void;
+  show(node: NodeView | undefined): void;
 }
 
 /** Heading above the devices of a node. */
@@ -121,7 +121,7 @@ function makeRow(store: Store): Row {
     note,
   );
 
-  function show(device: Device, index: number): void {
+  function show(device: DeviceView, index: number): void {
     say(name, device.name.replace("NVIDIA ", "")); // common to all, so the space is used for the model
     name.title = device.name;
     const held = ranks(device.ranks);
@@ -156,7 +156,7 @@ function makeRow(store: Store): Row {
     sparks(device, index);
   }
 
-  function sparks(device: Device, index: number): void {
+  function sparks(device: DeviceView, index: number): void {
     const column = store.samples.devices[index];
     const highest = (values: readonly (number | null)[]): number => Math.max(1, ...values.map((v) => v ?? 0));
     const sizes = column?.memory_bytes ?? [];
@@ -187,7 +187,7 @@ function traffic(name: string, words: string): { root: HTMLElement; show(out: nu
   return { root, show: (out, into) => say(figures, `↑${gigabytes(out)} ↓${gigabytes(into)}`) };
 }
 
-function told(device: Device, total: number): string {
+function told(device: DeviceView, total: number): string {
   const words = [`${device.name}: ${bytes(device.used_bytes)} in use`];
   if (device.capacity_bytes !== null) words.push(`of ${bytes(device.capacity_bytes)}`);
   if (device.peak_bytes !== null) words.push(`peak ${bytes(device.peak_bytes)}`);
@@ -197,7 +197,7 @@ function told(device: Device, total: number): string {
 }
 
 /** Return a note if the kernel sent none and the peak exceeds the prediction. */
-function above(device: Device, total: number): string {
+function above(device: DeviceView, total: number): string {
   const { peak_bytes: peak, stated_error: error } = device;
   if (peak === null || error === null || total <= 0 || peak <= total * (1 + error)) return "";
   const more = Math.round(100 * (peak / total - 1));

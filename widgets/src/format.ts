@@ -1,15 +1,16 @@
-// Number formats; the same as in nbdist/display/panel_html.py.
+// Number formats, as in nbdist/display/units.py.
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
 /** Placeholder for unknown values. */
 export const NOTHING = "–";
 
-/** "31.2 GiB"; "512 MiB" below one GiB. */
+/** "31.2 GiB"; "512 MiB" or "3.5 MiB" below one GiB. */
 export function bytes(value: number | null): string {
   if (value === null) return NOTHING;
   if (value >= GIB) return `${grouped(value / GIB, 1)} GiB`;
-  return value > 0 && value < MIB ? "<1 MiB" : `${Math.round(value / MIB)} MiB`;
+  if (value > 0 && value < MIB) return "<1 MiB";
+  return `${(value / MIB).toFixed(value > 0 && value < 9.95 * MIB ? 1 : 0)} MiB`;
 }
 
 /** "31.2 / 80.0 GiB": the unit is shown once if both are equal. */

@@ -3,7 +3,7 @@
 import { Question } from "./confirm.ts";
 import { attribute, h, Keyed, say, style } from "./dom.ts";
 import { duration } from "./format.ts";
-import { BACKENDS, type Queued } from "./protocol.ts";
+import { BACKENDS, type QueuedCommand } from "./protocol.ts";
 import { saveForm } from "./save.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
@@ -109,7 +109,7 @@ export function headerView(store: Store): View {
     const timed = !["new", "ready", "stopped"].includes(header.state);
     say(running, timed && header.since !== null ? duration(now - header.since) : "");
     say(session, header.started === null ? "" : `session ${duration(now - header.started)}`);
-    say(elapsed, work?.since != null ? duration(now - work.since) : "");
+    say(elapsed, work ? duration(now - work.since) : "");
     for (const note of [answer, notice]) if (now > note.until) note.root.hidden = true;
     if (store.link !== "stale") return;
     say(state, `no message from the kernel for ${duration(Date.now() / 1000 - store.heard)}`);
@@ -169,20 +169,20 @@ class Note {
     this.root = h("div", { class: "nbd-notice", role: "status", "aria-live": "polite" }, this.text, button);
   }
 
-  show(told: { kind: string; text: string; time: number | null } | null): void {
+  show(told: { kind: string; text: string; time: number } | null): void {
     this.root.hidden = !told?.text;
-    this.until = told?.kind === "info" ? (told.time ?? 0) + TOLD_S : Infinity;
+    this.until = told?.kind === "info" ? told.time + TOLD_S : Infinity;
     attribute(this.root, "data-kind", told?.kind ?? null);
     say(this.text, told?.text ?? "");
   }
 }
 
 /** Commands that wait for the cell, each with a Cancel button; otherwise the requested ones. */
-function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Queued[], gone: boolean): void } {
+function queueView(store: Store): { root: HTMLElement; show(waiting: readonly QueuedCommand[], gone: boolean): void } {
   const told = h("span");
   const list = h("span", { class: "nbd-queue", role: "list" });
   const root = h("div", { class: "nbd-line nbd-muted" }, told, list);
-  const keyed = new Keyed<Queued, { root: HTMLElement; button: HTMLButtonElement }>(
+  const keyed = new Keyed<QueuedCommand, { root: HTMLElement; button: HTMLButtonElement }>(
     list,
     ({ id }) => id,
     ({ id, text }) => {
@@ -191,7 +191,7 @@ function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Qu
     },
     () => {},
   );
-  function show(waiting: readonly Queued[], gone: boolean): void {
+  function show(waiting: readonly QueuedCommand[], gone: boolean): void {
     const asked = [...store.asked.values()].map(({ words }) => `requested: ${words}`);
     say(told, waiting.length ? "Waiting for the cell:" : asked.join(" · "));
     keyed.show(waiting);

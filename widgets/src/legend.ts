@@ -2,7 +2,7 @@
 
 import { h, Keyed, style } from "./dom.ts";
 import { colour, ordered } from "./parts.ts";
-import type { Part } from "./protocol.ts";
+import type { MemoryPart } from "./protocol.ts";
 
 /** Marks drawn over the parts of a bar. */
 const MARKS = {
@@ -35,7 +35,7 @@ export class Legend {
   );
 
   /** Show every part that occurs in a bar, and the given marks. */
-  show(bars: readonly (readonly Part[])[], marks: Partial<Record<BarMark, boolean>>): void {
+  show(bars: readonly (readonly MemoryPart[])[], marks: Partial<Record<BarMark, boolean>>): void {
     const seen = new Map(bars.flatMap((bar) => ordered(bar)).map((part) => [part.part, part]));
     const parts = ordered([...seen.values()]).map(({ part }) => ({ colour: colour(part), mark: null, words: part }));
     const there = (Object.keys(MARKS) as BarMark[]).filter((mark) => marks[mark]);

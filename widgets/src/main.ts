@@ -7,9 +7,10 @@ import "./panel.css";
 import { checkpointsView } from "./checkpoints.ts";
 import { curvesView } from "./curves.ts";
 import { devicesView } from "./devices.ts";
-import { attribute, h, say } from "./dom.ts";
+import { attribute, h } from "./dom.ts";
 import { headerView } from "./header.ts";
 import { profileView } from "./profile.ts";
+import type { FrontendMessage } from "./protocol.ts";
 import { ranksView } from "./ranks.ts";
 import { Store, type Topic } from "./store.ts";
 import { strategiesView } from "./strategies.ts";
@@ -36,12 +37,10 @@ export function show(store: Store, element: HTMLElement): () => void {
       { name: "Checkpoints", view: checkpointsView(store), count: () => store.picture.checkpoints.length },
     ]),
   ];
-  const lost = h("div", { class: "nbd-lost nbd-muted" });
   const root = h(
     "section",
     { class: "nbdist", "aria-label": "nbdist panel" },
     ...views.map((view) => view.root),
-    lost,
   );
   element.append(root);
 
@@ -53,8 +52,6 @@ export function show(store: Store, element: HTMLElement): () => void {
     const now = new Set(changed);
     changed.clear();
     attribute(root, "data-link", store.link);
-    lost.hidden = store.dropped === 0;
-    say(lost, `${store.dropped} messages from the kernel could not be read`);
     for (const view of views) if (view.topics.some((topic) => now.has(topic))) view.update();
   }
   const unwatch = store.watch((topic) => {
@@ -87,7 +84,7 @@ export default function panel(): {
     initialize({ model }) {
       store = new Store((message) => model.send(message));
       const heard = (message: unknown, buffers: unknown): void =>
-        store.receive(message, Array.isArray(buffers) ? buffers : []);
+        store.receive(message as FrontendMessage, (buffers ?? []) as DataView[]);
       // Fires when the kernel was restarted and this view is no longer connected.
       const gone = (): void => store.connect("gone");
       model.on("msg:custom", heard);

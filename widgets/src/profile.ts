@@ -4,9 +4,9 @@ import { Question } from "./confirm.ts";
 import { title } from "./devices.ts";
 import { attribute, h, Keyed, say } from "./dom.ts";
 import { age, seconds } from "./format.ts";
-import type { Advice, ProfiledRank, Span } from "./protocol.ts";
+import { STEP_COLORS, type AdviceView, type ProfiledRank, type StepPartTime } from "./protocol.ts";
 import type { Store } from "./store.ts";
-import { COLOURS, inWords, painted, share, TimeBar, told } from "./times.ts";
+import { inWords, painted, share, TimeBar, told } from "./times.ts";
 import type { View } from "./view.ts";
 
 /** States in which no ranks can switch. */
@@ -20,7 +20,7 @@ interface RankRow {
 }
 interface AdviceRow {
   root: HTMLElement;
-  show(advice: Advice): void;
+  show(advice: AdviceView): void;
 }
 interface Entry {
   part: string;
@@ -61,7 +61,7 @@ export function profileView(store: Store): View {
     },
     (row, { words }) => say(row.words, words),
   );
-  const pieces = new Keyed<Advice, AdviceRow>(
+  const pieces = new Keyed<AdviceView, AdviceRow>(
     list,
     ({ title, command }) => `${title} ${command}`,
     () => adviceRow(store),
@@ -101,14 +101,14 @@ function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
   for (const { part, seconds: taken } of ranks.flatMap(({ parts }) => parts)) {
     if (taken > 0) sums.set(part, (sums.get(part) ?? 0) + taken);
   }
-  const order = Object.keys(COLOURS);
+  const order = Object.keys(STEP_COLORS);
   const found = [...sums].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));
   return found.map(([part, sum]) => ({ part, words: `${part} ${share(sum, whole)}` }));
 }
 
 function rankRow(read: (words: string) => void, scale: () => number): RankRow {
   let now: ProfiledRank;
-  let shown: readonly Span[] = [];
+  let shown: readonly StepPartTime[] = [];
   let at = -1;
   const name = h("span", { class: "nbd-figures" });
   const badge = h("span", { class: "nbd-badge", title: "the other ranks wait for it" }, "slowest");
@@ -157,7 +157,7 @@ function rankRow(read: (words: string) => void, scale: () => number): RankRow {
 }
 
 function adviceRow(store: Store): AdviceRow {
-  let now: Advice;
+  let now: AdviceView;
   const text = h("span");
   const head = h("strong");
   const line = h("code");

@@ -2,13 +2,13 @@
 
 import { attribute, h, Keyed, say } from "./dom.ts";
 import { byNode, type Placed } from "./nodes.ts";
-import type { Rank } from "./protocol.ts";
-import { sought, type Store } from "./store.ts";
+import { MAX_SEARCH_CHARS, type RankView } from "./protocol.ts";
+import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
 interface Row {
   root: HTMLElement;
-  show(rank: Rank): void;
+  show(rank: RankView): void;
 }
 
 export function ranksView(store: Store): View {
@@ -23,7 +23,7 @@ export function ranksView(store: Store): View {
   const empty = h("p", { class: "nbd-empty" }, "No ranks yet: the first %%distribute cell starts them.");
   const log = logView(store);
   const root = h("div", {}, h("div", { class: "nbd-scroll", tabindex: 0, role: "group", "aria-label": "ranks" }, table), empty, log.root);
-  const keyed = new Keyed<Placed<Rank>, Row>(
+  const keyed = new Keyed<Placed<RankView>, Row>(
     body,
     (one) => (one.heading === null ? String(one.item.rank) : `node ${one.heading}`),
     (one) => (one.heading === null ? makeRow(() => log.open(one.item.rank)) : makeHeading(one.heading, heads.length)),
@@ -89,7 +89,7 @@ interface LogView {
 
 function logView(store: Store): LogView {
   const which = h("select", { "aria-label": "rank", onchange: () => ask() });
-  const search = h("input", { type: "search", placeholder: "search the log", "aria-label": "search the log", oninput: () => later() });
+  const search = h("input", { type: "search", placeholder: "search the log", maxlength: MAX_SEARCH_CHARS, "aria-label": "search the log", oninput: () => later() });
   const lines = h("pre", { class: "nbd-log", tabindex: 0, role: "log", "aria-label": "log", "aria-live": "off" });
   const told = h("span", { class: "nbd-muted nbd-grow" });
   const again = h("button", { class: "nbd-quiet", onclick: () => ask() }, "Refresh");
@@ -140,7 +140,7 @@ function logView(store: Store): LogView {
       which.value = before;
     }
     if (store.log === shown || store.log?.rank !== wanted()) return;
-    if (store.log.search !== sought(search.value)) return; // the reply to another page's request
+    if (store.log.search !== search.value) return; // the reply to another page's request
     shown = store.log;
     const found = store.log.lines;
     say(told, `${found.length} ${found.length === 1 ? "line" : "lines"}`);

@@ -1,6 +1,6 @@
 // Marks of events in a chart, and signs for values that cannot be drawn on its line.
 
-import type { Mark } from "./protocol.ts";
+import type { EventMarkView } from "./protocol.ts";
 
 /** Vertical line of a chart: one mark, or several that would overlap. */
 export interface Upright {
@@ -14,13 +14,13 @@ export interface Upright {
 }
 
 /** Sort the marks with a position from left to right and merge those within `reach`. */
-export function uprights(marks: readonly Mark[], place: (mark: Mark) => number | null, reach: number): Upright[] {
+export function uprights(marks: readonly EventMarkView[], place: (mark: EventMarkView) => number | null, reach: number): Upright[] {
   const placed = marks.flatMap((mark) => {
     const x = place(mark);
     return x === null ? [] : [{ x, mark }];
   });
   placed.sort((a, b) => a.x - b.x);
-  const groups: { x: number; marks: Mark[] }[] = [];
+  const groups: { x: number; marks: EventMarkView[] }[] = [];
   for (const { x, mark } of placed) {
     const last = groups.at(-1);
     if (last && x - last.x <= reach) last.marks.push(mark);
@@ -52,7 +52,7 @@ export interface Odd {
   sign: "×" | "▲" | "▼";
 }
 
-/** Same as ODD in nbdist/display/panel_units.py; a finite value is one without a logarithm. */
+/** As NON_FINITE_SYMBOLS in nbdist/display/units.py; a finite value is one without a logarithm. */
 export function oddity(value: number): Odd {
   if (Number.isNaN(value)) return { name: "NaN", sign: "×" };
   if (value === Infinity) return { name: "inf", sign: "▲" };

@@ -1,12 +1,12 @@
 // State of one panel: created once per widget model, observed by each of its views.
 
-import { EMPTY, read } from "./protocol.ts";
-import type { CommandName, Incoming, Outgoing, Picture, Rows, Sample, Samples } from "./protocol.ts";
+import { HEARTBEAT_INTERVAL_S, MAX_SAMPLES } from "./protocol.ts";
+import type { CommandName, CurveSlice, DeviceSample, FrontendMessage, PageMessage, PanelState, SampleHistory } from "./protocol.ts";
 import { Points } from "./points.ts";
 import { interruptKernel } from "./rest.ts";
 
 /** Topics that a view can watch: a key of the picture, or one of these. */
-export type Topic = keyof Picture | "series" | "samples" | "link" | "answers" | "log" | "choice";
+export type Topic = keyof PanelState | "series" | "samples" | "link" | "answers" | "log" | "choice";
 /** live: messages arrive; stale: none for a while; gone: the kernel has closed the connection. */
 export type Link = "waiting" | "live" | "stale" | "gone";
 
@@ -34,24 +34,43 @@ export interface Log {
   lines: string[];
 }
 
-/** Three missed heartbeats of two seconds, plus one second of latency. */
-export const STALE_S = 7;
+/** Three missed heartbeats, plus one second of latency. */
+export const STALE_S = 3 * HEARTBEAT_INTERVAL_S + 1;
 /** If an interrupt has no effect for this long, it is sent to the server instead. */
 export const PATIENCE_MS = 1000;
-const SAMPLES = 300;
-const MOST_SERIES = 2000;
-/** Number of names whose points the kernel sends (MAX_NAMES in nbdist/panel/curves.py). */
-export const SENT_SERIES = 200;
 
-/** Shorten a search to the length that the kernel accepts. */
-export function sought(search: string): string {
-  return search.slice(0, 200);
-}
+/** State before the first message of the kernel. */
+export const EMPTY: PanelState = {
+  header: {
+    backend: "",
+    world_size: 0,
+    precision: "",
+    offload: "",
+    options: "",
+    place: "",
+    state: "new",
+    words: "",
+    since: null,
+    started: null,
+    kernel_id: null,
+    version: "",
+  },
+  nodes: [],
+  devices: [],
+  strategies: { rows: [], note: "" },
+  profile: { verdict: "", facts: "", gained: "", ranks: [], advice: [], notes: [], time: null, refused: "" },
+  ranks: [],
+  checkpoints: [],
+  progress: null,
+  queue: [],
+  marks: [],
+  notice: null,
+};
 
 export class Store {
-  picture: Picture = EMPTY;
+  picture: PanelState = EMPTY;
   series = new Map<string, Points>();
-  samples: Samples = { times: [], devices: [] };
+  samples: SampleHistory = { times: [], devices: [] };
   link: Link = "waiting";
   answer: Answer | null = null;
   /** Time of the answer in Unix seconds of the kernel. */
@@ -60,8 +79,6 @@ export class Store {
   choice: Choice = { shown: null, x: "step", log: false, smoothing: 0 };
   /** Commands sent and not yet answered, by id. */
   asked = new Map<string, Asked>();
-  /** Number of invalid messages. */
-  dropped = 0;
   /** Time of the latest message in Unix seconds of this machine. */
   heard = Date.now() / 1000;
   /** The kernel's clock minus this machine's, which may be a different machine. */
@@ -70,7 +87,7 @@ export class Store {
   private numbered = 0;
   private readonly name = Math.random().toString(36).slice(2, 10);
 
-  constructor(private readonly send: (message: Outgoing) => void) {}
+  constructor(private readonly send: (message: PageMessage) => void) {}
 
   /** Return the Unix time of the kernel's clock. */
   now(): number {
@@ -87,33 +104,23 @@ export class Store {
     for (const seen of this.watchers) seen(topic);
   }
 
-  /** Process a message of the kernel; invalid messages are counted and ignored. */
-  receive(message: unknown, buffers: readonly unknown[] = []): void {
-    const found = read(message, buffers);
-    if (!found) {
-      this.dropped += 1;
-      this.tell("link");
-      return;
-    }
+  /** Process a message of the kernel. */
+  receive(message: FrontendMessage, buffers: readonly ArrayBufferView[] = []): void {
     this.heard = Date.now() / 1000;
     this.connect("live");
-    this.take(found);
-  }
-
-  private take(message: Incoming): void {
     switch (message.kind) {
       case "reset":
         this.series.clear();
         this.samples = message.samples;
         this.change(message.picture);
-        this.append(message.rows);
+        this.append(message.series, buffers[0]);
         this.tell("samples");
         break;
       case "picture":
         this.change(message.changed);
         break;
       case "rows":
-        this.append(message.rows);
+        this.append(message.series, buffers[0]);
         break;
       case "samples":
         this.ahead = message.time - Date.now() / 1000;
@@ -142,35 +149,37 @@ export class Store {
     this.tell("answers");
   }
 
-  private change(changed: Partial<Picture>): void {
+  private change(changed: Partial<PanelState>): void {
     this.picture = { ...this.picture, ...changed };
-    for (const key of Object.keys(changed)) this.tell(key as keyof Picture);
+    for (const key of Object.keys(changed)) this.tell(key as keyof PanelState);
   }
 
-  private append(rows: Rows[]): void {
-    for (const { name, triples } of rows) {
-      let points = this.series.get(name);
-      if (!points) {
-        if (this.series.size >= MOST_SERIES) continue;
-        points = new Points();
-        this.series.set(name, points);
-      }
-      points.append(triples);
+  /** Append the points of a message: for each curve in turn triples of step, time and value. */
+  private append(curves: CurveSlice[], buffer?: ArrayBufferView): void {
+    if (!buffer) return;
+    // Copy, because a buffer from a websocket need not be aligned to eight bytes.
+    const { byteOffset: from, byteLength } = buffer;
+    const numbers = new Float64Array(buffer.buffer.slice(from, from + byteLength) as ArrayBuffer);
+    let at = 0;
+    for (const { name, points: added } of curves) {
+      const points = this.series.get(name) ?? new Points();
+      this.series.set(name, points);
+      for (const end = at + 3 * added; at < end; at += 3) points.add(numbers[at]!, numbers[at + 1]!, numbers[at + 2]!);
     }
     this.tell("series");
   }
 
-  private sample(time: number, devices: Sample[]): void {
+  private sample(time: number, devices: DeviceSample[]): void {
     const { times, devices: columns } = this.samples;
     times.push(time);
     devices.forEach((sample, index) => {
       const column = (columns[index] ??= { memory_bytes: [], utilization: [], power_w: [] });
       for (const key of ["memory_bytes", "utilization", "power_w"] as const) {
         column[key].push(sample[key]);
-        if (column[key].length > SAMPLES) column[key].shift();
+        if (column[key].length > MAX_SAMPLES) column[key].shift();
       }
     });
-    if (times.length > SAMPLES) times.shift();
+    if (times.length > MAX_SAMPLES) times.shift();
     this.tell("samples");
   }
 
@@ -226,7 +235,7 @@ export class Store {
 
   /** Request the log of a rank or the launcher; it is published as topic "log". */
   askLog(rank: number | null, search: string): void {
-    this.send({ kind: "log", rank, search: sought(search) });
+    this.send({ kind: "log", rank, search });
   }
 
   choose(changed: Partial<Choice>): void {

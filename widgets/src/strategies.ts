@@ -89,8 +89,7 @@ export function strategiesView(store: Store): View {
         badges.replaceChildren(...kept.map((word) => h("span", { class: "nbd-badge", "data-word": word }, word)));
       }
       stack.show(row.parts.length ? row.parts : [{ part: "other", bytes: row.device_bytes }], scaled);
-      limit.hidden = row.capacity_bytes === null;
-      style(limit, "left", percent(row.capacity_bytes ?? 0, scaled));
+      style(limit, "left", percent(row.capacity_bytes, scaled));
       attribute(bar, "aria-label", `${bytesOf(row.device_bytes, row.capacity_bytes)}`);
       say(size, bytes(row.device_bytes));
       say(speed, row.tokens_per_s ? `${perSecond(row.tokens_per_s)} tokens/s` : "");
@@ -110,7 +109,7 @@ export function strategiesView(store: Store): View {
     const best = rows.find((row) => row.recommended);
     reason.hidden = !best;
     if (best) say(reason, `Recommended: ${best.words || best.backend}${best.why ? ` (${best.why})` : ""}`);
-    const capacity = Math.max(0, ...rows.map((row) => row.capacity_bytes ?? 0));
+    const capacity = Math.max(0, ...rows.map((row) => row.capacity_bytes));
     const largest = Math.max(1, ...rows.map((row) => row.device_bytes));
     // Limit the scale, so that a row that needs ten times the memory does not hide the others.
     scale = capacity ? Math.max(1.05 * capacity, Math.min(largest, 1.6 * capacity)) : largest;

@@ -3,33 +3,19 @@
 import { percent } from "./bar.ts";
 import { attribute, h, Keyed, style } from "./dom.ts";
 import { seconds } from "./format.ts";
-import type { ProfiledRank, Span } from "./protocol.ts";
-
-/** Same as in nbdist/display/profile.py; of medium luminance, like the colors of memory. */
-export const COLOURS: Readonly<Record<string, string>> = {
-  data: "#986f00",
-  copies: "#9b6c41",
-  forward: "#337ab6",
-  backward: "#875fd1",
-  optimizer: "#478429",
-  communication: "#b85d0a",
-  waiting: "#c24c7b",
-  offload: "#108380",
-  python: "#2f78c2",
-  idle: "#6c7785",
-};
+import { STEP_COLORS, type ProfiledRank, type StepPartTime } from "./protocol.ts";
 
 /** Create the swatch or the segment of a part. */
 export function painted<K extends "i" | "div">(tag: K, part: string, kind: string): HTMLElementTagNameMap[K] {
   const root = h(tag, { class: `nbd-time ${kind}` });
-  const known = Object.hasOwn(COLOURS, part);
+  const known = Object.hasOwn(STEP_COLORS, part);
   if (known) attribute(root, "data-part", part);
-  style(root, "background-color", (known ? COLOURS[part] : null) ?? COLOURS.idle!);
+  style(root, "background-color", (known ? STEP_COLORS[part] : null) ?? STEP_COLORS.idle!);
   return root;
 }
 
 /** "forward 80 ms, 38 %". */
-export function told({ part, seconds: taken }: Span, step: number): string {
+export function told({ part, seconds: taken }: StepPartTime, step: number): string {
   return `${part} ${seconds(taken)}, ${share(taken, step)}`;
 }
 
@@ -48,7 +34,7 @@ export class TimeBar {
   readonly root = h("div", { class: "nbd-stack" });
   private scale = 1;
   private step = 1;
-  private readonly segments = new Keyed<Span, { root: HTMLElement }>(
+  private readonly segments = new Keyed<StepPartTime, { root: HTMLElement }>(
     this.root,
     ({ part }) => part,
     ({ part }) => ({ root: painted("div", part, "nbd-segment") }),
@@ -59,7 +45,7 @@ export class TimeBar {
     },
   );
 
-  show(parts: readonly Span[], step: number, scale: number): void {
+  show(parts: readonly StepPartTime[], step: number, scale: number): void {
     this.step = step;
     this.scale = scale;
     this.segments.show(parts);

@@ -8,6 +8,7 @@ test("bytes are GiB with one decimal, MiB below one", () => {
   assert.equal(format.bytes(31.2 * GIB), "31.2 GiB");
   assert.equal(format.bytes(GIB), "1.0 GiB");
   assert.equal(format.bytes(512 * 2 ** 20), "512 MiB");
+  assert.equal(format.bytes(3.5 * 2 ** 20), "3.5 MiB");
   assert.equal(format.bytes(12), "<1 MiB");
   assert.equal(format.bytes(0), "0 MiB");
   assert.equal(format.bytes(null), "–");

@@ -7,7 +7,7 @@ import { drawn, page } from "./page.ts";
 
 interface Sent {
   kind: string;
-  id?: string;
+  id: string;
   name?: string;
   arguments?: Record<string, unknown>;
 }
@@ -15,9 +15,9 @@ interface Sent {
 async function panel(scene: string): Promise<{ sent: Sent[]; store: Store; root: HTMLElement; close: () => void }> {
   const dom = page();
   const sent: Sent[] = [];
-  const store = new Store((message) => sent.push(message));
+  const store = new Store((message) => sent.push(message as Sent));
   const close = show(store, dom.window.document.body);
-  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [], samples: null });
+  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [], samples: { times: [], devices: [] } });
   await drawn();
   return { sent, store, root: dom.window.document.body, close };
 }

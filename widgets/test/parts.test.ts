@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { colour, COLOURS, ordered } from "../src/parts.ts";
-import { COLOURS as TIMES } from "../src/times.ts";
+import { colour, ordered } from "../src/parts.ts";
+import { MEMORY_COLORS, STEP_COLORS } from "../src/protocol.ts";
 
 function luminance(hex: string): number {
   const channel = (at: number): number => {
@@ -15,7 +15,7 @@ const contrast = (a: string, b: string): number => {
   return (light + 0.05) / (dark + 0.05);
 };
 
-for (const [part, hex] of [...Object.entries(COLOURS), ...Object.entries(TIMES)]) {
+for (const [part, hex] of [...Object.entries(MEMORY_COLORS), ...Object.entries(STEP_COLORS)]) {
   test(`${part} stands out from light and dark`, () => {
     for (const paper of ["#ffffff", "#111111", "#212121"]) {
       assert.ok(contrast(hex, paper) >= 3, `${contrast(hex, paper).toFixed(2)} on ${paper}`);
@@ -27,5 +27,5 @@ test("parts come in one order, unknown ones last, empty ones not at all", () => 
   const parts = ["new", "context", "parameters", "optimizer"].map((part) => ({ part, bytes: 1 }));
   const found = ordered([...parts, { part: "master", bytes: 0 }]).map((one) => one.part);
   assert.deepEqual(found, ["parameters", "optimizer", "context", "new"]);
-  assert.equal(colour("constructor"), COLOURS.other);
+  assert.equal(colour("constructor"), MEMORY_COLORS.other);
 });

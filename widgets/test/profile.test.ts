@@ -2,8 +2,9 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { SCENES } from "../dev/scenes.ts";
 import { show } from "../src/main.ts";
+import { STEP_COLORS } from "../src/protocol.ts";
 import { Store } from "../src/store.ts";
-import { COLOURS, inWords, share } from "../src/times.ts";
+import { inWords, share } from "../src/times.ts";
 import { drawn, page } from "./page.ts";
 
 type Sent = { kind: string; name?: string; arguments?: unknown };
@@ -13,7 +14,7 @@ async function panel(scene: string): Promise<{ sent: Sent[]; store: Store; root:
   const sent: Sent[] = [];
   const store = new Store((message) => sent.push(message as Sent));
   const close = show(store, dom.window.document.body);
-  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [] });
+  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [], samples: { times: [], devices: [] } });
   await drawn();
   return { sent, store, root: dom.window.document.querySelector<HTMLElement>(".nbdist")!, close };
 }
@@ -28,7 +29,7 @@ test("the verdict stands above one bar for each rank; parts have names, shares a
   const bars = [...profile.querySelectorAll(".nbd-bar")];
   assert.equal(bars.length, 8);
   const parts = [...bars[0]!.querySelectorAll<HTMLElement>(".nbd-time")];
-  assert.deepEqual(parts.map((part) => part.dataset.part), Object.keys(COLOURS));
+  assert.deepEqual(parts.map((part) => part.dataset.part), Object.keys(STEP_COLORS));
   const widths = parts.map((part) => parseFloat(part.style.width));
   assert.ok(Math.abs(widths.reduce((sum, one) => sum + one, 0) - 100) < 0.1);
   const legend = [...profile.querySelectorAll(".nbd-legend > span")].map((one) => one.textContent);

@@ -1,10 +1,10 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import type { Mark } from "../src/protocol.ts";
+import type { EventMarkView } from "../src/protocol.ts";
 import { keyOf, oddity, uprights } from "../src/signs.ts";
 
-const mark = (step: number | null, kind: Mark["kind"], text: string): Mark => ({ step, time: 0, kind, text });
-const steps = (one: Mark): number | null => one.step;
+const mark = (step: number, kind: EventMarkView["kind"], text: string): EventMarkView => ({ step, time: 0, kind, text });
+const steps = ({ step }: EventMarkView): number | null => (step < 100 ? step : null);
 
 test("two saves at one step are one line that names both", () => {
   const found = uprights([mark(40, "save", "base"), mark(40, "save", "best")], steps, 4);
@@ -13,7 +13,7 @@ test("two saves at one step are one line that names both", () => {
 
 test("marks are told from left to right; what has no place is left out, what has no room is counted", () => {
   const long = "a-very-long-name-of-a-checkpoint";
-  const marks = [mark(90, "switch", "ddp → zero3"), mark(null, "save", "x"), mark(10, "save", long), mark(12, "load", "base")];
+  const marks = [mark(90, "switch", "ddp → zero3"), mark(500, "save", "x"), mark(10, "save", long), mark(12, "load", "base")];
   const [first, second] = uprights(marks, steps, 4);
   assert.deepEqual([first!.words, first!.saves], ["a-very-long-na… +1", false]);
   assert.equal(first!.told, `save ${long}, load base`);

@@ -1,10 +1,11 @@
 import assert from "node:assert/strict";
 import { mock, test } from "node:test";
 import { columns } from "../src/columns.ts";
-import { KEPT, Points } from "../src/points.ts";
-import { PATIENCE_MS, STALE_S, Store, type Topic } from "../src/store.ts";
+import { Points } from "../src/points.ts";
+import type { HeaderView, ResetMessage } from "../src/protocol.ts";
+import { EMPTY, PATIENCE_MS, STALE_S, Store, type Topic } from "../src/store.ts";
 
-type Sent = { kind: string; id?: string; name?: string; arguments?: unknown };
+type Sent = { kind: string; id: string; name?: string; arguments?: unknown };
 
 function made(): { store: Store; sent: Sent[]; topics: Topic[] } {
   const sent: Sent[] = [];
@@ -20,45 +21,39 @@ function buffer(values: number[]): DataView {
   bytes.set(new Uint8Array(Float64Array.from(values).buffer), 3);
   return new DataView(bytes.buffer, 3);
 }
-const values = (points: Points | undefined): number[] => [...(points?.value.slice(0, points.length) ?? [])];
+const header = (changed: Partial<HeaderView>): HeaderView => ({ ...EMPTY.header, ...changed });
+const NO_SAMPLES = { times: [], devices: [] };
+function filled(...triples: [number, number, number][]): Points {
+  const points = new Points();
+  for (const triple of triples) points.add(...triple);
+  return points;
+}
 
 test("a reset brings everything, rows are appended, another reset starts anew", () => {
   const { store } = made();
-  const reset = { kind: "reset", picture: { header: { state: "running" } }, series: [{ name: "loss", points: 2 }, { name: "lr", points: 1 }] };
+  const picture = { ...EMPTY, header: header({ state: "running" }) };
+  const series = [{ name: "loss", points: 2 }, { name: "lr", points: 1 }];
+  const reset: ResetMessage = { kind: "reset", picture, series, samples: NO_SAMPLES };
   store.receive(reset, [buffer([1, 10, 3, 2, 11, 2, 1, 10, 0.5])]);
   assert.equal(store.picture.header.state, "running");
   assert.equal(store.link, "live");
   store.receive({ kind: "rows", series: [{ name: "loss", points: 1 }] }, [buffer([3, 12, NaN])]);
-  assert.deepEqual(values(store.series.get("loss")), [3, 2, NaN]);
-  assert.deepEqual(values(store.series.get("lr")), [0.5]);
+  assert.deepEqual(store.series.get("loss")?.value, [3, 2, NaN]);
+  assert.deepEqual(store.series.get("lr")?.value, [0.5]);
   store.receive({ ...reset, series: [] }, [buffer([])]);
   assert.equal(store.series.size, 0);
 });
 
 test("a step that comes again replaces its value; a late one finds its place", () => {
-  const points = new Points();
-  points.append(Float64Array.from([1, 1, 1, 3, 3, 3, 2, 2.5, 2, 3, 4, 30]));
-  assert.deepEqual(values(points), [1, 2, 30]);
-  points.append(Float64Array.from([1, 9, 10]));
+  const points = filled([1, 1, 1], [3, 3, 3], [2, 2.5, 2], [3, 4, 30]);
+  assert.deepEqual(points.value, [1, 2, 30]);
+  points.add(1, 9, 10);
   const choice = { shown: null, x: "time" as const, log: false, smoothing: 0 };
   assert.deepEqual(columns(points, choice, 2)[0], [0.5, 2, 7]);
 });
 
-test("long series are thinned and keep their extremes and gaps", () => {
-  const points = new Points();
-  const triples = Array.from({ length: 3 * KEPT }, (_, i) => [i, i, i === 1234 ? 99 : i === 3000 ? NaN : Math.sin(i)]);
-  points.append(Float64Array.from(triples.flat()));
-  assert.ok(points.length < 2 * KEPT);
-  assert.ok(values(points).includes(99));
-  assert.ok(values(points).some(Number.isNaN));
-  assert.equal(points.step[points.length - 1], 3 * KEPT - 1);
-  const steps = [...points.step.slice(0, points.length)];
-  assert.deepEqual(steps, [...steps].sort((a, b) => a - b));
-});
-
 test("gaps, logarithms and smoothing", () => {
-  const points = new Points();
-  points.append(Float64Array.from([1, 0, 1, 2, 0, Infinity, 3, 0, -1, 4, 0, 3]));
+  const points = filled([1, 0, 1], [2, 0, Infinity], [3, 0, -1], [4, 0, 3]);
   const choice = { shown: null, x: "step" as const, log: true, smoothing: 0.5 };
   const [xs, raw, smooth, odd] = columns(points, choice, 0);
   assert.deepEqual(xs, [1, 2, 3, 4]);
@@ -68,50 +63,12 @@ test("gaps, logarithms and smoothing", () => {
   assert.ok(Math.abs(smooth[3]! - 7 / 3) < 1e-9);
 });
 
-test("what cannot be read changes nothing", () => {
-  const { store } = made();
-  store.receive({ kind: "reset", picture: { ranks: [{ rank: 0, state: "ready" }] } });
-  const before = store.picture;
-  const bad: [unknown, unknown[]][] = [
-    [null, []], ["reset", []], [[], []], [{}, []], [{ kind: "nonsense" }, []], [{ kind: "reset", picture: 3 }, []],
-    [{ kind: "rows", series: [{ name: "loss", points: 2 }] }, [buffer([1, 2, 3])]],
-    [{ kind: "rows", series: [{ name: 3, points: 1 }] }, [buffer([1, 2, 3])]],
-    [{ kind: "rows", series: [{ name: "loss", points: -1 }] }, [buffer([])]],
-    [{ kind: "rows", series: [{ name: "loss", points: 1 }] }, ["text"]],
-    [{ kind: "samples", time: "now", devices: [] }, []], [{ kind: "answer", id: 7 }, []], [{ kind: "beat" }, []],
-  ];
-  for (const [message, buffers] of bad) store.receive(message, buffers);
-  assert.equal(store.dropped, bad.length);
-  assert.equal(store.picture, before);
-  assert.equal(store.series.size, 0);
-});
-
-test("wrong types inside a picture become empty values", () => {
-  const { store } = made();
-  const device = { name: 3, capacity_bytes: "80", used_bytes: -5, predicted: [{ part: "x", bytes: NaN }, 7], holders: [1, "a"], ranks: "0" };
-  const profile = { verdict: 4, ranks: [{ rank: -1, step_s: "x", parts: [{ part: 3, seconds: NaN }, 7], straggler: 1 }, null], advice: [{ title: {}, arguments: [] }, "a"], notes: [1, "a"], time: "x", refused: null };
-  const changed = { profile, devices: [device, null, 5], header: { state: "dancing", since: "x", words: {} }, progress: { share: 9 }, ranks: 4 };
-  store.receive({ kind: "picture", changed });
-  const [found] = store.picture.devices;
-  assert.equal(store.picture.devices.length, 1);
-  assert.deepEqual([found!.name, found!.capacity_bytes, found!.used_bytes, found!.ranks], ["device", null, null, []]);
-  assert.deepEqual([found!.predicted, found!.holders], [[{ part: "x", bytes: 0 }], ["a"]]);
-  assert.deepEqual([store.picture.header.state, store.picture.header.words], ["new", ""]);
-  assert.equal(store.picture.progress?.share, 1);
-  assert.deepEqual(store.picture.ranks, []);
-  assert.deepEqual(store.picture.profile, {
-    verdict: "", facts: "", gained: "", notes: ["a"], time: null, refused: "",
-    ranks: [{ rank: 0, step_s: 0, parts: [{ part: "", seconds: 0 }], straggler: false, figures: "" }],
-    advice: [{ title: "", text: "", command: "", does: "", arguments: {} }],
-  });
-});
-
 test("answers are taken once and only by who asked", () => {
   const { store, sent, topics } = made();
   store.command("save", { name: "a" }, "save a");
-  store.receive({ kind: "answer", id: "another", ok: true, text: "x" });
+  store.receive({ kind: "answer", id: "another", ok: true, text: "x", replaces: false });
   assert.equal(store.answer, null);
-  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "disk full" });
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "disk full", replaces: false });
   assert.deepEqual(store.answer, { ok: false, text: "disk full" });
   assert.equal(store.asked.size, 0);
   assert.ok(topics.includes("answers"));
@@ -143,11 +100,12 @@ test("an interrupt that nobody hears goes to the server; one that is heard does 
   mock.timers.enable({ apis: ["setTimeout"] });
   for (const heard of ["nothing", "answer", "state"]) {
     const { store, sent } = made();
-    store.receive({ kind: "reset", picture: { header: { state: "running", kernel_id: "k-1" } } });
+    const picture = { ...EMPTY, header: header({ state: "running", kernel_id: "k-1" }) };
+    store.receive({ kind: "reset", picture, series: [], samples: NO_SAMPLES });
     const asked: (string | null)[] = [];
     store.stop((id) => (asked.push(id), Promise.resolve({ ok: true, text: "done" })));
-    if (heard === "answer") store.receive({ kind: "answer", id: sent[0]!.id, ok: true, text: "" });
-    if (heard === "state") store.receive({ kind: "picture", changed: { header: { state: "interrupted" } } });
+    if (heard === "answer") store.receive({ kind: "answer", id: sent[0]!.id, ok: true, text: "", replaces: false });
+    if (heard === "state") store.receive({ kind: "picture", changed: { header: header({ state: "interrupted" }) } });
     mock.timers.tick(PATIENCE_MS + 1);
     await Promise.resolve();
     assert.deepEqual(asked, heard === "nothing" ? ["k-1"] : [], heard);
@@ -158,8 +116,8 @@ test("an interrupt that nobody hears goes to the server; one that is heard does 
 
 test("samples keep the last minutes", () => {
   const { store } = made();
-  store.receive({ kind: "reset", picture: {}, series: [], samples: { times: [0], devices: [{ memory_bytes: [1, "x"], utilization: null }] } });
-  assert.deepEqual(store.samples.devices[0]?.memory_bytes, [1, null]);
+  const devices = [{ memory_bytes: [1], utilization: [null], power_w: [1] }];
+  store.receive({ kind: "reset", picture: EMPTY, series: [], samples: { times: [0], devices } });
   for (let time = 1; time < 400; time += 1) {
     store.receive({ kind: "samples", time, devices: [{ memory_bytes: time, utilization: null, power_w: 1 }] });
   }

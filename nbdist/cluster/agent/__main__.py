@@ -1,31 +1,65 @@
-"""Entry point of an agent: `python -m nbdist.cluster.agent` reads its ticket from stdin.
+"""Entry point of an agent: `python -m nbdist.cluster.agent`, with the ticket on stdin's first line.
 
-The agent ends at the end of stdin: the process that started it has ended.
+The end of stdin, also after the parent was killed, ends the agent, and with it the launcher and the
+ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
+import time
 
-from nbdist.cluster.agent.serve import run_agent
+from nbdist.cluster.local import Launcher
+from nbdist.cluster.protocol import AgentTicket
 
-CHUNK_BYTES = 4096
+AGENT_LEFT_BEHIND = 3
+"""Exit code when the parent has ended."""
+END_S = 9.5
+"""Time for the agent to end launcher and ranks, which otherwise end after it."""
 
 
-def exit_on_stdin_close() -> None:
-    """Wait for the end of stdin, then exit; all child processes end too."""
-    while os.read(0, CHUNK_BYTES):
+def main(launcher: type[Launcher] = Launcher) -> None:
+    """Serve one session on this node until it ends; leave nothing behind.
+
+    Args:
+        launcher: class of the launcher.
+
+    Raises:
+        ValueError: the first line is not a ticket.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)  # only the line: the thread reads the rest
+        if not byte:
+            sys.exit(AGENT_LEFT_BEHIND)
+        line += byte
+    threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
+    ticket = AgentTicket.from_json(line.decode())
+    sys.path[:] = [*dict.fromkeys([*ticket.path, *sys.path])]
+    with contextlib.suppress(OSError):  # reported by the agent later
+        os.chdir(ticket.cwd)
+    from nbdist.cluster.agent.agent import NodeAgent  # import with the session's own path
+
+    NodeAgent(ticket, launcher=launcher).serve()
+
+
+def _exit(*_: object) -> None:
+    """Leave `serve`, which then cleans up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(AGENT_LEFT_BEHIND)
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
         continue  # ignore further input
-    os._exit(1)
-
-
-def main() -> None:
-    """Read the ticket and run the agent."""
-    ticket = sys.stdin.buffer.readline().decode()
-    threading.Thread(target=exit_on_stdin_close, name="input", daemon=True).start()
-    run_agent(ticket)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
+    os._exit(AGENT_LEFT_BEHIND)
 
 
 if __name__ == "__main__":

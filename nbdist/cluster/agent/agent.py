@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import platform
 import socket
 import sys
 import threading
 import time
 from collections import deque
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +22,15 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist._version import __version__
-from nbdist.cluster import message_batch, process_inspection, protocol
-from nbdist.cluster.agent.dedup import MessageDeduplicator
+from nbdist.cluster import bootstrap, launcher_process, protocol
 from nbdist.cluster.agent.files import TransferFiles
+from nbdist.cluster.agent.relay import MessageRelay
 from nbdist.cluster.agent.telemetry import UsageMonitor
-from nbdist.cluster.file_limits import check_descriptors
 from nbdist.cluster.interfaces import EXITED
+from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
 from nbdist.cluster.local import LAUNCHER_NAME, Launcher
-from nbdist.cluster.message_batch import RankMessages
-from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL, MAX_UNREAD_BATCHES
+from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
 from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
-from nbdist.cluster.rank_environment import remove_launch_variables
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.protocol import messages
@@ -45,7 +40,6 @@ if TYPE_CHECKING:
 
     from nbdist.cluster.protocol import AgentTicket
     from nbdist.cluster.rank_channels import Channel
-    from nbdist.cluster.run_dir import RunDir
 
 POLL_INTERVAL_S = 0.7
 """Interval of checking the processes."""
@@ -92,7 +86,16 @@ class NodeAgent:
         self._watch = UsageMonitor(self._answer_late)
         self._awake, self._waker = socket.socketpair()
         self._context = zmq.Context()
-        self._hub = self._connected()
+        hub = self._hub = self._context.socket(zmq.DEALER)
+        hub.set_hwm(0)
+        hub.ipv6 = "[" in ticket.hub
+        hub.curve_serverkey = ticket.hub_key.encode()
+        hub.curve_publickey = ticket.public.encode()
+        hub.curve_secretkey = ticket.secret.encode()
+        # ZMQ's own threads send the heartbeats, also while a notebook computes
+        hub.heartbeat_ivl = int(HEARTBEAT_S * 1000)
+        hub.heartbeat_timeout = int(ticket.lease_s * 1000)
+        hub.reconnect_ivl = -1  # a reconnect would lose messages
         monitored = zmq.EVENT_HANDSHAKE_SUCCEEDED | _DISCONNECT_EVENTS | _REJECT_EVENTS
         self._monitor = self._hub.get_monitor_socket(monitored)
         self._hub.connect(ticket.hub)
@@ -101,11 +104,7 @@ class NodeAgent:
             self._poller.register(end, zmq.POLLIN)
         self._sockets: dict[zmq.Socket[bytes], tuple[int, Channel]] = {}
         self._places: dict[tuple[int, str], zmq.Socket[bytes]] = {}
-        self._deduplicators: dict[Channel, MessageDeduplicator] = {}
-        self._key = b""
-        """Signing key of the ranks' messages."""
-        self._batch_number = self._unread_batches = 0
-        """Number of batches since the start of the ranks, and of those not yet acknowledged."""
+        self._relays: dict[Channel, MessageRelay] = {}
         self._refused: set[tuple[int, Channel]] = set()
         """Ranks and channels with unsigned messages."""
         self._store: zmq.Socket[bytes] | None = None
@@ -119,28 +118,12 @@ class NodeAgent:
         self._launcher: Launcher | None = None
         self._folder, self._generation = Path(), 0
 
-    def _connected(self) -> zmq.Socket[bytes]:
-        hub = self._context.socket(zmq.DEALER)
-        hub.set_hwm(0)
-        hub.ipv6 = "[" in self._ticket.hub
-        hub.curve_serverkey = self._ticket.hub_key.encode()
-        hub.curve_publickey = self._ticket.public.encode()
-        hub.curve_secretkey = self._ticket.secret.encode()
-        # ZMQ's own threads send the heartbeats, also while a notebook computes
-        hub.heartbeat_ivl = int(HEARTBEAT_S * 1000)
-        hub.heartbeat_timeout = int(self._ticket.lease_s * 1000)
-        hub.reconnect_ivl = -1  # a reconnect would lose messages
-        return hub
-
     # -- life
 
     def serve(self) -> None:
         """Forward messages until the session ends."""
         try:
-            self._launcher = self._make_launcher(self._ticket.kind)
-            self._launcher.listener = self._on_launcher_message
-            self._files = TransferFiles(self._launcher.run_dir)
-            self._send(self._hello())
+            self._start_launcher()
             while True:
                 self._poll_once()
         except SessionEnded:
@@ -154,25 +137,20 @@ class NodeAgent:
             self._close(f"failed: agent raised {type(error).__name__}: {error}")
             raise
 
-    def _hello(self) -> protocol.AgentHello:
-        run_dir = self._run_dir
-        return protocol.AgentHello(
+    def _start_launcher(self) -> None:
+        launcher = self._launcher = self._make_launcher(self._ticket.kind)
+        launcher.listener = self._on_launcher_message
+        self._files = TransferFiles(launcher.run_dir)
+        hello = protocol.AgentHello(
             host=socket.gethostname(),
             pid=os.getpid(),
-            launcher=self._started.process.pid,
-            run_dir=str(run_dir.path),
-            bulk_dir=str(run_dir.payload_dir),
-            versions={
-                "python": platform.python_version(),
-                "torch": metadata.version("torch"),
-                "nbdist": __version__,
-            },
+            launcher=launcher.process.pid,
+            run_dir=str(launcher.run_dir.path),
+            bulk_dir=str(launcher.run_dir.payload_dir),
+            versions=bootstrap.software_versions(),
             machine=discovery.discover_machine().to_json(),
         )
-
-    @property
-    def _run_dir(self) -> RunDir:
-        return self._started.run_dir
+        self._send(hello)
 
     @property
     def _started(self) -> Launcher:
@@ -201,7 +179,11 @@ class NodeAgent:
     def _poll_once(self) -> None:
         ready = dict(self._poller.poll(self._poll_timeout_ms()))
         if self._monitor in ready:
-            self._read_connection_event()
+            event = recv_monitor_message(self._monitor)["event"]
+            self._is_connected = self._is_connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event & (_DISCONNECT_EVENTS | _REJECT_EVENTS):
+                self._is_disconnected = True
+                raise SessionEnded
         if self._awake.fileno() in ready:
             self._awake.recv(4096)
         self._forward_launcher_messages()
@@ -224,22 +206,10 @@ class NodeAgent:
             raise SessionEnded
 
     def _poll_timeout_ms(self) -> int:
-        """Return the time until something is due."""
-        dues = [
-            together.next_deadline
-            for together in self._deduplicators.values()
-            if self._unread_batches < MAX_UNREAD_BATCHES
-        ]
+        """Return the time until a held message is due, at most half a heartbeat."""
+        dues = [relay.next_due_at for relay in self._relays.values()]
         left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
         return math.ceil(max(0.0, min(HEARTBEAT_S / 2, left_s)) * 1000)
-
-    def _read_connection_event(self) -> None:
-        """Handle an event of the connection; end if it was closed or rejected."""
-        event = recv_monitor_message(self._monitor)["event"]
-        self._is_connected = self._is_connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if event & (_DISCONNECT_EVENTS | _REJECT_EVENTS):
-            self._is_disconnected = True
-            raise SessionEnded
 
     def _send(self, message: protocol.Message, *frames: bytes) -> None:
         self._hub.send_multipart(protocol.pack_message(message, *frames))
@@ -255,7 +225,8 @@ class NodeAgent:
     def _dispatch(self, message: protocol.Message, frames: list[bytes]) -> None:
         match message:
             case protocol.RankRequestFrames(generation=self._generation):
-                self._send_to_ranks(message, frames)
+                for rank in message.ranks if self._sockets else ():  # the kernel may have closed
+                    self._places[rank, message.channel].send_multipart(frames)
             case protocol.LauncherLine(text=text):
                 with contextlib.suppress(StartError):  # the link's thread reports its exit
                     self._send_to_launcher(messages.decode_line(text.encode()))
@@ -268,21 +239,10 @@ class NodeAgent:
                     self._store.send_multipart([ident, b"", *reply])
             case protocol.AgentQuery():
                 self._answer(message, frames)
-            case protocol.MessageBatchAck(generation=self._generation):
-                self._unread_batches -= 1
             case protocol.CloseRankSockets():
                 self._close_rank_sockets()
             case protocol.StopAgent():
                 raise SessionEnded
-
-    def _send_to_ranks(self, message: protocol.RankRequestFrames, frames: list[bytes]) -> None:
-        """Send a message to each of its ranks."""
-        if not self._sockets:
-            return  # the kernel has closed them
-        for together in self._deduplicators.values():
-            together.record_request(message.ranks, frames)
-        for rank in message.ranks:
-            self._places[rank, message.channel].send_multipart(frames)
 
     def _send_to_launcher(self, line: messages.LauncherMessage) -> None:
         if isinstance(line, messages.StopRanks):
@@ -303,20 +263,16 @@ class NodeAgent:
                 replace(
                     launch,
                     run_dir=str(self._folder),
-                    bulk_dir=str(self._run_dir.payload_dir),
+                    bulk_dir=str(self._started.run_dir.payload_dir),
                     env=given | own,
                     cwd=launch.cwd if Path(launch.cwd).is_dir() else str(Path.cwd()),
                     path=[*dict.fromkeys([*launch.path, *sys.path])],
                     interface=interface,
-                    store=self._store_address,
+                    store=f"ipc://{self._folder}/store",
                 )
             )
         except (OSError, StartError) as error:
             self._on_launcher_message(messages.AllRanksExited(launch.generation, error=str(error)))
-
-    @property
-    def _store_address(self) -> str:
-        return f"ipc://{self._folder}/store"
 
     def _open(self, launch: messages.LaunchRanks, key: str) -> None:
         """Open the sockets of a start: to the ranks, and the key-value store for them."""
@@ -325,7 +281,7 @@ class NodeAgent:
         self._states = {}
         self._send(protocol.ProcessStates({}))  # discard states of the previous ranks
         self._generation = launch.generation
-        self._folder = self._run_dir.make_start_folder(launch.generation)
+        self._folder = self._started.make_start_folder(launch.generation)
         connections = write_connections(
             self._folder, world_size=launch.local_world_size, key=key.encode(), first=launch.first
         )
@@ -337,14 +293,11 @@ class NodeAgent:
                 self._poller.register(rank_socket, zmq.POLLIN)
         ranks = range(launch.first, launch.first + launch.local_world_size)
         self._gpus = dict(zip(ranks, launch.devices or [""] * len(ranks), strict=True))
-        self._key, self._batch_number, self._unread_batches = key.encode(), 0, 0
-        self._deduplicators = {
-            channel: MessageDeduplicator(ranks, self._key) for channel in CHANNELS
-        }
+        self._relays = {channel: MessageRelay(ranks, key.encode()) for channel in CHANNELS}
         self._store = self._context.socket(zmq.ROUTER)
         self._store.linger = 0
         self._store.set_hwm(0)
-        self._store.bind(self._store_address)
+        self._store.bind(f"ipc://{self._folder}/store")
         self._poller.register(self._store, zmq.POLLIN)
 
     def _close_rank_sockets(self) -> None:
@@ -352,7 +305,7 @@ class NodeAgent:
         for open_socket in [*self._sockets, *([self._store] if self._store is not None else [])]:
             self._poller.unregister(open_socket)
             open_socket.close(0)
-        self._sockets, self._places, self._deduplicators, self._store = {}, {}, {}, None
+        self._sockets, self._places, self._relays, self._store = {}, {}, {}, None
 
     # -- from launcher and ranks
 
@@ -377,28 +330,24 @@ class NodeAgent:
 
     def _read_rank(self, socket: zmq.Socket[bytes]) -> None:
         rank, channel = self._sockets[socket]
-        together, now = self._deduplicators[channel], time.monotonic()
+        relay, now = self._relays[channel], time.monotonic()
         with contextlib.suppress(zmq.Again):  # nothing more to read
             for _ in range(MAX_MESSAGES_PER_POLL):
-                if not together.add_message(rank, socket.recv_multipart(zmq.DONTWAIT), now):
+                if not relay.add_message(rank, socket.recv_multipart(zmq.DONTWAIT), now):
                     self._refused.add((rank, channel))
 
     def _forward_messages(self, now: float) -> None:
-        """Forward messages of ranks unless the kernel has too many unread batches."""
-        if self._unread_batches >= MAX_UNREAD_BATCHES:
-            return
-        batch = [
-            RankMessages(ranks, channel, parts)
-            for channel, together in self._deduplicators.items()
-            for ranks, parts in together.pop_ready(now)
-        ]
-        batch += [RankMessages((rank,), channel, []) for rank, channel in self._refused]
+        """Forward messages of ranks that need not be held, and who sent unsigned ones."""
+        index: list[tuple[tuple[int, ...], str, int]] = []
+        all_frames: list[bytes] = []
+        for channel, relay in self._relays.items():
+            for ranks, frames in relay.pop_ready(now):
+                index.append((ranks, channel, len(frames)))
+                all_frames += frames
+        index += [((rank,), channel, 0) for rank, channel in self._refused]
         self._refused.clear()
-        if batch:
-            self._batch_number += 1
-            self._unread_batches += 1
-            frames = message_batch.encode_batch(batch, self._key, self._batch_number)
-            self._send(protocol.MessageBatch(self._generation), *frames)
+        if index:
+            self._send(protocol.RankMessages(self._generation, index), *all_frames)
 
     def _read_store(self, store: zmq.Socket[bytes]) -> None:
         """Forward key-value requests of ranks; ignore invalid messages, sent by user code."""
@@ -416,11 +365,9 @@ class NodeAgent:
             return
         pids = {f"rank {rank}": pid for rank, pid in self._pids.items()}
         pids[LAUNCHER_NAME] = self._launcher.process.pid
-        found = {name: process_inspection.process_status(pid) for name, pid in pids.items()}
+        found = {name: launcher_process.process_status(pid) for name, pid in pids.items()}
         states = {
-            n: s
-            for n, s in found.items()
-            if s == EXITED or s in process_inspection.STOPPED_STATUSES
+            n: s for n, s in found.items() if s == EXITED or s in launcher_process.STOPPED_STATUSES
         }
         if states != self._states:
             self._states = states
@@ -455,7 +402,7 @@ class NodeAgent:
             "remove": lambda: files.remove_file(given["path"]),
             "size": lambda: files.file_size_bytes(given["path"]),
             "sees": lambda: files.shared_folder_error(given["path"], given["text"]),
-            "left": lambda: asdict(process_inspection.read_crash_artifacts(self._folder)),
+            "left": lambda: asdict(self._started.crash_artifacts()),
             "log": self._started.log_tail,
         }
         return known[what]()
@@ -463,15 +410,8 @@ class NodeAgent:
     def _stacks(self, ask: protocol.AgentQuery) -> None:
         """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
-        own = self._started.process.pid
-        stacks: dict[str, str] = {}
-        if ask.given["launchers"]:
-            stacks = process_inspection.dump_stacks(
-                self._run_dir.path, {"launcher": own}, launcher=own
-            )
-        names = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
-        stacks |= process_inspection.dump_stacks(self._folder, names, launcher=own)
-        self._answer_late(ask.id, stacks)
+        launchers = ask.given["launchers"]
+        self._answer_late(ask.id, self._started.dump_stacks(pids, launchers=launchers))
 
     def _answer_late(self, number: int, value: Any) -> None:
         """Send a reply from any thread."""

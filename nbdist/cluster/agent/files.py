@@ -10,13 +10,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.cluster.protocol import CHUNK_BYTES
+from nbdist.cluster.protocol import CHUNK_BYTES, MIN_FREE_BYTES
 
 if TYPE_CHECKING:
     from nbdist.cluster.run_dir import RunDir
-
-MIN_FREE_BYTES = 64 << 20
-"""Space to leave free in shared memory."""
 
 
 class TransferFiles:

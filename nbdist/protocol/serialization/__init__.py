@@ -6,6 +6,9 @@ privately, so that tensors and arrays are views without a copy and are not share
 
     magic (8 bytes) | length of the tree (8 bytes, little endian) | tree | buffer | buffer ...
 
+safetensors cannot replace it: it has no strings, dates or structured arrays, and without torch it
+copies what it reads.
+
 Plain values are restored as they are. A list or dict that is referenced twice becomes two objects;
 an array or tensor (tied weights) stays one. Tensors are restored on the CPU, contiguous and
 detached (`nn.Parameter` too), arrays C-contiguous, an OrderedDict without its attributes. torch and
@@ -17,7 +20,6 @@ from __future__ import annotations
 from nbdist.protocol.serialization.reader import from_inline_json, read_payload
 from nbdist.protocol.serialization.writer import (
     UnfilledTensor,
-    payload_size_bytes,
     reserve_payload,
     to_inline_json,
     write_payload,
@@ -27,7 +29,6 @@ from nbdist.protocol.serialization.writer import (
 __all__ = [
     "UnfilledTensor",
     "from_inline_json",
-    "payload_size_bytes",
     "read_payload",
     "reserve_payload",
     "to_inline_json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -43,6 +44,18 @@ NUMPY_DTYPE_PATTERN = re.compile(
 def align_offset(size_bytes: int) -> int:
     """Round up to the next aligned buffer offset."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def build_head(sizes: list[int], root: object) -> bytes:
+    """Return header and JSON tree, padded to the offset of the first buffer.
+
+    Args:
+        sizes: size in bytes of each buffer.
+        root: the value as a JSON tree, which refers to buffers by their number.
+    """
+    text = json.dumps([sizes, root], separators=(",", ":")).encode()
+    head = MAGIC + len(text).to_bytes(HEADER_BYTES - len(MAGIC), "little") + text
+    return head.ljust(align_offset(len(head)), b"\0")
 
 
 def is_package_instance(package: str, name: str, value: object) -> bool:

@@ -16,14 +16,15 @@ import torch
 
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import dcp, deepspeed, safe_unpickler, safetensors
-from nbdist.state.importers.tensor_index import ForeignCheckpoint, RenamedTensors, TensorEntry
+from nbdist.state.importers.safetensors import RenamedTensors
 from nbdist.state.layouts.base import bare_name
+from nbdist.state.tensor_index import ForeignCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForeignCheckpoint", "RenamedTensors", "TensorEntry", "open_checkpoint"]
+__all__ = ["ForeignCheckpoint", "RenamedTensors", "open_checkpoint"]
 
 _WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.bin"
@@ -55,13 +56,13 @@ def open_checkpoint(
         CheckpointError: the format is unknown, the checkpoint is damaged or contains code.
     """
     if not path.exists():
-        message = f"{path} does not exist. Pass a folder or a file with a checkpoint."
-        raise CheckpointError(message)
+        raise CheckpointError(f"{path} does not exist. Pass a folder or a file with a checkpoint.")
     index = ForeignCheckpoint(kind="safetensors")
     _find(index, path, names or {}, groups, trust=trust)
     if not index.keys:
-        message = f"{path} contains no tensors. Pass a folder or a file with a checkpoint."
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{path} contains no tensors. Pass a folder or a file with a checkpoint."
+        )
     index.check_complete()
     if path.is_dir():
         ignored = [label for name, label in _NOT_TAKEN.items() if (path / name).exists()]
@@ -84,11 +85,10 @@ def _find(
     if folder := deepspeed.find_folder(path):
         deepspeed.add_tensors(found, folder, trust=trust)
         return
-    folders = _dcp_folders(path)
-    for folder, named in folders:
+    if folders := dcp.find_folders(path):
         found.kind = "FSDP (torch.distributed.checkpoint)"
-        dcp.add_tensors(found, folder, named, trust=trust)
-    if folders:
+        for folder in folders:
+            dcp.add_tensors(found, folder, trust=trust)
         return
     files = safetensors.find_files(path)
     if files:
@@ -110,43 +110,10 @@ def _add_file(found: ForeignCheckpoint, path: Path, names: RenamedTensors, *, tr
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict):
-        message = f"{path} must contain a state dict, got {type(state).__name__}."
-        raise CheckpointError(message)
+        raise CheckpointError(f"{path} must contain a state dict, got {type(state).__name__}.")
     for name, tensor in state.items():
         if isinstance(name, str) and isinstance(tensor, torch.Tensor):
             found.add_whole_tensor(f"model.{bare_name(name.removeprefix('module.'))}", tensor)
-
-
-def _dcp_folders(path: Path) -> list[tuple[Path, Any]]:
-    """Return the folders of torch.distributed.checkpoint, each with a parser of its names."""
-    if (path / ".metadata").is_file():
-        return [(path, _of_any)]
-    kinds = {"pytorch_model_fsdp_0": _of_model, "optimizer_0": _of_optimizer}
-    return [
-        (path / name, named)
-        for name, named in kinds.items()
-        if (path / name / ".metadata").is_file()
-    ]
-
-
-def _of_model(name: str) -> tuple[str, str] | None:
-    return (name.removeprefix("model."), "") if name.startswith("model.") else None
-
-
-def _of_optimizer(name: str) -> tuple[str, str] | None:
-    inner = name.removeprefix("optimizer.")
-    if not inner.startswith("state."):
-        return None
-    parameter, _, state = inner.removeprefix("state.").rpartition(".")
-    return parameter, state
-
-
-def _of_any(name: str) -> tuple[str, str] | None:
-    for prefix in ("optimizer.state.", "optim.state."):
-        if name.startswith(prefix):
-            parameter, _, state = name.removeprefix(prefix).rpartition(".")
-            return parameter, state
-    return _of_model(name)
 
 
 def _add_optimizer(
@@ -167,11 +134,10 @@ def _add_optimizer(
             found.notes.append(f"not loaded: {path.name}, as no optimizer is prepared")
             return
         if sizes != [len(group) for group in groups]:
-            message = (
+            raise CheckpointError(
                 f"{path} has an optimizer with groups of {sizes} parameters, but the prepared one"
                 f" has {[len(group) for group in groups]}. Prepare the optimizer that was saved."
             )
-            raise CheckpointError(message)
         for number, name in zip(numbers, names, strict=True):
             for state_name, value in states.get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
@@ -179,5 +145,6 @@ def _add_optimizer(
                 elif value is not None:
                     found.scalar_state.setdefault(name, {})[state_name] = float(value)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        message = f"{path} is not an optimizer state dict. Load another checkpoint."
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"{path} is not an optimizer state dict. Load another checkpoint."
+        ) from error

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import safe_unpickler
-from nbdist.state.importers.tensor_index import TensorPart
 from nbdist.state.layouts.base import bare_name
+from nbdist.state.tensor_index import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.state.importers.tensor_index import FetchElements, ForeignCheckpoint
+    from nbdist.state.tensor_index import ForeignCheckpoint, TensorPart
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,100}")
-_MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
-_STATES = ("base_optimizer_state", "optimizer_state_dict")
 
 ParameterShapes = dict[str, tuple[int, ...]]
 
@@ -82,11 +81,10 @@ def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
             if name in first["module"]:
                 found.add_whole_tensor(f"model.{bare_name(name)}", first["module"][name])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        message = (
+        raise CheckpointError(
             f"{folder} was not written by DeepSpeed or is corrupt ({type(error).__name__}:"
             f" {str(error)[:80]}). Load another checkpoint."
-        )
-        raise CheckpointError(message) from error
+        ) from error
 
 
 def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -101,146 +99,96 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         if (match := pattern.fullmatch(path.name))
     }
     if not files or sorted(files) != list(range(len(files))):
-        message = (
+        raise CheckpointError(
             f"{folder} lacks files of ranks (found {len(files)}: {sorted(files)}). DeepSpeed"
             " writes one per rank; tensor and pipeline parallelism are not supported."
         )
-        raise CheckpointError(message)
     return [files[rank] for rank in range(len(files))]
-
-
-# -- ZeRO-1 and ZeRO-2
 
 
 def _add_stage_2(
     found: ForeignCheckpoint, groups: Sequence[ParameterShapes], ranks: Sequence[Mapping[str, Any]]
 ) -> None:
-    masters = [rank["single_partition_of_fp32_groups"] for rank in ranks]
+    """Add parameters that are concatenated by group and partitioned over the ranks."""
     states = [rank["base_optimizer_state"]["state"] for rank in ranks]
-    if any(rank_states.keys() != states[0].keys() for rank_states in states):
-        message = (
+    if any(of_rank.keys() != states[0].keys() for of_rank in states):
+        raise CheckpointError(
             "The ranks of this DeepSpeed checkpoint have different optimizer states. Load another"
             " checkpoint."
         )
-        raise CheckpointError(message)
     for number, shapes in enumerate(groups):
-        _add_flat(found, shapes, [partitions[number] for partitions in masters], "")
+        tensors = {"": [rank["single_partition_of_fp32_groups"][number] for rank in ranks]}
         for state in states[0].get(number, {}):
-            of_ranks = [rank_states[number][state] for rank_states in states]
-            if _is_count(of_ranks[0]):
-                _count(found, shapes, state, of_ranks[0])
-            else:
-                _add_flat(found, shapes, of_ranks, state)
-
-
-def _add_flat(
-    found: ForeignCheckpoint, shapes: ParameterShapes, of_ranks: Sequence[torch.Tensor], state: str
-) -> None:
-    """Add parameters that are concatenated in a flat tensor partitioned over the ranks."""
-    flats = [partition.detach().reshape(-1) for partition in of_ranks]
-    offset = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        parts, begin = [], 0
-        for flat in flats:
-            end = begin + flat.numel()
-            low, high = max(offset, begin), min(offset + size, end)
-            if low < high:
-                parts.append(
-                    TensorPart(
-                        low - offset,
-                        high - offset,
-                        _view(flat[low - begin : high - begin], low - offset),
-                    )
-                )
-            begin = end
-        found.add_tensor(_key(name, state), shape, flats[0].dtype, *parts)
-        offset += size
-
-
-# -- ZeRO-3
+            tensors[state] = [of_rank[number][state] for of_rank in states]
+        for state, partitions in tensors.items():
+            if _is_count(partitions[0]):
+                _add_count(found, shapes, state, partitions[0])
+                continue
+            offset = 0
+            for name, shape in shapes.items():
+                size = math.prod(shape)
+                parts = list(_parts(partitions, offset, size))
+                found.add_tensor(_key(name, state), shape, partitions[0].dtype, *parts)
+                offset += size
 
 
 def _add_stage_3(
     found: ForeignCheckpoint, groups: Sequence[ParameterShapes], ranks: Sequence[Mapping[str, Any]]
 ) -> None:
+    """Add parameters that are partitioned one by one; a rank's partitions are concatenated."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    _add_cut(found, shapes, [_joined(rank["fp32_flat_groups"]) for rank in ranks], "")
     states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
     numbers = sorted(states[0])
-    for state in states[0][numbers[0]] if numbers else ():
-        first = states[0][numbers[0]][state]
+    tensors = {"": [rank["fp32_flat_groups"] for rank in ranks]}
+    for state, first in (states[0][numbers[0]] if numbers else {}).items():
         if not _is_count(first):
-            flats = [
-                _joined([rank_states[number][state] for number in numbers])
-                for rank_states in states
-            ]
-            _add_cut(found, shapes, flats, state)
+            tensors[state] = [[of_rank[number][state] for number in numbers] for of_rank in states]
         elif len(numbers) == len(groups):
             for number, group in zip(numbers, groups, strict=True):
-                _count(found, group, state, states[0][number][state])
+                _add_count(found, group, state, states[0][number][state])
         else:
-            _count(found, shapes, state, first)
+            _add_count(found, shapes, state, first)
+    for state, of_ranks in tensors.items():
+        offset = 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            partition_size = -(-size // len(of_ranks))
+            parts: list[TensorPart] = []
+            for rank, flats in enumerate(of_ranks):
+                low, high = min(rank * partition_size, size), min((rank + 1) * partition_size, size)
+                parts += _parts(flats, offset, high - low, first=low)
+            found.add_tensor(_key(name, state), shape, of_ranks[0][0].dtype, *parts)
+            offset += partition_size
 
 
-def _joined(flats: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [flat.detach().reshape(-1) for flat in flats]
+def _parts(
+    flats: Sequence[torch.Tensor], start: int, size: int, *, first: int = 0
+) -> Iterator[TensorPart]:
+    """Yield the parts of an interval of concatenated tensors.
 
-
-def _add_cut(
-    found: ForeignCheckpoint,
-    shapes: ParameterShapes,
-    of_ranks: Sequence[list[torch.Tensor]],
-    state: str,
-) -> None:
-    """Add parameters that are partitioned evenly one by one; a rank's parts are concatenated."""
-    offset = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape)
-        partition_size = -(-size // len(of_ranks))
-        parts = []
-        for rank, flats in enumerate(of_ranks):
-            low, high = min(rank * partition_size, size), min((rank + 1) * partition_size, size)
-            parts += [
-                TensorPart(low + begin, low + end, _view(view, low + begin))
-                for begin, end, view in _within(flats, offset, high - low)
-            ]
-        found.add_tensor(_key(name, state), shape, of_ranks[0][0].dtype, *parts)
-        offset += partition_size
-
-
-def _within(
-    flats: Sequence[torch.Tensor], at: int, size: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the parts of an interval of concatenated tensors: start, stop and view."""
+    Args:
+        flats: the tensors.
+        start: first element of the interval in the concatenated tensors.
+        size: number of elements.
+        first: index of the first element in the parameter.
+    """
     begin = 0
     for flat in flats:
-        low, high = max(at, begin), min(at + size, begin + flat.numel())
+        low, high = max(start, begin), min(start + size, begin + flat.numel())
         if low < high:
-            yield low - at, high - at, flat[low - begin : high - begin]
+            position = first + low - start
+            load = partial(torch.Tensor.detach, flat)
+            yield part_of(load, position, position + high - low, offset=low - begin)
         begin += flat.numel()
-
-
-# -- all stages
 
 
 def _add_frozen(found: ForeignCheckpoint, described: Sequence[Mapping[str, Any]]) -> None:
     """Add frozen parameters: whole, or with ZeRO-3 a part per rank."""
     for name, shape in (described[0].get("frozen_param_shapes") or {}).items():
-        fragments = [
-            rank_file["frozen_param_fragments"][name].reshape(-1) for rank_file in described
-        ]
-        size, low, parts = math.prod(shape), 0, []
-        for fragment in fragments:
-            high = min(low + fragment.numel(), size)
-            if low < high:
-                parts.append(TensorPart(low, high, _view(fragment[: high - low], low)))
-            low = high
+        fragments = [of_rank["frozen_param_fragments"][name] for of_rank in described]
+        # All ranks have the whole parameter under ZeRO-1 and 2; the last part is padded.
+        parts = _parts(fragments, 0, math.prod(shape))
         found.add_tensor(f"model.{bare_name(name)}", tuple(shape), fragments[0].dtype, *parts)
-
-
-def _view(view: torch.Tensor, first: int) -> FetchElements:
-    return lambda start, stop: view[start - first : stop - first]
 
 
 def _key(name: str, state: str) -> str:
@@ -251,6 +199,6 @@ def _is_count(value: object) -> bool:
     return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 
-def _count(found: ForeignCheckpoint, names: Iterable[str], state: str, value: Any) -> None:
+def _add_count(found: ForeignCheckpoint, names: Iterable[str], state: str, value: Any) -> None:
     for name in names:
         found.scalar_state.setdefault(name, {})[state] = float(value)

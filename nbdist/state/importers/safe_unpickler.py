@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.torch_version import TorchVersion
 
-from nbdist.checkpoint.safetensors_header import TORCH_NAMES
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -68,12 +68,11 @@ class _DcpMetadataUnpickler(pickle.Unpickler):
         """Return a harmless replacement for a name."""
         if module in _METADATA and name.isidentifier():
             return type(name, (InertObject,), {})
-        if module == "torch" and name in TORCH_NAMES:
+        if module == "torch" and name in SAFETENSORS_DTYPES:
             return getattr(torch, name)
         if (module, name) in _HARMLESS:
             return _HARMLESS[module, name]
-        message = f"it uses {module}.{name}"
-        raise pickle.UnpicklingError(message)
+        raise pickle.UnpicklingError(f"it uses {module}.{name}")
 
 
 def _text(*values: object) -> str:
@@ -98,11 +97,10 @@ def read_dcp_metadata(path: Path, *, trust: bool) -> Any:
     """
     with path.open("rb") as file:
         if path.stat().st_size > _MAX_METADATA_BYTES:
-            message = (
+            raise CheckpointError(
                 f"{path} has {path.stat().st_size} bytes, more than the limit of"
                 f" {_MAX_METADATA_BYTES}."
             )
-            raise CheckpointError(message)
         try:
             return pickle.load(file) if trust else _DcpMetadataUnpickler(file).load()  # noqa: S301 - see above
         except Exception as error:  # noqa: BLE001 - hostile bytes may raise anything
@@ -123,11 +121,10 @@ def load_torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = 
     """
     shown = path if isinstance(path, Path) else name or Path("file")
     if not trust and TorchVersion(torch.__version__) < _SAFE_TORCH:
-        message = (
+        raise CheckpointError(
             f"{shown} cannot be read safely with torch {torch.__version__}: a malicious file could"
             " run code (CVE-2026-24747). Install torch 2.10 or newer."
         )
-        raise CheckpointError(message)
     allowed = [
         (type(full_name.rpartition(".")[2], (_InertClass,), {}), full_name)
         for full_name in _STAND_INS
@@ -163,13 +160,11 @@ def _refuse(path: Path, error: Exception, *, trust: bool) -> NoReturn:
     if isinstance(error, pickle.UnpicklingError) and not trust:
         requested = reason.partition("Unsupported global: GLOBAL ")[2].split(" ")[0]
         detail = f"it uses {requested}" if requested else reason.partition(". ")[0]
-        message = (
+        raise CheckpointError(
             f"{path} contains more than tensors and plain values ({detail[:120]}). --trust loads it"
             " but runs any code in the file with all your permissions. Use it only for files from"
             " people you trust."
-        )
-        raise CheckpointError(message) from error
-    message = (
+        ) from error
+    raise CheckpointError(
         f"Cannot read {path} ({type(error).__name__}: {reason[:120]}). Load another checkpoint."
-    )
-    raise CheckpointError(message) from error
+    ) from error

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from nbdist.checkpoint import safetensors_header
-from nbdist.checkpoint.durable_io import read_into
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
-from nbdist.state.importers.tensor_index import ForeignCheckpoint, TensorPart
+from nbdist.state.tensor_index import open_safetensors, part_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nbdist.state.importers.tensor_index import FetchElements, RenamedTensors
+    from nbdist.state.tensor_index import TensorIndex
 
 _INDEX = "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_INDEX_BYTES = 1 << 28
+_DTYPES = {stored: getattr(torch, name) for name, (stored, _) in SAFETENSORS_DTYPES.items()}
+RenamedTensors = Mapping[str, tuple[str, int, tuple[int, ...]]]
+"""Tensor name in files -> key, index of its first element there and shape of the whole tensor."""
 
 
 def find_files(path: Path) -> list[Path]:
@@ -43,18 +46,18 @@ def find_files(path: Path) -> list[Path]:
             raise ValueError  # noqa: TRY301 - converted below
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        message = f"{index} is not a valid index of safetensors files. Load another checkpoint."
-        raise CheckpointError(message) from error
+        raise CheckpointError(
+            f"{index} is not a valid index of safetensors files. Load another checkpoint."
+        ) from error
     wrong = [name for name in names if type(name) is not str or not _FILE.fullmatch(name)]
     if wrong:
-        message = (
+        raise CheckpointError(
             f"{index} refers to {printable(wrong[0])}, which is not a file name in its folder."
         )
-        raise CheckpointError(message)
     return [path / name for name in sorted(names)]
 
 
-def add_tensors(found: ForeignCheckpoint, paths: list[Path], names: RenamedTensors) -> None:
+def add_tensors(found: TensorIndex, paths: list[Path], names: RenamedTensors) -> None:
     """Add the tensors of files to an index.
 
     Args:
@@ -66,37 +69,19 @@ def add_tensors(found: ForeignCheckpoint, paths: list[Path], names: RenamedTenso
         CheckpointError: a file is damaged or missing.
     """
     for path in paths:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            message = f"Cannot read {path} ({error.strerror}). Load another checkpoint."
-            raise CheckpointError(message) from error
-        try:
-            header = safetensors_header.read_header(fd, path.name)
-        finally:
-            os.close(fd)
-        for name, stored in header.tensors.items():
-            dtype = getattr(torch, safetensors_header.DTYPES[stored.dtype][0])
-            key, first, shape = names.get(name, (f"model.{name}", 0, stored.shape))
-            size = math.prod(stored.shape)
-            fetch = _fetch(path, header.starts[name], dtype, first)
-            found.add_tensor(key, shape, dtype, TensorPart(first, first + size, fetch))
-
-
-def _fetch(path: Path, offset: int, dtype: torch.dtype, first: int) -> FetchElements:
-    """Return a function that reads intervals of a tensor at an offset in a file."""
-
-    def fetch(start: int, stop: int) -> torch.Tensor:
-        room = torch.empty(stop - start, dtype=dtype)
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            content = memoryview(room.view(torch.uint8).numpy().data)
-            read_into(fd, content, offset + (start - first) * dtype.itemsize)
-        except OSError as error:
-            message = f"Cannot read {path} ({error.strerror}). Load another checkpoint."
-            raise CheckpointError(message) from error
-        finally:
-            os.close(fd)
-        return room
-
-    return fetch
+        if not path.is_file():  # a pipe would block
+            raise CheckpointError(f"Cannot read {path} (not a file). Load another checkpoint.")
+        file = open_safetensors(path, path.name)
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+            part = file.get_slice(name)
+            stored_shape = tuple(part.get_shape())
+            dtype = _DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise CheckpointError(
+                    f"{printable(name)} in {path} has dtype {part.get_dtype()}, which torch does"
+                    " not support. Load another checkpoint."
+                )
+            key, first, shape = names.get(name, (f"model.{name}", 0, stored_shape))
+            size = math.prod(stored_shape)
+            load = partial(file.get_tensor, name)
+            found.add_tensor(key, shape, dtype, part_of(load, first, first + size))

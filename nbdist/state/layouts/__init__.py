@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from nbdist.errors import SwitchError
-from nbdist.state.layouts.base import Layout, is_deepspeed_engine, unwrap_compiled
-from nbdist.state.layouts.ddp import DdpLayout
+from nbdist.state.layouts.base import DdpLayout, Layout, is_deepspeed_engine, unwrap_compiled
 from nbdist.state.layouts.free import free_model
 from nbdist.state.layouts.fsdp1 import Fsdp1Layout
 from nbdist.state.layouts.fsdp2 import Fsdp2Layout

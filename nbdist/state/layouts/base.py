@@ -186,8 +186,15 @@ class Layout(ABC):
                 continue
             optimizer, group = self._optimizer_of(place)
             scalars = dict(counts[place.name])
-            if counts_of_tensor.setdefault(id(place.optimizer_tensor), scalars) != scalars:
-                _refuse_counts(place.name, scalars, counts_of_tensor[id(place.optimizer_tensor)])
+            others = counts_of_tensor.setdefault(id(place.optimizer_tensor), scalars)
+            if others != scalars:
+                message = (
+                    f"{place.name} was stepped {scalars.get('step', 0):g} times and others of its"
+                    f" parameter group {others.get('step', 0):g} times, but DeepSpeed keeps one"
+                    " step count per group. Use ddp, fsdp2 or fsdp1, or put it in its own parameter"
+                    " group."
+                )
+                raise SwitchError(message)
             for name, value in scalars.items():
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
@@ -197,7 +204,7 @@ class Layout(ABC):
         for owner, names in self.required_attributes():
             for name in names.split():
                 if not hasattr(owner, name):
-                    self._refuse_version(type(owner).__name__, name)
+                    self.refuse_version(type(owner).__name__, name)
 
     # -- for subclasses
 
@@ -264,7 +271,11 @@ class Layout(ABC):
         if place.is_whole:
             tensor = self._flat(tensor, keep=not owned)
         if owned:
-            low, high = even_split(stop - start, *_which_copy(place))
+            # Each rank with a copy owns an even part of it.
+            copies = (place.replica_index, place.num_replicas)
+            if place.is_whole:
+                copies = (collectives.rank(), collectives.group_size())
+            low, high = even_split(stop - start, *copies)
             tensor = tensor[low:high]
             start, stop = start + low, start + high
         pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
@@ -279,22 +290,13 @@ class Layout(ABC):
             self._staged[id(tensor)] = (tensor, staged)
         return staged
 
-    def _refuse_version(self, owner: str, missing: str) -> NoReturn:
+    def refuse_version(self, owner: str, missing: str) -> NoReturn:
         """Raise the error for a missing attribute of a library."""
         message = (
             f"Cannot read the training state of {self.library} {version(self.library)}: {owner} has"
             f" no {missing}. Install {self.library} {_TESTED[self.library]}, the tested version."
         )
         raise SwitchError(message)
-
-
-def _which_copy(place: ParameterPlacement) -> tuple[int, int]:
-    """Return index and number of the copies; each rank with a copy owns an even part."""
-    return (
-        (collectives.rank(), collectives.group_size())
-        if place.is_whole
-        else (place.replica_index, place.num_replicas)
-    )
 
 
 def even_split(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -326,10 +328,12 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def innermost_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return torch's own optimizer inside Accelerate's wrappers."""
-    inner = getattr(optimizer, "optimizer", None)
-    return innermost_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
+def innermost_optimizer(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer inside Accelerate's and DeepSpeed's wrappers."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    torchs: Optimizer = optimizer
+    return torchs
 
 
 def _shape(stepped: torch.Tensor | None) -> torch.Size:
@@ -360,7 +364,11 @@ def _set_scalar(
         current.fill_(value)
     elif current is not None:
         state[name] = type(current)(value)
-    elif _keeps_tensors(optimizer):
+    elif any(
+        base.__module__.startswith("torch.optim.") and base is not Optimizer
+        for base in type(optimizer).__mro__
+    ):
+        # torch's optimizers and their subclasses store scalars as tensors.
         # As torch 2.13: optimizer.py, _get_scalar_dtype, and where each optimizer creates "step".
         on_device = group.get("fused") or group.get("capturable")
         wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
@@ -371,23 +379,6 @@ def _set_scalar(
         )
     else:
         state[name] = int(value) if float(value).is_integer() else value
-
-
-def _keeps_tensors(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer stores scalars as tensors, as torch's and subclasses do."""
-    bases = type(optimizer).__mro__
-    ours = [base for base in bases if base.__module__.startswith("torch.optim.")]
-    return any(base is not Optimizer for base in ours)
-
-
-def _refuse_counts(name: str, given: Mapping[str, float], others: Mapping[str, float]) -> NoReturn:
-    """Raise the error for different step counts in one flat tensor."""
-    message = (
-        f"{name} was stepped {given.get('step', 0):g} times and others of its parameter group"
-        f" {others.get('step', 0):g} times, but DeepSpeed keeps one step count per group. Use ddp,"
-        " fsdp2 or fsdp1, or put it in its own parameter group."
-    )
-    raise SwitchError(message)
 
 
 def _refuse_state(parameter: str, name: str, value: object) -> NoReturn:
@@ -417,3 +408,21 @@ def check_group_size(group_size: int, what: str) -> None:
             " ranks: remove that option."
         )
         raise SwitchError(message)
+
+
+class DdpLayout(Layout):
+    """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
+
+    @classmethod
+    def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model
+        """Return True: the layout fits any model that no other engine has wrapped."""
+        return True
+
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield the parameters of the module as whole placements."""
+        for name, parameter in self.named_parameters():
+            yield self.whole_placement(name, parameter)
+
+    def required_attributes(self) -> Iterator[tuple[object, str]]:
+        """Yield nothing: only public attributes of torch are used."""
+        yield from ()

@@ -57,11 +57,11 @@ class Fsdp1Layout(Layout):
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
         places = {place.name: place for handle in self._handles() for place in self._inside(handle)}
-        flat = {
-            id(flat_parameter)
-            for handle in self._handles()
-            for flat_parameter in _parameters(handle)
-        }
+        flat: set[int] = set()
+        for handle in self._handles():
+            # the module's parameters are views of the flat one
+            views = [*(handle.flat_param._params or ()), *(handle.flat_param._shared_params or ())]  # noqa: SLF001
+            flat |= set(map(id, [handle.flat_param, *views]))
         for name, parameter in self.named_parameters():
             if id(parameter) not in flat:
                 places[name] = self.whole_placement(name, parameter)
@@ -126,7 +126,12 @@ class Fsdp1Layout(Layout):
         for index, info in enumerate(flat._param_infos):  # noqa: SLF001
             name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
             if not flat._contiguities[index]:  # noqa: SLF001
-                _refuse_order(name)
+                message = (
+                    f"{name} is not in row-major memory order, which FSDP1 preserves in its flat"
+                    " parameter. Call model.to(memory_format=torch.contiguous_format) before"
+                    " prepare()."
+                )
+                raise SwitchError(message)
             yield self._part(handle, index, name, shard)
 
     def _part(self, handle: Any, index: int, name: str, shard: torch.Tensor) -> ParameterPlacement:
@@ -142,20 +147,12 @@ class Fsdp1Layout(Layout):
         stepped = self.optimizer_tensor_or_none(flat if originals is None else originals[index])
         if originals is not None:
             offset = 0  # in the stepped tensor
-        if not handle.uses_sharded_strategy:
-            return ParameterPlacement(
-                name=name,
-                shape=shape,
-                weight=weight,
-                is_whole=True,
-                optimizer_tensor=stepped,
-                optimizer_offset=offset,
-            )
         return ParameterPlacement(
             name=name,
             shape=shape,
             weight=weight,
-            start=start,
+            start=start if handle.uses_sharded_strategy else 0,
+            is_whole=not handle.uses_sharded_strategy,
             optimizer_tensor=stepped,
             optimizer_offset=offset,
         )
@@ -173,18 +170,3 @@ class Fsdp1Layout(Layout):
             )
             for _ in self._inside(handle):
                 pass
-
-
-def _parameters(handle: Any) -> list[nn.Parameter]:
-    """Return a flat parameter and the module parameters that are views of it."""
-    flat = handle.flat_param
-    return [flat, *(flat._params or ()), *(flat._shared_params or ())]  # noqa: SLF001
-
-
-def _refuse_order(name: str) -> None:
-    """Raise the error for a parameter that is not in row-major memory order."""
-    message = (
-        f"{name} is not in row-major memory order, which FSDP1 preserves in its flat parameter."
-        " Call model.to(memory_format=torch.contiguous_format) before prepare()."
-    )
-    raise SwitchError(message)

@@ -70,7 +70,7 @@ class Fsdp2Layout(Layout):
         first = min(shape[0], mesh.get_local_rank(cut) * rows)
         local_rows = min(shape[0], first + rows) - first
         if local.shape != (local_rows, *shape[1:]) or not local.is_contiguous():
-            self._refuse_version("DTensor", f"rows {first} to {first + local_rows} of {name} here")
+            self.refuse_version("DTensor", f"rows {first} to {first + local_rows} of {name} here")
         return ParameterPlacement(
             name=name,
             shape=shape,

@@ -149,7 +149,12 @@ class Zero3Layout(DeepSpeedLayout):
                     self.zero_optimizer.optimizer_swapper,
                     "_get_param_swap_info _swap_out_unpinned_tensors",
                 )
-            _check_kept_here(self.zero_optimizer)
+            if getattr(self.zero_optimizer, "backup_optimizer", None) is not None:
+                message = (
+                    "ZeRO-3 keeps part of the optimizer state on the GPU (offload_optimizer.ratio)."
+                    " nbdist can only reshard it as a whole: set ratio to 1."
+                )
+                raise SwitchError(message)
         else:
             yield self.zero_optimizer, "partition_all_parameters"
         for _, parameter in self.named_parameters():
@@ -183,16 +188,6 @@ def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) ->
         optimizer_tensor=None if master is None else flat,
         optimizer_offset=offset,
     )
-
-
-def _check_kept_here(zero: Any) -> None:
-    """Raise if the optimizer state is split between GPU and host."""
-    if getattr(zero, "backup_optimizer", None) is not None:
-        message = (
-            "ZeRO-3 keeps part of the optimizer state on the GPU (offload_optimizer.ratio). nbdist"
-            " can only reshard it as a whole: set ratio to 1."
-        )
-        raise SwitchError(message)
 
 
 def _refuse_swapped() -> None:

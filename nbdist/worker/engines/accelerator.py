@@ -21,17 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.worker import process_group_lifetime
+from nbdist.worker import process_group
 from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
-from nbdist.worker.interrupt.step_gate import step_gate
+from nbdist.worker.library_patches import patch
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.profiling import optimizer_hooks
 from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
 
 if TYPE_CHECKING:
@@ -147,27 +145,27 @@ def patch_accelerator(
     """
     global _current  # noqa: PLW0603 - a rank has one session in its life
     _current = EngineConfig(options, hardware, nodes, chooser)
-    process_group_lifetime.install()
+    process_group.protect_groups()
     if hardware.kind == "cpu":
         cpu.patch_accelerate()
     deepspeed.patch_accelerate()
     lazy = LazyAccelerator()
     _keep_shared_states()
-    memory_probe.count_optimizer_steps(lazy.device)
+    memory_probe.probe_state.device = lazy.device
     dataloader_state.patch_dataloaders()
-    Accelerator.__init__ = _init
-    Accelerator.prepare = _prepare
-    Accelerator.prepare_model = _prepare_model
-    Accelerator.clip_grad_norm_ = _clip_grad_norm
-    Accelerator.free_memory = Accelerator.clear = _free_memory
-    for name in ("backward", "save_state", "load_state"):
-        setattr(Accelerator, name, _release_before(getattr(Accelerator, name)))
-    Accelerator.backward = prepared_models.wrap_backward(Accelerator.backward)
-    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        for name in ("step", "zero_grad"):
-            setattr(cls, name, prepared_models.wrap_gradient_use(getattr(cls, name)))
-        step = optimizer_hooks.wrap_step(step_gate.wrap_step(cls.step))
-        setattr(cls, "step", step)  # noqa: B010 - no plain attribute to mypy
+    own = "accelerate.accelerator:Accelerator"
+    patch(f"{own}.__init__", lambda _: _init)
+    patch(f"{own}.prepare", lambda _: _prepare)
+    patch(f"{own}.prepare_model", lambda _: _prepare_model)
+    patch(f"{own}.clip_grad_norm_", lambda _: _clip_grad_norm)
+    patch(f"{own}.free_memory", lambda _: _free_memory)
+    patch(f"{own}.clear", lambda _: _free_memory)
+    patch(f"{own}.backward", lambda f: prepared_models.wrap_backward(_release_before(f)))
+    patch(f"{own}.save_state", _release_before)
+    patch(f"{own}.load_state", _release_before)
+    optimizer = "accelerate.optimizer:AcceleratedOptimizer"
+    patch(f"{optimizer}.step", prepared_models.wrap_step)
+    patch(f"{optimizer}.zero_grad", prepared_models.wrap_zero_grad)
     return lazy
 
 
@@ -227,7 +225,6 @@ class LazyAccelerator(Accelerator):  # type: ignore[misc]
             raise
 
 
-@functools.wraps(_original_init)
 def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     """Build an Accelerator with the session's engine, unless the arguments select one."""
     given = inspect.signature(_original_init).bind_partial(self, *args, **kwargs).arguments
@@ -242,7 +239,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     arguments = dict(named)
     if not own:
         named = _with_session(session, named)
-    with process_group_lifetime.owned_by_engines():
+    with process_group.owned_by_engines():
         _original_init(self, **named)
     _keep_shared_states()
     self._nbdist_arguments = arguments
@@ -346,53 +343,42 @@ def _with_session(session: EngineConfig, given: dict[str, Any]) -> dict[str, Any
     if "dynamo_plugin" in given:
         kwargs.pop("dynamo_backend", None)
     kwargs |= given
-    engine = _ENGINE_KWARGS[options.strategy.engine]
-    return kwargs | engine(options, hardware, str(kwargs["mixed_precision"]))
+    if options.strategy.engine == "fsdp":
+        precision = str(kwargs["mixed_precision"])
+        kwargs["fsdp_plugin"] = fsdp.build_plugin(options, hardware, precision)
+        kwargs |= fsdp.build_parallelism_config(options, hardware)
+    elif options.strategy.engine == "deepspeed":
+        deepspeed.init_deepspeed(hardware)
+        kwargs["deepspeed_plugin"] = deepspeed.build_plugin(options, hardware)
+    return kwargs  # Accelerate uses DDP without a plugin
 
 
-def _ddp_kwargs(_: Options, __: Hardware, ___: str) -> dict[str, Any]:
-    return {}  # Accelerate uses DDP without a plugin
-
-
-def _fsdp_kwargs(options: Options, hardware: Hardware, precision: str) -> dict[str, Any]:
-    """Return the FSDP plugin, and the parallelism config for hybrid sharding."""
-    plugin = {"fsdp_plugin": fsdp.build_plugin(options, hardware, precision)}
-    return plugin | fsdp.build_parallelism_config(options, hardware)
-
-
-def _zero_kwargs(options: Options, hardware: Hardware, _: str) -> dict[str, Any]:
-    """Initialize DeepSpeed's communication and return its plugin."""
-    deepspeed.init_deepspeed(hardware)
-    return {"deepspeed_plugin": deepspeed.build_plugin(options, hardware)}
-
-
-_ENGINE_KWARGS = {"ddp": _ddp_kwargs, "fsdp": _fsdp_kwargs, "deepspeed": _zero_kwargs}
-
-
-@functools.wraps(_original_prepare)
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
     """Prepare under any engine, and record and measure the result."""
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
         _undo_evaluation_prepare(self, model)
-    new = [model for model in models if not _is_prepared(model)]
-    _check_not_only_none(args)
+    new = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
+    if args and all(arg is None for arg in args):
+        # transformers 5.23: after `evaluate()` under FSDP1 a Trainer's `train()` has no optimizer
+        message = (
+            "accelerator.prepare() got only None. If Trainer.train() was called after "
+            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
+            "train() first, or use backend fsdp2."
+        )
+        raise OptionError(message)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
         model_cleanup.release_unused_models()
-    with process_group_lifetime.owned_by_engines():
+    with process_group.owned_by_engines():
         result = _prepared(self, args, new, device_placement)
+    options = self._nbdist_session and self._nbdist_session.options
+    gathers = options is not None and "parameters" in options.strategy.shards
     for record in call.record_result(result):
-        prepared_models.hook_forward(record, gathers=_shards_parameters(self))
-    memory_probe.start_probe(self, result, self._nbdist_session and self._nbdist_session.options)
+        prepared_models.hook_forward(record, gathers=gathers)
+    memory_probe.start_probe(self, result, options)
     return result
-
-
-def _shards_parameters(accelerator: Accelerator) -> bool:
-    """Return whether the engine shards parameters."""
-    session: EngineConfig | None = accelerator._nbdist_session  # noqa: SLF001
-    return session is not None and "parameters" in session.options.strategy.shards
 
 
 def _prepared(
@@ -408,8 +394,14 @@ def _prepared(
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:
-            if options.activation_checkpointing:
-                _checkpoint_activations(model, config)
+            if options.activation_checkpointing and not wrap_policy.add_activation_checkpointing(
+                model, fsdp.find_units(model, config)
+            ):
+                message = (
+                    f"Activation checkpointing found no repeated block in {type(model).__name__}."
+                    " Group its layers into modules, or remove the option."
+                )
+                raise OptionError(message)
             if kind == DistributedType.FSDP:
                 fsdp.sync_and_set_units(self, model, config)
     if kind == DistributedType.DEEPSPEED:
@@ -423,25 +415,9 @@ def _prepared(
     return result
 
 
-def _check_not_only_none(args: Sequence[object]) -> None:
-    """Raise OptionError if all arguments are None.
-
-    A Trainer of transformers 5.23 makes such a call: after `evaluate()` under FSDP1 its
-    `train()` has no optimizer.
-    """
-    if args and all(arg is None for arg in args):
-        message = (
-            "accelerator.prepare() got only None. If Trainer.train() was called after "
-            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
-            "train() first, or use backend fsdp2."
-        )
-        raise OptionError(message)
-
-
 def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method so that it first releases unused models."""
 
-    @functools.wraps(original)
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         model_cleanup.release_remaining()
         return original(self, *args, **kwargs)
@@ -449,7 +425,6 @@ def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-@functools.wraps(_original_free_memory)
 def _free_memory(self: Accelerator, *objects: Any) -> Any:
     """Drop references to the prepared objects; those still in use elsewhere survive."""
     if "deepspeed_engine_wrapped" in vars(self):
@@ -459,7 +434,6 @@ def _free_memory(self: Accelerator, *objects: Any) -> Any:
     return _original_free_memory(self, *objects)
 
 
-@functools.wraps(_original_prepare_model)
 def _prepare_model(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Prepare one model; register it if it is prepared for evaluation only."""
     prepared = _original_prepare_model(self, model, *args, **kwargs)
@@ -480,21 +454,6 @@ def _undo_evaluation_prepare(accelerator: Accelerator, model: nn.Module) -> None
     vars(model).pop("_is_accelerate_prepared", None)
     if "_original_forward" in vars(model):
         model.forward = vars(model).pop("_original_forward")
-
-
-def _is_prepared(model: nn.Module) -> bool:
-    """Return whether a model is already prepared."""
-    return bool(getattr(model, "_is_accelerate_prepared", False))
-
-
-def _checkpoint_activations(model: nn.Module, config: Any) -> None:
-    """Enable activation checkpointing; raise OptionError if the model has no suitable block."""
-    if not wrap_policy.add_activation_checkpointing(model, fsdp.find_units(model, config)):
-        message = (
-            f"Activation checkpointing found no repeated block in {type(model).__name__}. Group"
-            " its layers into modules, or remove the option."
-        )
-        raise OptionError(message)
 
 
 def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
@@ -536,7 +495,6 @@ def _clip_step(
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-@functools.wraps(_original_clip)
 def _clip_grad_norm(
     self: Accelerator,
     parameters: Any,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import html
 import itertools
 import json
+import multiprocessing
 import os
 import resource
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import torch
@@ -29,10 +31,11 @@ from nbdist.planner import cluster_spec, search, validation
 from nbdist.planner.plan_request import PlanRequest
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
-from nbdist.worker import forked_call
-from nbdist.worker.memory import memory_probe, model_description
+from nbdist.worker.memory import memory_accounting, memory_probe, model_description
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.result import Plan
@@ -45,6 +48,16 @@ ChoiceCallback = Callable[[Options], object]
 
 FIRST_BATCH_TIMEOUT_S = 60.0
 """Timeout for the first batch of a loader, which may have to open large files."""
+_MAX_ANSWER_BYTES = 1 << 16
+"""Maximum bytes of an answer; options or an error message take a few hundred."""
+_MAX_LINES = 8
+"""Maximum lines of an explanation."""
+_SHOWN = ("text", "html")
+"""Keys of the answer that only rank 0 needs, to display it."""
+_WITHOUT_A_LOADER = (
+    " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
+    " used as the example, or choose a --backend."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +146,9 @@ class AutoStrategy:
         chosen = Options.from_json(answer["options"])
         # Rank 0 has already built the DeepSpeed ops; the others load them from the cache.
         self._load(chosen)
-        self.decided = self._in_own_folder(chosen)
+        self.decided = chosen
+        if chosen.offload_device == "nvme":  # in this session's folder
+            self.decided = replace(chosen, offload=self._placeholder.offload)
         if distributed.get_rank() == 0:
             self.show(mine["text"], mine["html"])
             self.tell(chosen)
@@ -166,10 +181,14 @@ class AutoStrategy:
             return {"error": f"--auto could not decide: {type(error).__name__}: {error}"}
         lines = [f"auto: {plan.explanation()[0]}", *plan.explanation()[1:]]
         lines += [micro_batch.assumption] if micro_batch.assumption else []
+        # The last line names the assumptions.
+        shown = lines if len(lines) <= _MAX_LINES else [*lines[: _MAX_LINES - 1], lines[-1]]
+        rest = html.escape("\n".join(lines[1:]))
         return {
             "options": chosen.to_json(),
-            "text": "\n".join(lines[-_LINES:] if len(lines) <= _LINES else _shorten(lines)),
-            "html": _to_details_html(lines, plan),
+            "text": "\n".join(shown),
+            "html": f"<details><summary>{html.escape(lines[0])}</summary><pre>{rest}</pre>"
+            f"{plan._repr_html_()}</details>",
         }
 
     def _plan(
@@ -209,12 +228,6 @@ class AutoStrategy:
             ops, progress=_progress if distributed.get_rank() == 0 else _ignore
         )
 
-    def _in_own_folder(self, chosen: Options) -> Options:
-        """Return the options with this session's folder for an NVMe offload."""
-        if chosen.offload_device != "nvme":
-            return chosen
-        return replace(chosen, offload=self._placeholder.offload)
-
 
 # ---------------------------------------------------------------------------- inputs
 
@@ -230,7 +243,7 @@ def inspect_loader(loader: DataLoader[Any] | None, model: nn.Module) -> MicroBat
                 " decide for your batch."
             ),
         )
-    description = forked_call.call_in_fork(
+    description = call_in_fork(
         lambda: _describe_batch(_first(loader), model), within_s=FIRST_BATCH_TIMEOUT_S
     )
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
@@ -315,7 +328,11 @@ def available_bytes(model: nn.Module | None = None) -> int:
     if torch.cuda.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
-        others = torch.cuda.memory_allocated(device) - _bytes_on(device, model) if model else 0
+        others = 0
+        if model is not None:
+            tensors = [*model.parameters(), *model.buffers()]
+            own = memory_accounting.total_bytes(item for item in tensors if item.device == device)
+            others = torch.cuda.memory_allocated(device) - own
         return int(total - memory_probe.probe_state.device_before_bytes - others)
     memory = psutil.Process().memory_info()
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.get_world_size()))
@@ -324,13 +341,6 @@ def available_bytes(model: nn.Module | None = None) -> int:
     if limit != resource.RLIM_INFINITY:
         free = min(free, max(0, limit - memory.vms))
     return int(free + memory.rss)
-
-
-def _bytes_on(device: torch.device, model: nn.Module) -> int:
-    """Return the bytes of a model's tensors on a device."""
-    tensors = (*model.parameters(), *model.buffers())
-    here = [tensor for tensor in tensors if tensor.device == device]
-    return sum(tensor.numel() * tensor.element_size() for tensor in here)
 
 
 # ---------------------------------------------------------------------------- collectives
@@ -350,44 +360,14 @@ def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
     A single collective of a fixed size: an interrupt between two collectives would leave the
     other ranks waiting in the second one.
     """
-    room = torch.zeros(_ROOM, dtype=torch.uint8)
+    room = torch.zeros(_MAX_ANSWER_BYTES, dtype=torch.uint8)
     text = json.dumps(answer).encode()
-    if len(text) > _ROOM:
+    if len(text) > _MAX_ANSWER_BYTES:
         text = json.dumps({"error": "--auto: the decision is too long to send."}).encode()
     room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     distributed.broadcast(room, src=0)
     received: dict[str, Any] = json.loads(bytes(room.tolist()).rstrip(b"\0"))
     return received
-
-
-_ROOM = 1 << 16
-"""Maximum bytes of an answer; options or an error message take a few hundred."""
-_WITHOUT_A_LOADER = (
-    " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
-    " used as the example, or choose a --backend."
-)
-_SHOWN = ("text", "html")
-"""Keys of the answer that only rank 0 needs, to display it."""
-
-
-# ---------------------------------------------------------------------------- display
-
-_LINES = 8
-"""Maximum lines of an explanation."""
-
-
-def _shorten(lines: Sequence[str]) -> list[str]:
-    """Return the first lines and the last one, which names the assumptions."""
-    return [*lines[: _LINES - 1], lines[-1]]
-
-
-def _to_details_html(lines: Sequence[str], plan: Plan) -> str:
-    """Return HTML with the choice as a summary line and the rest as its details."""
-    rest = html.escape("\n".join(lines[1:]))
-    return (
-        f"<details><summary>{html.escape(lines[0])}</summary><pre>{rest}</pre>"
-        f"{plan._repr_html_()}</details>"
-    )
 
 
 def _progress(text: str) -> None:
@@ -400,3 +380,45 @@ def _print(text: str, _: str) -> None:
 
 def _ignore(_: object) -> None:
     return None
+
+
+# ---------------------------------------------------------------------------- forked child
+
+
+def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
+    """Call a function in a forked child and return its result, passed as JSON.
+
+    Reading from a data set changes its position and the random state, and may block forever; the
+    child has copies of both and a timeout.
+
+    Returns None if it raises, returns a value that JSON cannot represent, or times out. A CUDA
+    context does not survive a fork, so a call that needs it raises.
+    """
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(question, sending), daemon=True)
+    with warnings.catch_warnings():
+        # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sending.close()
+    try:
+        return json.loads(receiving.recv_bytes()) if receiving.poll(within_s) else None
+    except EOFError:  # it raised
+        return None
+    finally:
+        receiving.close()
+        child.kill()
+        child.join()
+
+
+def _answer(question: Callable[[], Any], sending: Connection) -> NoReturn:
+    """Run in the child: send the result, then exit without the parent's exit handlers."""
+    try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
+        sending.send_bytes(json.dumps(question()).encode())
+    finally:
+        os._exit(0)

@@ -9,16 +9,14 @@ own code builds the engines for the predefined accelerator, a user's `Accelerato
 
 from __future__ import annotations
 
-import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from nbdist.worker.library_patches import patch
 
 InitMethod = Any
 """An `__init__` method as a plain function."""
@@ -31,8 +29,8 @@ def patch_accelerate() -> None:
     # In accelerate 1.15 it implies cpu=True for every Accelerator, which disables DeepSpeed.
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _patch(PartialState, _cpu_rank)
-    _patch(AcceleratorState, _as_on_a_gpu)
+    patch("accelerate.state:PartialState.__init__", _cpu_rank)
+    patch("accelerate.state:AcceleratorState.__init__", _as_on_a_gpu)
 
 
 def skip_shared_memory_op() -> None:
@@ -47,17 +45,9 @@ def skip_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _patch(cls: type, around: Callable[[InitMethod], InitMethod]) -> None:
-    """Wrap a class's `__init__` unless it is already wrapped."""
-    original: InitMethod = cls.__dict__["__init__"]
-    if not hasattr(original, "__wrapped__"):
-        cls.__init__ = around(original)  # type: ignore[misc]
-
-
 def _cpu_rank(original: InitMethod) -> InitMethod:
     """Wrap PartialState's init to always use the gloo group of CPU ranks."""
 
-    @functools.wraps(original)
     def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001, FBT001, FBT002
         fresh = not PartialState._shared_state  # noqa: SLF001
         kwargs.pop("backend", None)
@@ -72,7 +62,6 @@ def _cpu_rank(original: InitMethod) -> InitMethod:
 def _as_on_a_gpu(original: InitMethod) -> InitMethod:
     """Wrap AcceleratorState's init to accept plugins on a CPU."""
 
-    @functools.wraps(original)
     def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
         if not PartialState._shared_state:  # noqa: SLF001
             PartialState()

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
 import logging
 import math
+import os
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import accelerate.accelerator as accelerate_module
 import torch
 from accelerate import DeepSpeedPlugin
 from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim
@@ -27,9 +28,9 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
 from nbdist.signals import defer_interrupt
-from nbdist.worker import device_visibility
 from nbdist.worker.engines import cpu, wrap_policy
-from nbdist.worker.training import model_cleanup
+from nbdist.worker.library_patches import patch, patched
+from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,9 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     """
 
     engine: Any = None
+    zero_grad = prepared_models.wrap_zero_grad(DeepSpeedOptimizerWrapper.zero_grad)
 
+    @prepared_models.wrap_step
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Step if gradients are complete, as Accelerate's other optimizers do."""
         if closure is not None:
@@ -85,8 +88,91 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 
 def patch_accelerate() -> None:
     """Patch Accelerate's wrappers so that `optimizer.step()` steps."""
-    accelerate_module.DeepSpeedEngineWrapper = BackwardOnlyEngineWrapper
-    accelerate_module.DeepSpeedOptimizerWrapper = SteppingOptimizerWrapper
+    module = "accelerate.accelerator"
+    patch(f"{module}:DeepSpeedEngineWrapper", lambda _: BackwardOnlyEngineWrapper)
+    patch(f"{module}:DeepSpeedOptimizerWrapper", lambda _: SteppingOptimizerWrapper)
+
+
+def _patch_deepspeed() -> None:
+    """Patch DeepSpeed so that engines can be garbage collected, and its NVMe offload is right."""
+    for module in ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2"):
+        patch(
+            f"deepspeed.runtime.{module}:register_grad_hook",
+            lambda register: lambda parameter, hook: EngineBoundHook(register, parameter, hook),
+        )
+    name = "PartitionedParameterCoordinator"
+    patch(
+        f"deepspeed.runtime.zero.partitioned_param_coordinator:{name}._{name}__params_to_release",
+        _cache_on_instance,
+    )
+    patch(
+        "deepspeed.runtime.swap_tensor.optimizer_utils:"
+        "OptimizerSwapper._adjust_for_misaligned_lengths",
+        _keep_gradients_in_memory,
+    )
+
+
+class EngineBoundHook:
+    """Gradient hook of DeepSpeed that lives as long as its engine.
+
+    In torch 2.13 a post-accumulate-grad hook is not visible to the garbage collector, so a hook
+    that references its parameter, as all of DeepSpeed's do, would keep the engine alive forever.
+    The parameter gets a hook with a weak reference to the real one; the engine's list of handles
+    holds the real one.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[torch.Tensor, Callable[..., None]], Any],
+        parameter: torch.Tensor,
+        hook: Callable[..., None],
+    ) -> None:
+        """Register `hook` on `parameter` with DeepSpeed's `register`."""
+        reference = weakref.ref(hook)
+
+        def call(*args: Any) -> None:
+            if (real := reference()) is not None:
+                real(*args)
+
+        self._hook = hook
+        self._handle = register(parameter, call)
+
+    def remove(self) -> None:
+        """Remove the hook, as torch's handle does."""
+        self._handle.remove()
+
+
+def _cache_on_instance(cached: Callable[..., Any]) -> Callable[..., Any]:
+    """Move a ZeRO-3 cache from its class, where it keeps each engine alive, to the instance."""
+    # deepspeed 0.19.8, partitioned_param_coordinator.py: an lru_cache in a closure
+    original = inspect.getclosurevars(cached).nonlocals["func"].__wrapped__
+
+    def params_to_release(self: Any, submodule: object, step: int) -> object:
+        cache = self.__dict__.setdefault("_nbdist_released", {})
+        if (submodule, step) not in cache:
+            cache[submodule, step] = original(self, submodule, step)
+        return cache[submodule, step]
+
+    return params_to_release
+
+
+def _keep_gradients_in_memory(adjust: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep gradients in host memory when optimizer state and parameters are offloaded to NVMe.
+
+    With deepspeed 0.19.8 and gradients larger than `aio.block_size` on NVMe, about half of the
+    elements of such a weight silently moved in the wrong direction at the first step (measured;
+    the cause in DeepSpeed is unknown). With gradients in memory the results match those without
+    offload. This takes 4 bytes per parameter divided by the world size.
+    """
+
+    def adjusted(self: Any, *, tensors: Any, offsets: Any) -> Any:
+        pieces, new_offsets = adjust(self, tensors=tensors, offsets=offsets)
+        copies = [piece.clone() for piece in pieces]
+        for piece in copies:
+            piece.swappable = False
+        return copies, new_offsets
+
+    return adjusted
 
 
 def build_plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
@@ -102,12 +188,16 @@ def init_deepspeed(hardware: Hardware) -> None:
     """Initialize DeepSpeed's communication on the existing process group; idempotent."""
     with defer_interrupt():  # an interrupted import would leave broken modules in sys.modules
         import deepspeed
+        from deepspeed.accelerator import cuda_accelerator, get_accelerator
 
-        model_cleanup.make_engines_collectable()
+        _patch_deepspeed()
     if hardware.kind == "cpu":
         cpu.skip_shared_memory_op()
-    else:
-        device_visibility.open_nvml()
+    elif not all(map(str.isdecimal, os.environ["CUDA_VISIBLE_DEVICES"].split(","))):
+        # Without NVML DeepSpeed gets the free memory from torch.
+        patch("deepspeed.accelerator.cuda_accelerator:pynvml", lambda _: None)
+    elif cuda_accelerator.pynvml is None:  # the launcher has shut it down
+        get_accelerator()._init_pynvml()  # noqa: SLF001
     # deepspeed 0.19 uses names that torch 2.13 deprecates, with a warning for each collective.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     output = io.StringIO()
@@ -177,7 +267,6 @@ def prepare(
         result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
-    _keep_gradients_in_memory(engine.optimizer)
     _restore_adagrad_groups(engine.optimizer, optimizer)
     for wrapper in accelerator._optimizers:  # noqa: SLF001
         if isinstance(wrapper, SteppingOptimizerWrapper) and wrapper.optimizer is engine.optimizer:
@@ -194,21 +283,21 @@ def _skip_weight_broadcast() -> Iterator[None]:
     deepspeed 0.19.8 broadcasts each parameter from rank 0, as bytes, when it partitions it, and
     all-gathers each partitioned parameter again to register a hook on it.
     """
-    from deepspeed import comm
-    from deepspeed.runtime.zero.partition_parameters import Init
 
-    broadcast, gather = comm.broadcast, Init._all_gather  # noqa: SLF001
+    def without_bytes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+        def broadcast_others(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return None if tensor.dtype == torch.uint8 else broadcast(tensor, *args, **kwargs)
 
-    def no_bytes(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if tensor.dtype == torch.uint8 else broadcast(tensor, *args, **kwargs)
+        return broadcast_others
 
-    comm.broadcast = no_bytes
-    Init._all_gather = lambda *_args, **_kwargs: None  # noqa: SLF001
-    try:
+    with (
+        patched("deepspeed.comm:broadcast", without_bytes),
+        patched(
+            "deepspeed.runtime.zero.partition_parameters:Init._all_gather",
+            lambda _: lambda *_args, **_kwargs: None,
+        ),
+    ):
         yield
-    finally:
-        comm.broadcast = broadcast
-        Init._all_gather = gather  # noqa: SLF001
 
 
 def find_engine(model: nn.Module | None) -> Any:
@@ -267,11 +356,14 @@ def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> N
     raise OptionError(message)
 
 
+@torch.no_grad()
 def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) -> torch.Tensor:
     """Return the norm of all the engine's gradients, and clip at the next step.
 
-    An infinite `max_norm` only measures.
+    An infinite `max_norm` only measures. The norm is inf if it is not finite.
     """
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
     if norm_type != 2:  # noqa: PLR2004
         message = f"norm_type must be 2 under DeepSpeed, got {norm_type}."
         raise OptionError(message)
@@ -281,14 +373,6 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
         return torch.as_tensor(engine.get_global_grad_norm() or 0.0)
     if math.isfinite(max_norm):
         zero.clip_grad = float(max_norm)
-    return _norm(zero)
-
-
-@torch.no_grad()
-def _norm(zero: Any) -> torch.Tensor:
-    """Return the norm of a ZeRO optimizer's gradients; inf if it is not finite."""
-    from deepspeed.runtime.utils import combine_grad_norm_groups
-
     if hasattr(zero, "scaled_global_norm"):
         norm = zero.scaled_global_norm()
     else:
@@ -313,7 +397,11 @@ def _fill(
         # A second model: reset the values that were set for the first one.
         for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
             config[key] = copy.deepcopy(fresh.get(key))
-    if ds_plugin.is_auto("train_micro_batch_size_per_gpu") and not any(map(_has_batch_size, args)):
+    # Accelerate reads the batch size from a loader, if it has one.
+    has_batch_size = any(
+        isinstance(arg, DataLoader) and isinstance(arg.batch_size, int) for arg in args
+    )
+    if ds_plugin.is_auto("train_micro_batch_size_per_gpu") and not has_batch_size:
         config["train_micro_batch_size_per_gpu"] = 1
         config["train_batch_size"] = accelerator.num_processes * int(
             accelerator.gradient_accumulation_steps
@@ -323,7 +411,10 @@ def _fill(
     if offloaded and optimizer is not None and not isinstance(optimizer, _HAVE_CPU_VERSION):
         # accelerate 1.15 would replace any other optimizer with an Adam.
         config["zero_force_ds_cpu_optimizer"] = False
-    _size_buffers(zero, model)
+    section = zero.get("offload_param", {})
+    if section.get("device") == "nvme" and "buffer_size" not in section:
+        # The largest parameter must fit; the default is 1e8.
+        section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)
 
 
 def _restore_adagrad_groups(made: Any, given: object) -> None:
@@ -338,38 +429,3 @@ def _restore_adagrad_groups(made: Any, given: object) -> None:
         inner.param_groups = given.param_groups
         if hasattr(made, "_link_all_hp_params"):
             made._link_all_hp_params()  # noqa: SLF001 - stages 1 and 2 need it at the first step
-
-
-def _keep_gradients_in_memory(made: Any) -> None:
-    """Keep gradients in host memory when optimizer state and parameters are offloaded to NVMe.
-
-    With deepspeed 0.19.8 and gradients larger than `aio.block_size` on NVMe, about half of the
-    elements of such a weight silently moved in the wrong direction at the first step (measured;
-    the cause in DeepSpeed is unknown). With gradients in memory the results match those without
-    offload. This takes 4 bytes per parameter divided by the world size.
-    """
-    swapper = getattr(made, "optimizer_swapper", None)
-    if swapper is None:
-        return
-    original = swapper._adjust_for_misaligned_lengths  # noqa: SLF001
-
-    def adjusted(*, tensors: Any, offsets: Any) -> Any:
-        pieces, new_offsets = original(tensors=tensors, offsets=offsets)
-        copies = [piece.clone() for piece in pieces]
-        for piece in copies:
-            piece.swappable = False
-        return copies, new_offsets
-
-    swapper._adjust_for_misaligned_lengths = adjusted  # noqa: SLF001
-
-
-def _has_batch_size(value: object) -> bool:
-    """Return whether Accelerate can read a batch size from an object."""
-    return isinstance(value, DataLoader) and isinstance(value.batch_size, int)
-
-
-def _size_buffers(zero: dict[str, Any], model: nn.Module) -> None:
-    """Set the buffer size of an NVMe parameter offload from the model; the default is 1e8."""
-    section = zero.get("offload_param", {})
-    if section.get("device") == "nvme" and "buffer_size" not in section:
-        section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.utils import fsdp_utils
 from torch import distributed, nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -26,12 +25,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units as module_units
 from nbdist.worker.engines import wrap_policy
+from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,10 +45,6 @@ _COMPUTE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16
 _WITHOUT_PINNING: Mapping[type, object] = {
     CPUOffload: CPUOffload(offload_params=False),
     CPUOffloadPolicy: CPUOffloadPolicy(pin_memory=False),
-}
-_POLICIES: Mapping[int, type[MixedPrecision | MixedPrecisionPolicy]] = {
-    1: MixedPrecision,
-    2: MixedPrecisionPolicy,
 }
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -64,7 +61,14 @@ def build_plugin(
     """Return Accelerate's plugin for the session's options; units are set in `prepare`."""
     kwargs = options.strategy.fsdp_kwargs(options)
     if precision in _COMPUTE:
-        kwargs.setdefault("mixed_precision_policy", _precision(options, _COMPUTE[precision]))
+        # Compute in low precision, reduce gradients in fp32. accelerate 1.15's own policy also
+        # casts the returned loss (FSDP2) and buffers such as rotary frequencies (FSDP1), which the
+        # other engines do not.
+        policy = MixedPrecision if options.strategy.level == 1 else MixedPrecisionPolicy
+        kwargs.setdefault(
+            "mixed_precision_policy",
+            policy(param_dtype=_COMPUTE[precision], reduce_dtype=torch.float32),
+        )
     for name in ("auto_wrap_policy", "transformer_cls_names_to_wrap", "min_num_params"):
         kwargs.pop(name, None)
     fsdp_plugin = FullyShardedDataParallelPlugin(**kwargs)
@@ -93,16 +97,6 @@ def build_parallelism_config(options: Options, hardware: Hardware) -> dict[str, 
     return {"parallelism_config": _cuts[world]}
 
 
-def _precision(options: Options, compute: torch.dtype) -> MixedPrecision | MixedPrecisionPolicy:
-    """Return a policy that computes in low precision and reduces gradients in fp32.
-
-    accelerate 1.15's own policy also casts the returned loss (FSDP2) and buffers such as rotary
-    frequencies (FSDP1), which the other engines do not.
-    """
-    policy = _POLICIES[options.strategy.level]
-    return policy(param_dtype=compute, reduce_dtype=torch.float32)
-
-
 def find_units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
     """Return the model's FSDP units, from the user's --fsdp-config or found automatically."""
     policy = str(config.get("auto_wrap_policy") or "").upper()
@@ -126,7 +120,12 @@ def sync_and_set_units(
     """Broadcast rank 0's weights and set the FSDP units; call it before `prepare`."""
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
-    _check_not_inside(model)
+    if any(isinstance(module, Fsdp1) for module in model.modules()):  # its parameters are sharded
+        message = (
+            f"This {type(model).__name__} was prepared already. Use the model that "
+            "accelerator.prepare() returned, or build a new one."
+        )
+        raise OptionError(message)
     fsdp_plugin = accelerator.state.fsdp_plugin
     if not fsdp_plugin.cpu_ram_efficient_loading:
         wrap_policy.broadcast_from_rank_0(model)
@@ -221,16 +220,6 @@ def reset_iteration_state(model: nn.Module) -> None:
                 module.reset_iter_state()
 
 
-def _check_not_inside(model: nn.Module) -> None:
-    """Raise OptionError for a model that FSDP1 has wrapped: its parameters are sharded."""
-    if any(isinstance(module, Fsdp1) for module in model.modules()):
-        message = (
-            f"This {type(model).__name__} was prepared already. Use the model that "
-            "accelerator.prepare() returned, or build a new one."
-        )
-        raise OptionError(message)
-
-
 def clip_grad_norm(
     accelerator: Accelerator,
     parameters: Iterable[torch.Tensor],
@@ -263,23 +252,16 @@ def _patch_fsdp2_wrap_policy() -> None:
     accelerate 1.15 accepts only its two named policies, and the size-based one would wrap
     ModuleLists, which torch does not allow.
     """
-    original = fsdp_utils.fsdp2_prepare_auto_wrap_policy
-    if hasattr(original, "__wrapped__"):
-        return
 
-    def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
-        ours = fsdp2_plugin.auto_wrap_policy
-        return (
-            ours if isinstance(ours, wrap_policy.UnitWrapPolicy) else original(fsdp2_plugin, model)
-        )
+    def accept_units(original: Callable[..., Any]) -> Callable[..., Any]:
+        def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
+            ours = fsdp2_plugin.auto_wrap_policy
+            has_units = isinstance(ours, wrap_policy.UnitWrapPolicy)
+            return ours if has_units else original(fsdp2_plugin, model)
 
-    policy.__wrapped__ = original  # type: ignore[attr-defined]
-    fsdp_utils.fsdp2_prepare_auto_wrap_policy = policy
+        return policy
 
-
-def _uncompiled_name(name: str) -> str:
-    """Return a parameter's name without torch.compile's prefix."""
-    return name.replace("_orig_mod.", "")
+    patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
 
 
 def _prepare_model_only(
@@ -289,14 +271,17 @@ def _prepare_model_only(
     model: nn.Module,
 ) -> Any:
     """Prepare a model whose optimizer is prepared later or never."""
-    before = {_uncompiled_name(name): parameter for name, parameter in model.named_parameters()}
+    # The prefix of torch.compile may be inside the one of FSDP2 or around it.
+    before = {
+        name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()
+    }
     # accelerate 1.15 requires an optimizer, whose parameters it replaces with the shards.
     placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
     *result, prepared = original(accelerator, *args, placeholder)
     accelerator._optimizers.remove(prepared)  # noqa: SLF001
     wrapped = next(item for item in result if isinstance(item, nn.Module))
     for name, parameter in wrapped.named_parameters():
-        _moved[before[_uncompiled_name(name)]] = parameter
+        _moved[before[name.replace("_orig_mod.", "")]] = parameter
     return tuple(result) if len(result) > 1 else result[0]
 
 
@@ -316,19 +301,13 @@ def _prepare_without_model(
                     "or build the optimizer from the prepared model."
                 )
                 raise OptionError(message)
-    result = [_prepared(accelerator, arg) for arg in args]
-    result = [_scheduler(accelerator, arg) for arg in result]
+    result = list(args)
+    for index, arg in enumerate(args):
+        if isinstance(arg, Optimizer):
+            result[index] = accelerator.prepare_optimizer(arg)
+        elif isinstance(arg, DataLoader):
+            result[index] = accelerator.prepare_data_loader(arg)
+    for index, arg in enumerate(args):
+        if isinstance(arg, LRScheduler):  # needs the prepared optimizers
+            result[index] = accelerator.prepare_scheduler(arg)
     return tuple(result) if len(result) > 1 else result[0]
-
-
-def _prepared(accelerator: Accelerator, value: object) -> object:
-    """Prepare an optimizer or a data loader."""
-    if isinstance(value, Optimizer):
-        return accelerator.prepare_optimizer(value)
-    return accelerator.prepare_data_loader(value) if isinstance(value, DataLoader) else value
-
-
-def _scheduler(accelerator: Accelerator, value: object) -> object:
-    """Prepare a scheduler; call it after all optimizers are prepared."""
-    schedules = isinstance(value, torch.optim.lr_scheduler.LRScheduler)
-    return accelerator.prepare_scheduler(value) if schedules else value

@@ -21,9 +21,10 @@ from nbdist.errors import OptionError
 from nbdist.worker.engines import accelerator
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.engines.deepspeed import SteppingOptimizerWrapper
+from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -46,7 +47,7 @@ def install() -> None:
     Importing transformers' Trainer takes seconds, so it is not imported here.
     """
     if MODULE in sys.modules:
-        _patch(sys.modules[MODULE])
+        _patch_trainer()
     else:
         sys.meta_path.insert(0, _WhenImported())
 
@@ -72,39 +73,39 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _patch(module)
+            _patch_trainer()
 
         loader.exec_module = exec_module
         return spec
 
 
-def _patch(module: Any) -> None:
+def _patch_trainer() -> None:
     """Make Trainers use the session's options, and keep the engine across `train()` calls.
 
     transformers 5.23 (`deepspeed_init`) would create a new optimizer for an engine that has one.
     """
-    trainer = module.Trainer
-    create, init = trainer.create_accelerator_and_postprocess, module.deepspeed_init
 
-    @functools.wraps(create)
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        if all(getattr(self.args, name, None) is None for name in _OWN_ENGINE):
-            session = accelerator.decide_options(functools.partial(_choose, self))
-            _take_over(self.args, session)
-        create(self)
+    def with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
+        def create_accelerator_and_postprocess(self: Any) -> None:
+            if all(getattr(self.args, name, None) is None for name in _OWN_ENGINE):
+                session = accelerator.decide_options(functools.partial(_choose, self))
+                _take_over(self.args, session)
+            create(self)
 
-    @functools.wraps(init)
-    def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self.optimizer
-        if (
-            isinstance(optimizer, SteppingOptimizerWrapper)
-            and optimizer.engine is self.model_wrapped
-        ):
-            return optimizer, None
-        return init(self, *args, **kwargs)
+        return create_accelerator_and_postprocess
 
-    trainer.create_accelerator_and_postprocess = create_accelerator_and_postprocess
-    module.deepspeed_init = deepspeed_init
+    def keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
+        def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer = self.optimizer
+            is_own = isinstance(optimizer, SteppingOptimizerWrapper)
+            if is_own and optimizer.engine is self.model_wrapped:
+                return optimizer, None
+            return init(self, *args, **kwargs)
+
+        return deepspeed_init
+
+    patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", with_session)
+    patch(f"{MODULE}:deepspeed_init", keep_engine)
 
 
 def _choose(trainer: Any, chooser: AutoStrategy) -> Options:

@@ -81,11 +81,16 @@ def abort_groups() -> None:
     Raises:
         RuntimeError: aborting a group failed or timed out.
     """
+    names: dict[Any, str] = dict(distributed_c10d._world.pg_names)  # noqa: SLF001
+    # the same order as in torch 2.13's _abort_process_group
+    groups = sorted(names, key=names.__getitem__, reverse=True)
     errors: list[BaseException] = []
 
     def abort() -> None:
         try:
-            _abort_groups()
+            with _nccl_calls_grouped(groups):
+                for group in groups:
+                    group.abort()
         except Exception as error:  # noqa: BLE001 - raised again on the thread that waits
             errors.append(error)
 
@@ -101,24 +106,19 @@ def abort_groups() -> None:
         raise RuntimeError(message) from errors[0]
 
 
-def _abort_groups() -> None:
-    names: dict[Any, str] = dict(distributed_c10d._world.pg_names)  # noqa: SLF001
-    # the same order as in torch 2.13's _abort_process_group
-    groups = sorted(names, key=names.__getitem__, reverse=True)
-    with _nccl_calls_grouped(groups):
-        for group in groups:
-            group.abort()
-
-
 @contextlib.contextmanager
 def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[None]:
     """Abort several NCCL communicators without waiting for each other.
 
     https://github.com/pytorch/pytorch/issues/119797
     """
-    backends = (_nccl_backend(group) for group in groups)
-    backend = next((backend for backend in backends if backend is not None), None)
-    if backend is None:
+    backend: Any = None
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # CPU ranks have no NCCL backend
+            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+        if hasattr(backend, "_group_start"):
+            break
+    else:
         yield
         return
     backend._group_start()  # noqa: SLF001
@@ -126,15 +126,6 @@ def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[
         yield
     finally:
         backend._group_end()  # noqa: SLF001
-
-
-def _nccl_backend(group: distributed.ProcessGroup) -> Any:
-    """Return the NCCL backend of a group; None if it has none, as on CPU ranks."""
-    try:
-        backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
-    except RuntimeError:
-        return None
-    return backend if hasattr(backend, "_group_start") else None
 
 
 def _ends_of_others(pids: Iterable[int], name: str) -> set[Address]:
@@ -161,7 +152,15 @@ def _published(store: Store, name: str) -> set[Address]:
 
 def _close(theirs: set[Address]) -> int:
     """Close this rank's connections to these addresses; return their number."""
-    return sum(_shut(fd) for _, remote, fd in _connections(os.getpid()) if remote in theirs)
+    closed = 0
+    for _, remote, fd in _connections(os.getpid()):
+        # A duplicate of torch's descriptor; OSError if the connection is already closed.
+        with contextlib.suppress(OSError):
+            if remote in theirs:
+                with socket.socket(fileno=os.dup(fd)) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                closed += 1
+    return closed
 
 
 def _connections(pid: int) -> list[tuple[Address, Address, int]]:
@@ -179,11 +178,3 @@ def _connections(pid: int) -> list[tuple[Address, Address, int]]:
 def _address(end: Any) -> Address:
     """Return address and port."""
     return end.ip.removeprefix("::ffff:"), end.port  # IPv4 on an IPv6 socket
-
-
-def _shut(fd: int) -> bool:
-    """Shut down a connection through a duplicate of torch's descriptor."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as duplicate:
-        duplicate.shutdown(socket.SHUT_RDWR)
-        return True
-    return False  # already closed

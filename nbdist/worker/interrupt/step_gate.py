@@ -12,15 +12,15 @@ Code without optimizer steps, or with slow ones, is interrupted immediately.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
 MAX_PAUSE_S = 2.0
 """A paused rank continues after this time if no step to stop after was sent."""
@@ -30,11 +30,26 @@ counters. The next forward or backward ends it earlier."""
 _NAP_S = 0.002
 
 
+class StepListener(Protocol):
+    """Profile that is notified of optimizer steps, on the main thread."""
+
+    def on_step_begin(self) -> None:
+        """Called before the optimizer steps."""
+
+    def on_step_end(self, optimizer: Any) -> None:
+        """Called after the optimizer has stepped."""
+
+    def on_cell_end(self) -> None:
+        """Called at the end of a cell."""
+
+
 class OptimizerStepGate:
     """Gate around the optimizer steps of this rank."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self.listener: StepListener | None = None
+        """Active profile of this rank. Without one, a step costs one attribute access."""
         self.begin_cell()
 
     def begin_cell(self) -> None:
@@ -120,20 +135,23 @@ class OptimizerStepGate:
         if armed:
             raise KeyboardInterrupt
 
-    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step()` of prepared optimizers."""
+    @contextlib.contextmanager
+    def step(self, optimizer: Any) -> Iterator[None]:
+        """Context of a step of a prepared optimizer, on the main thread.
 
-        @functools.wraps(original)
-        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not optimizer.gradient_state.sync_gradients:  # gradient accumulation
-                return original(optimizer, *args, **kwargs)
-            self._enter()
-            try:
-                return original(optimizer, *args, **kwargs)
-            finally:
-                self._leave()
-
-        return step
+        Raises:
+            KeyboardInterrupt: the ranks stop before this step.
+        """
+        listener = self.listener
+        if listener is not None:
+            listener.on_step_begin()
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+        if listener is not None:
+            listener.on_step_end(optimizer)
 
 
 step_gate = OptimizerStepGate()

@@ -52,9 +52,17 @@ def tensors_by_use(model: nn.Module, optimizer: Optimizer | None) -> Iterator[La
         optimizer: the innermost optimizer, which has the state.
     """
     yield "parameters", (*model.parameters(), *model.buffers())
-    yield from _of_fsdp1(model)
-    yield from _of_zero3(model)
-    yield from _of_zero(getattr(model, "optimizer", None))
+    # FSDP1: unsharded parameters and their shards
+    names = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+    flat = _flat_parameters(model)
+    yield "gathered", [getattr(parameter, name, None) for parameter in flat for name in names]
+    yield "parameters", [getattr(parameter, "_local_shard", None) for parameter in flat]
+    # ZeRO-3: full parameters and this rank's partitions of them
+    partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_tensor")]
+    yield "gathered", partitioned
+    yield "parameters", [parameter.ds_tensor for parameter in partitioned]
+    for part, attributes in _ZERO.items():
+        yield part, _zero_tensors(model, attributes)
     yield "buffers", zero_buckets(model)
     yield "gradients", gradients(model)
     if optimizer is not None:
@@ -100,10 +108,16 @@ def gradients(model: nn.Module) -> list[Any]:
     tensors: list[Any] = [parameter.grad for parameter in model.parameters()]
     for flat in _flat_parameters(model):
         tensors += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
-    for parameter in _fsdp2_parameters(model):
-        tensors += [parameter.unsharded_accumulated_grad, getattr(_whole(parameter), "grad", None)]
-    zero = getattr(model, "optimizer", None)
-    return [*tensors, *(leaf for name in _ZERO["gradients"] for leaf in _tensors(zero, name))]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP2's parameter objects hold unsharded gradients between micro-batches.
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                for parameter in group.fsdp_params:
+                    # There is no unsharded parameter before the first all-gather.
+                    unsharded = getattr(parameter, "_unsharded_param", None)
+                    tensors.append(parameter.unsharded_accumulated_grad)
+                    tensors.append(getattr(unsharded, "grad", None))
+    return [*tensors, *_zero_tensors(model, _ZERO["gradients"])]
 
 
 def zero_buckets(model: nn.Module) -> list[Any]:
@@ -131,42 +145,10 @@ def _flat_parameters(model: nn.Module) -> list[Any]:
     return [handle.flat_param for handle in handles if handle is not None]
 
 
-def _fsdp2_parameters(model: nn.Module) -> list[Any]:
-    """Return FSDP2's parameter objects, which hold unsharded gradients between micro-batches."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]  # noqa: SLF001
-    return [parameter for group in groups for parameter in group.fsdp_params]
-
-
-def _whole(parameter: Any) -> Any:
-    """Return FSDP2's unsharded parameter; None before the first all-gather."""
-    return getattr(parameter, "_unsharded_param", None)
-
-
-def _of_fsdp1(model: nn.Module) -> Iterator[LabeledTensors]:
-    """Yield FSDP1's unsharded parameters and their shards."""
-    names = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-    flat = _flat_parameters(model)
-    yield "gathered", [getattr(parameter, name, None) for parameter in flat for name in names]
-    yield "parameters", [getattr(parameter, "_local_shard", None) for parameter in flat]
-
-
-def _of_zero3(model: nn.Module) -> Iterator[LabeledTensors]:
-    """Yield ZeRO-3's full parameters and this rank's partitions of them."""
-    partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_tensor")]
-    yield "gathered", partitioned
-    yield "parameters", [parameter.ds_tensor for parameter in partitioned]
-
-
-def _of_zero(zero: Any) -> Iterator[LabeledTensors]:
-    """Yield the tensors of a ZeRO optimizer."""
-    for part, names in _ZERO.items():
-        yield part, [leaf for name in names for leaf in _tensors(zero, name)]
-
-
-def _tensors(owner: Any, name: str) -> list[Any]:
-    """Return the leaves of an attribute: a tensor, or a list or dict; [None] if it is missing."""
-    return list(tree_leaves(getattr(owner, name, None)))
+def _zero_tensors(model: nn.Module, attributes: Iterable[str]) -> list[Any]:
+    """Return tensors of the model's ZeRO optimizer; an attribute may be a list or dict of them."""
+    zero = getattr(model, "optimizer", None)
+    return [leaf for name in attributes for leaf in tree_leaves(getattr(zero, name, None))]
 
 
 def _state(optimizer: Optimizer) -> list[Any]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 from nbdist.hardware import discovery
 from nbdist.planner.memory_calibration import MemoryCalibration
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
-from nbdist.worker.engines import compile_detection, deepspeed
+from nbdist.state.layouts.base import innermost_optimizer
+from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting
-from nbdist.worker.profiling.optimizer_hooks import active_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -114,6 +114,13 @@ class MemoryProbe:
         return batch_shape_of(self.forward_inputs) if self.forward_inputs else None
 
     @property
+    def inner_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer inside the wrappers; None if it was freed."""
+        wrapper = self.optimizer() if self.optimizer is not None else None
+        inner = None if wrapper is None else innermost_optimizer(wrapper)
+        return inner if isinstance(inner, torch.optim.Optimizer) else None
+
+    @property
     def prepared_model(self) -> nn.Module | None:
         """The prepared model; None if it was freed."""
         return None if self.model is None else self.model()
@@ -136,13 +143,6 @@ probe_state = ProbeState()
 def before_context(device: torch.device) -> None:
     """Record the used memory of a GPU; call it before NCCL or CUDA is initialized."""
     probe_state.device_before_bytes = _device_used(device)
-
-
-def count_optimizer_steps(device: torch.device) -> None:
-    """Patch prepared optimizers to count their steps; call it once per process."""
-    probe_state.device = device
-    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        setattr(cls, "step", _counting(cls.__dict__["step"]))  # noqa: B010 - mypy: a method
 
 
 def reset_for_prepare(
@@ -200,11 +200,14 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
     probe.accumulate = int(accelerator.gradient_accumulation_steps)
     if probe.model is None and models:
         probe.model = weakref.ref(models[-1])
-        probe.is_compiled = hasattr(models[-1], "_orig_mod") or _compiles(models[-1])
+        probe.is_compiled = any(
+            hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+            for module in models[-1].modules()
+        )
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
     if probe.optimizer is None and optimizers:
         probe.optimizer = weakref.ref(optimizers[0])
-        inner = innermost_optimizer(probe)  # a DummyOptim has no inner optimizer before `prepare()`
+        inner = probe.inner_optimizer  # a DummyOptim has no inner optimizer before `prepare()`
         if inner is not None:
             probe.optimizer_description = probe.optimizer_description or describe_optimizer(inner)
 
@@ -233,13 +236,12 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the micro-batch; excluded from compiled models."""
-    if not torch.compiler.is_compiling():
-        _note_pass(model, args, kwargs)
+    if not torch.compiler.is_compiling():  # excluded from compiled models
+        _on_forward(model, args, kwargs)
 
 
 @_disable_dynamo  # torch.compiler.disable imports dynamo immediately
-def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record a forward with gradients; start tracking in the step before the measured one."""
     probe = probe_state.probe
     if probe is None or not torch.is_grad_enabled() or probe.prepared_model is not model:
@@ -252,139 +254,137 @@ def _note_pass(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     elif (
         probe.measurements is None
         and not probe.has_begun
-        and active_window.window is None
+        and step_gate.listener is None
         and probe.num_steps >= probe.first_step
     ):
         with _logged():
             _begin(probe, model)
 
 
-def _counting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the step of a prepared optimizer."""
-
-    @functools.wraps(original)
-    def step(self: AcceleratedOptimizer, closure: Callable[[], object] | None = None) -> Any:
-        probe = probe_state.probe
-        if probe is None or not probe.is_waiting_for(self):
-            return original(self, closure)
+@contextlib.contextmanager
+def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    """Context of a step of a prepared optimizer, which counts and measures it."""
+    probe = probe_state.probe
+    if probe is None or not probe.is_waiting_for(optimizer):
+        yield
+        return
+    model = probe.prepared_model
+    if probe.memory_tracker is not None and model is not None:
+        with _logged():  # before the step frees them
+            probe.memory_tracker.track_tensors("gradients", memory_accounting.gradients(model))
+    yield
+    probe.num_steps += 1
+    if probe.has_begun:
         with _logged():
-            _before_step(probe)
-        result = original(self, closure)
-        probe.num_steps += 1
-        if probe.has_begun:
-            with _logged():
-                _end_of_step(probe)
-        return result
-
-    return step
+            if probe.num_steps > WARMUP_STEPS:
+                _end(probe)
+            elif probe.memory_tracker is not None:  # the measured step is the next one
+                probe.memory_tracker.reset_peak()
+                probe.has_seen_buckets = True
 
 
 # ---------------------------------------------------------------------------- measured step
 
 
-def _begin(following: MemoryProbe, model: nn.Module) -> None:
+def _begin(probe: MemoryProbe, model: nn.Module) -> None:
     """Start tracking, unless something else already intercepts operations."""
     device = probe_state.device
-    following.is_compiled = following.is_compiled or compile_detection.is_compile_active()
+    probe.is_compiled = probe.is_compiled or is_compile_active()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif not following.is_compiled:
-        if why_not_counted(following) is not None:
+    elif not probe.is_compiled:
+        if why_not_counted(probe) is not None:
             return
-        following.memory_tracker = _entered(model, innermost_optimizer(following))
+        tracker = MemoryTracker(
+            on_change=lambda: tracker.track_tensors(
+                "buffers", memory_accounting.zero_buckets(model)
+            )
+        )
+        enter_memory_tracker(tracker, model, probe.inner_optimizer, preexisting=OTHER_PART)
+        probe.memory_tracker = tracker
     reset_peak_rss()
-    following.has_begun = True
+    probe.has_begun = True
 
 
-def why_not_counted(following: MemoryProbe) -> str | None:
+def why_not_counted(probe: MemoryProbe) -> str | None:
     """Return why the operations of the main thread cannot be tracked; None if they can."""
-    if following.is_compiled or compile_detection.is_compile_active():
+    if probe.is_compiled or is_compile_active():
         return COMPILE_NOTE
-    if _get_current_dispatch_mode() is not None or not _on_main_thread():
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if _get_current_dispatch_mode() is not None or not on_main_thread:
         return "No memory breakdown: the cell uses its own dispatch mode."
     return None
 
 
-def _entered(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MemoryTracker:
-    """Return a memory tracker that knows the existing tensors and is active."""
-    tracker = MemoryTracker(
-        on_change=lambda: tracker.track_tensors("buffers", memory_accounting.zero_buckets(model))
-    )
-    tracker.track_tensors(OTHER_PART, memory_accounting.all_tensors())
+def enter_memory_tracker(
+    tracker: MemoryTracker,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    preexisting: str,
+) -> None:
+    """Enter a memory tracker that knows the existing tensors.
+
+    Args:
+        tracker: the tracker.
+        model: the prepared model.
+        optimizer: the innermost optimizer.
+        preexisting: part of the tensors that do not belong to the model.
+    """
+    tracker.track_tensors(preexisting, memory_accounting.all_tensors())
     for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
         tracker.track_tensors(part, tensors)
     tracker.reset_peak()
-    return tracker.__enter__()
+    tracker.__enter__()
 
 
-def _before_step(following: MemoryProbe) -> None:
-    """Classify the gradients before the step frees them."""
-    if following.memory_tracker is not None and following.prepared_model is not None:
-        following.memory_tracker.track_tensors(
-            "gradients", memory_accounting.gradients(following.prepared_model)
-        )
-
-
-def _end_of_step(following: MemoryProbe) -> None:
-    """Reset the peak before the measured step, or end the measurement after it."""
-    if following.num_steps > WARMUP_STEPS:
-        _end(following)
-    elif following.memory_tracker is not None:
-        following.memory_tracker.reset_peak()
-        following.has_seen_buckets = True
-
-
-def _end(following: MemoryProbe) -> None:
+def _end(probe: MemoryProbe) -> None:
     """Stop tracking and store the measurements."""
-    tracker, model = following.memory_tracker, following.prepared_model
-    _stop(following)
+    tracker, model = probe.memory_tracker, probe.prepared_model
+    _stop(probe)
     if model is None:
         return
-    device = probe_state.device
-    samples, tokens = following.batch_shape or (0, 0)
-    following.measurements = {
+    device, inner = probe_state.device, probe.inner_optimizer
+    samples, tokens = probe.batch_shape or (0, 0)
+    probe.measurements = {
         "kind": device.type,
-        "step": following.num_steps,
+        "step": probe.num_steps,
         "batch_size": samples,
         "seq_len": tokens,
-        "accumulate": following.accumulate,
-        "optimizer": following.optimizer_description,
-        "compiled": following.is_compiled,
+        "accumulate": probe.accumulate,
+        "optimizer": probe.optimizer_description,
+        "compiled": probe.is_compiled,
         "rss_bytes": peak_rss_bytes(),
-        "rss_before_bytes": following.rss_before_bytes,
+        "rss_before_bytes": probe.rss_before_bytes,
+        "beside_bytes": other_models_bytes(model, inner),
     }
-    inner = innermost_optimizer(following)
-    following.measurements["beside_bytes"] = other_models_bytes(model, inner)
     if device.type == "cuda":
-        following.measurements |= {"parts": resting_bytes(model, inner)} | _on_gpu(device)
-        following.measurements["device_name"] = torch.cuda.get_device_name(device)
-        if following.options is not None and torch.distributed.get_rank() == 0:
-            _record_calibration(following.options, following.measurements)
-    elif tracker is not None and not compile_detection.is_compile_active():
+        found: dict[str, Any] = {"parts": resting_bytes(model, inner), **_on_gpu(device)}
+        found["device_name"] = torch.cuda.get_device_name(device)
+        probe.measurements |= found
+        if probe.options is not None and torch.distributed.get_rank() == 0:
+            # The ratio of device memory to tensor memory, for later plans.
+            MemoryCalibration().record_session(
+                found["device_name"],
+                probe.options.backend,
+                probe.options.offload_device,
+                allocated_bytes=found["allocated_bytes"],
+                reserved_bytes=found["reserved_bytes"],
+                device_bytes=found["device_bytes"],
+            )
+    elif tracker is not None and not is_compile_active():
         buckets = memory_accounting.ddp_bucket_bytes(model)
-        if following.has_seen_buckets:
+        if probe.has_seen_buckets:
             tracker.at_peak[OTHER_PART] -= buckets
         parts = _parts(tracker.at_peak, buckets)
-        following.measurements |= {"parts": parts, "allocated_bytes": sum(parts.values())}
+        probe.measurements |= {"parts": parts, "allocated_bytes": sum(parts.values())}
     else:
-        following.measurements |= {"parts": resting_bytes(model, inner), "allocated_bytes": None}
+        probe.measurements |= {"parts": resting_bytes(model, inner), "allocated_bytes": None}
 
 
-def _record_calibration(options: Options, found: dict[str, Any]) -> None:
-    """Store the ratio of device memory to tensor memory, for later plans."""
-    MemoryCalibration().record_session(
-        found["device_name"],
-        options.backend,
-        options.offload_device,
-        allocated_bytes=found["allocated_bytes"],
-        reserved_bytes=found["reserved_bytes"],
-        device_bytes=found["device_bytes"],
-    )
-
-
-def _stop(following: MemoryProbe) -> None:
+def _stop(probe: MemoryProbe) -> None:
     """Stop tracking."""
-    following.has_begun, tracker, following.memory_tracker = False, following.memory_tracker, None
+    probe.has_begun, tracker, probe.memory_tracker = False, probe.memory_tracker, None
     if tracker is not None:
         exit_memory_tracker(tracker)
 
@@ -472,22 +472,6 @@ _TOKENS, _EMBEDDINGS = 2, 3
 """Number of dimensions of token ids and of embeddings."""
 
 
-def innermost_optimizer(following: MemoryProbe | None) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    optimizer: Any = following.optimizer() if following and following.optimizer else None
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-
-
-def _compiles(model: nn.Module) -> bool:
-    """Return whether the model or one of its modules is compiled."""
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-
-
 def _on_gpu(device: torch.device) -> dict[str, int]:
     """Return statistics of the allocator and the driver since the start of the third step."""
     stats = torch.cuda.memory_stats(device)
@@ -510,10 +494,6 @@ def _device_used(device: torch.device) -> int:
     with contextlib.suppress(RuntimeError, TypeError, nvml.NVMLError):
         return int(torch.cuda.device_memory_used(device))
     return 0
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def trim_malloc() -> None:
@@ -547,3 +527,24 @@ def _logged() -> Iterator[None]:
         if probe_state.probe is not None:
             probe_state.probe.measurements = probe_state.probe.measurements or {}
             _stop(probe_state.probe)
+
+
+def is_compile_active() -> bool:
+    """Return whether compiled code is alive; dynamo (torch 2.13) keeps it in a weak map."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.orig_code_map.values)
+
+
+def on_compile(notify: Callable[[], object]) -> Callable[[], object]:
+    """Register a callback for the start of a compilation; return a function that removes it."""
+    dynamo: Any = sys.modules.get("torch._dynamo.callback")
+    if dynamo is None:  # nothing has been compiled yet
+        return lambda: None
+    handler = dynamo.callback_handler
+    callback = handler.register_start_callback(lambda _: notify())
+
+    def remove() -> None:
+        with contextlib.suppress(ValueError):  # torch.compiler.reset() has removed it
+            handler.remove_start_callback(callback)
+
+    return remove

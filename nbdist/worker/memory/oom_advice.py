@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -62,12 +62,17 @@ def advice_for(error: BaseException | None) -> Callable[[], messages.OomAdvice] 
 def _advice(held_bytes: dict[str, int], requested: int | None) -> messages.OomAdvice:
     """Return the advice to show below the traceback."""
     probe = memory_probe.probe_state.probe
-    lines = [_held_words(held_bytes)]
+    total = sum(held_bytes.values())
+    largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
+    words = ", ".join(
+        f"{name} {format_gib(part)}" for name, part in largest_first if part >= _SMALL
+    )
+    lines = [f"out of memory; this rank held {format_gib(total, unit=True)}: {words}"]
     if requested is not None:
         lines.append(f"The failed allocation requested {format_bytes(requested)}.")
     if probe is not None and probe.meta_model is not None:
         lines += _what_fits(probe, requested or 0)
-    return messages.OomAdvice(lines=lines, held_bytes=sum(held_bytes.values()))
+    return messages.OomAdvice(lines=lines, held_bytes=total)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -108,8 +113,8 @@ def _held() -> dict[str, int]:
     probe = memory_probe.probe_state.probe
     model = probe.prepared_model if probe else None
     parts = (
-        memory_probe.resting_bytes(model, memory_probe.innermost_optimizer(probe))
-        if model is not None
+        memory_probe.resting_bytes(model, probe.inner_optimizer)
+        if probe is not None and model is not None
         else {}
     )
     if torch.cuda.is_initialized():
@@ -122,15 +127,6 @@ def _held() -> dict[str, int]:
         **named,
         validation.REMAINING_PART if torch.cuda.is_initialized() else "everything else": rest,
     }
-
-
-def _held_words(held_bytes: dict[str, int]) -> str:
-    """Format the held memory, largest part first: "out of memory; this rank held ..."."""
-    parts = sorted(held_bytes.items(), key=lambda item: -item[1])
-    words = ", ".join(f"{name} {format_gib(part)}" for name, part in parts if part >= _SMALL)
-    return (
-        f"out of memory; this rank held {format_gib(sum(held_bytes.values()), unit=True)}: {words}"
-    )
 
 
 def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
@@ -147,14 +143,15 @@ def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
     except Exception as error:
         log.exception("planning after an out-of-memory error failed")
         return [f"Cannot suggest a configuration that fits ({type(error).__name__})."]
-    present = _present(plan)
+    present, free_bytes = _present(plan), plan.question.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
-        return [
-            _not_the_model(present, plan.question.cluster.smallest_device.free_bytes, requested)
+        return [_not_the_model(present, free_bytes, requested)]
+    if rows := _fitting(plan):
+        free = format_gib(free_bytes, unit=True)
+        return ["These would fit (%nbdist plan shows all):"] + [
+            f"  {row.command}   # predicted {format_gib(row.device_bytes)} of {free}"
+            for row in rows
         ]
-    rows = list(_fitting(plan))
-    if rows:
-        return ["These would fit (%nbdist plan shows all):", *map(_pasted(plan), rows)]
     return ["No strategy fits. These changes would:", *(f"  {line}" for line in plan.advice)]
 
 
@@ -208,26 +205,16 @@ def _present(plan: Plan) -> PlanRow | None:
         "activation_checkpointing",
         "replicate_across",
     )
-    same = [
-        row
-        for row in plan.rows
-        if all(getattr(row.options, name) == getattr(options, name) for name in names)
-    ]
-    return same[0] if same else None
+    for row in plan.rows:
+        if all(getattr(row.options, name) == getattr(options, name) for name in names):
+            return row
+    return None
 
 
-def _fitting(plan: Plan) -> Iterator[PlanRow]:
-    """Yield the best row, then the fastest rows of other backends that fit."""
+def _fitting(plan: Plan) -> list[PlanRow]:
+    """Return the best row, then the fastest rows of other backends that fit."""
     rows = sorted((row for row in plan.rows if row.fits), key=lambda row: -row.tokens_per_s)
-    rows = [plan.best, *rows] if plan.best else rows
-    backends: set[str] = set()
-    for row in rows:
-        if row.backend not in backends and len(backends) < MAX_SUGGESTIONS:
-            backends.add(row.backend)
-            yield row
-
-
-def _pasted(plan: Plan) -> Any:
-    """Return a function that formats a row as a line to paste."""
-    free = format_gib(plan.question.cluster.smallest_device.free_bytes, unit=True)
-    return lambda row: f"  {row.command}   # predicted {format_gib(row.device_bytes)} of {free}"
+    first_of_backend: dict[str, PlanRow] = {}
+    for row in [plan.best, *rows] if plan.best else rows:
+        first_of_backend.setdefault(row.backend, row)
+    return list(first_of_backend.values())[:MAX_SUGGESTIONS]

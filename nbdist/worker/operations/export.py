@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.checkpoint import atomic_folder, safetensors_header
+from nbdist.checkpoint import atomic_folder
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
+from nbdist.checkpoint.safetensors_file import StoredTensor, build_header
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankExportReport
 from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
@@ -30,8 +32,7 @@ from nbdist.worker.operations.transaction import (
     Transaction,
     try_call,
 )
-from nbdist.worker.training.model_state import whole_shard
-from nbdist.worker.training.model_tensors import ModelTensors, select_model
+from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -258,16 +259,14 @@ def _plan_file(targets: Sequence[OutputTensor]) -> _OutputFile:
     ordered = sorted(targets, key=lambda target: (-target.dtype.itemsize, target.name))
     stored = []
     for target in ordered:
-        kind = safetensors_header.SAFETENSORS_NAMES.get(str(target.dtype).removeprefix("torch."))
-        if kind is None:
+        dtype = str(target.dtype).removeprefix("torch.")
+        if dtype not in SAFETENSORS_DTYPES:
             raise CheckpointError(
                 f"{target.name} has dtype {target.dtype}, which safetensors does not support. Set"
                 " --dtype."
             )
-        stored.append(
-            safetensors_header.StoredTensor(name=target.name, dtype=kind, shape=target.shape)
-        )
-    head = safetensors_header.build_header(stored, metadata={"format": "pt"})
+        stored.append(StoredTensor(name=target.name, dtype=dtype, shape=target.shape))
+    head = build_header(stored, metadata={"format": "pt"})
     offsets, end = {}, len(head)
     for tensor in stored:
         offsets[tensor.name] = end

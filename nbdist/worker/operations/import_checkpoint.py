@@ -23,8 +23,7 @@ from nbdist.state.shards import Shard
 from nbdist.worker.operations.load import back_up, restore, zero_shards
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
-from nbdist.worker.training.model_state import ModelState
-from nbdist.worker.training.model_tensors import ModelTensors, select_model
+from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

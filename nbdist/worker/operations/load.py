@@ -32,13 +32,13 @@ from nbdist.worker.operations import save
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
 from nbdist.worker.training import (
     dataloader_state,
-    grad_scaler,
+    model_recipe,
     prepared_models,
     rng_state,
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
-from nbdist.worker.training.grad_scaler import LossScale
+from nbdist.worker.training.model_recipe import LossScale
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class _CheckpointLoad:
         prepared.num_steps = steps if type(steps) is int else self._manifest.step
         prepared.owner.step = 0
         if isinstance(scale, list) and len(scale) == 2:  # noqa: PLR2004
-            grad_scaler.set_loss_scale(
+            model_recipe.set_loss_scale(
                 prepared, LossScale(scale=float(str(scale[0])), good_steps=int(str(scale[1])))
             )
 
@@ -537,7 +537,7 @@ def back_up(
             for owned in prepared.live_optimizers
         ],
         schedulers=[wrapper.scheduler.state_dict() for wrapper in prepared.live_schedulers],
-        scale=grad_scaler.get_loss_scale(prepared),
+        scale=model_recipe.get_loss_scale(prepared),
         steps=prepared.num_steps,
     )
 
@@ -564,7 +564,7 @@ def restore(
             group.update(saved)
     for wrapper, scheduler in zip(prepared.live_schedulers, backup.schedulers, strict=True):
         wrapper.scheduler.load_state_dict(scheduler)
-    grad_scaler.set_loss_scale(prepared, backup.scale)
+    model_recipe.set_loss_scale(prepared, backup.scale)
     prepared.num_steps = backup.steps
 
 

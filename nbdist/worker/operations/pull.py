@@ -13,7 +13,7 @@ from nbdist.protocol.operations import RankPullReport
 from nbdist.state import collectives, parallel_writer
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
-from nbdist.worker.training.model_tensors import ModelTensors, find_model
+from nbdist.worker.training.model_state import ModelTensors, find_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -261,14 +261,16 @@ class _ResizeSave:
         rank = collectives.rank()
         keys = reshard.gather_keys(self._shards)
         tensor_digests = digest.global_digests(self._shards)
+        storage = checkpoint.FolderStorage(folder)
         begun = files = None
         with self._phase("opening files"):
             if keys and rank == 0:
-                begun = checkpoint.create_draft(folder, CHECKPOINT_NAME)
-        draft = collectives.all_gather_values(begun)[0]
+                begun = storage.begin(CHECKPOINT_NAME)
+        number = collectives.all_gather_values(begun and begun.id)[0]
         with self._phase("writing"):
             namespace_pickle.write_namespace(pickled, digests, folder, rank)
-            if draft is not None:
+            if number is not None:
+                draft = storage.attach(CHECKPOINT_NAME, number)
                 files = shard_io.write_shards(self._shards, draft, rank, "model")
         files_by_rank = collectives.all_gather_values(files)
         with self._phase("closing files"):
@@ -289,7 +291,7 @@ class _ResizeSave:
                 },
                 files=tuple(file for rank_files in files_by_rank for file in rank_files),
             )
-            checkpoint.commit_draft(begun, CHECKPOINT_NAME, manifest)
+            begun.commit(CHECKPOINT_NAME, manifest)
 
     def _report_not_carried(self) -> None:
         """Report the variables and generators of removed ranks; a collective."""

@@ -36,7 +36,7 @@ from nbdist.worker.operations.transaction import (
 )
 from nbdist.worker.training import (
     dataloader_state,
-    grad_scaler,
+    model_recipe,
     prepared_models,
     rng_state,
     training_metadata,
@@ -229,9 +229,7 @@ class _BackgroundSave:
         parts: list[CheckpointFile] = []
         keys: dict[str, TensorMetadata] = {}
         for kind, tensors in self._snapshot.shards_by_file_kind.items():
-            parts += shard_io.write_shards(
-                tensors, self._draft.folder, self._rank, kind, self._draft.create_file
-            )
+            parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
             known = self._snapshot.digests
             digests = known | digest.local_digests(
                 {key: shard for key, shard in tensors.items() if key not in known}
@@ -466,7 +464,7 @@ def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
                     if any(piece.view.is_cuda for piece in shard.pieces)
                 }
             )
-        scale = grad_scaler.get_loss_scale(prepared)
+        scale = model_recipe.get_loss_scale(prepared)
         optimizers += training_metadata.optimizer_metadata(
             state.optimizer_prefix, prepared, counts, snapshot.not_saved
         )

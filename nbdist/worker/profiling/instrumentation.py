@@ -25,14 +25,14 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import dataloader
 
 from nbdist.worker import collective_check
-from nbdist.worker.engines import compile_detection, deepspeed
+from nbdist.worker.engines import deepspeed
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nbdist.worker.profiling.intervals import Span
+    from nbdist.worker.profiling.step_breakdown import Span
 
 
 @dataclass(slots=True)
@@ -143,13 +143,9 @@ class LoaderStats:
             pin_memory=bool(iterator._pin_memory),  # noqa: SLF001
             batch_size=getattr(sampler, "batch_size", None),
             is_sharded=any(
-                "Shard" in _name(item) or "Distributed" in _name(item) for item in kinds
+                part in type(item).__name__ for item in kinds for part in ("Shard", "Distributed")
             ),
         )
-
-
-def _name(value: object) -> str:
-    return type(value).__name__
 
 
 class Patches:
@@ -158,10 +154,15 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
-    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Replace an attribute with `wrap(attribute)`. An inherited one is restored as such."""
-        own = vars(owner).get(name)
-        setattr(owner, name, wrap(getattr(owner, name)))
+    def around(self, owner: Any, name: str, body: Callable[..., Any]) -> None:
+        """Replace a function by `body(original, ...)`. An inherited one is restored as such."""
+        own, original = vars(owner).get(name), getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return body(original, *args, **kwargs)
+
+        setattr(owner, name, replacement)
         if own is None:
             self._undo.append(lambda: delattr(owner, name))
         else:
@@ -189,28 +190,110 @@ def instrument(marks: PhaseSpans) -> Patches:
 
 
 def _install(marks: PhaseSpans, patches: Patches) -> None:
-    around = functools.partial(_around, marks)
-    patches.replace(torch.autograd, "backward", around("backward"))
-    patches.replace(Accelerator, "backward", around("backward"))
-    patches.replace(Accelerator, "clip_grad_norm_", around("optimizer"))
-    patches.replace(torch.nn.utils, "clip_grad_norm_", around("optimizer"))
+    def marked(phase: str) -> Callable[..., Any]:
+        def body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with marks.mark(phase):
+                return original(*args, **kwargs)
+
+        return body
+
+    patches.around(torch.autograd, "backward", marked("backward"))
+    patches.around(Accelerator, "backward", marked("backward"))
+    patches.around(Accelerator, "clip_grad_norm_", marked("optimizer"))
+    patches.around(torch.nn.utils, "clip_grad_norm_", marked("optimizer"))
     for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        patches.replace(cls, "zero_grad", around("optimizer"))
-    patches.replace(accelerate.data_loader, "send_to_device", around("copies"))
-    patches.replace(dataloader._BaseDataLoaderIter, "__next__", _taking(marks))  # noqa: SLF001
-    patches.replace(collective_check, "_describe_call", _sizing(marks))
-    patches.replace(collective_check.CollectiveBarrier, "__call__", _meeting(marks))
-    patches.replace(Work, "wait", _waiting(marks))
+        patches.around(cls, "zero_grad", marked("optimizer"))
+    patches.around(accelerate.data_loader, "send_to_device", marked("copies"))
+    _mark_loaders(marks, patches)
+    _mark_collectives(marks, patches)
+    _mark_forwards(marks, patches)
+    if is_offloading():
+        for name, classes in _OFFLOAD_METHODS.items():
+            module = sys.modules.get(name)  # a module that is not imported is not in use
+            for owner, methods in classes.items():
+                cls = getattr(module, owner, None)
+                for method in methods:
+                    if cls is not None and method in vars(cls):
+                        patches.around(cls, method, marked("offload"))
+
+
+def _mark_loaders(marks: PhaseSpans, patches: Patches) -> None:
+    def take(original: Callable[[Any], Any], iterator: Any) -> Any:
+        began, computed = time.perf_counter(), time.thread_time()
+        with marks.mark("data"):
+            batch = original(iterator)
+        stats = marks.loader_stats.get(id(iterator))
+        if stats is None:
+            stats = marks.loader_stats[id(iterator)] = LoaderStats.from_iterator(iterator)
+        stats.num_batches += 1
+        stats.seconds += time.perf_counter() - began
+        stats.cpu_seconds += time.thread_time() - computed
+        return batch
+
+    patches.around(dataloader._BaseDataLoaderIter, "__next__", take)  # noqa: SLF001
+
+
+def _mark_collectives(marks: PhaseSpans, patches: Patches) -> None:
+    def describe(
+        original: Callable[..., Any], name: str, args: Sequence[Any], options: object
+    ) -> Any:
+        # The size of a collective is the larger of its input and output.
+        given = [collective_check.tensors_of(argument) for argument in args[:2]]
+        sizes = [sum(item.numel() * item.element_size() for item in some) for some in given]
+        marks.pending_bytes = max(sizes, default=0)
+        return original(name, args, options)
+
+    def meet(
+        original: Callable[..., Any], barrier: Any, group: Any, call: Any, *, wait: bool
+    ) -> None:
+        began = time.time_ns()
+        with marks.mark("collective"):
+            original(barrier, group, call, wait=wait)
+        if threading.current_thread() is threading.main_thread():
+            name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
+            span = (began, time.time_ns())
+            marks.collective_calls.append(CollectiveCall(name, span, marks.pending_bytes))
+
+    def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.time_ns()
+        try:
+            with marks.mark("collective"):
+                return original(*args, **kwargs)
+        finally:
+            marks.wait_spans.append((began, time.time_ns()))
+
+    patches.around(collective_check, "_describe_call", describe)
+    patches.around(collective_check.CollectiveBarrier, "__call__", meet)
+    patches.around(Work, "wait", wait)
+
+
+def _mark_forwards(marks: PhaseSpans, patches: Patches) -> None:
+    """Record forwards of the prepared models, and of modules returned by torch.compile."""
     models = [prepared.model for prepared in prepared_models.all_models()]
+    model_of = {id(module): model for model in models for module in _wrapped(model)}
+
+    def call(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(wrapper, *args, **kwargs)
+        model = model_of.get(id(wrapper._orig_mod))  # noqa: SLF001
+        if model is not None:
+            marks.on_forward(model, args, kwargs)
+        else:
+            marks.begin("forward")
+        try:
+            return original(wrapper, *args, **kwargs)
+        finally:
+            marks.end("forward")
+
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
-        patches.replace(dynamo.OptimizedModule, "__call__", _compiled(marks, models))
+        patches.around(dynamo.OptimizedModule, "__call__", call)
     # Adding and removing hooks would cause torch.compile to recompile.
-    marks.has_model_hooks = not compile_detection.is_compile_active()
+    marks.has_model_hooks = not memory_probe.is_compile_active()
     if marks.has_model_hooks:
         for model in models:
             for module in _wrapped(model):
-                _mark_forward(module, model, marks, patches)
+                _hook_forward(module, model, marks, patches)
 
 
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -222,19 +305,7 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         module = children.get("_orig_mod", children.get("module"))
 
 
-def _around(marks: PhaseSpans, name: str) -> Callable[[Any], Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            with marks.mark(name):
-                return original(*args, **kwargs)
-
-        return marked
-
-    return wrap
-
-
-def _mark_forward(
+def _hook_forward(
     module: torch.nn.Module, model: torch.nn.Module, marks: PhaseSpans, patches: Patches
 ) -> None:
     def begins(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -252,95 +323,44 @@ def _mark_forward(
     patches.on_undo(after.remove)
 
 
-def _compiled(marks: PhaseSpans, models: Sequence[torch.nn.Module]) -> Callable[[Any], Any]:
-    """Record forwards of modules returned by torch.compile without hooks."""
-    whose = {id(module): model for model in models for module in _wrapped(model)}
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return original(wrapper, *args, **kwargs)
-            model = whose.get(id(wrapper._orig_mod))  # noqa: SLF001
-            if model is not None:
-                marks.on_forward(model, args, kwargs)
-            else:
-                marks.begin("forward")
-            try:
-                return original(wrapper, *args, **kwargs)
-            finally:
-                marks.end("forward")
-
-        return call
-
-    return wrap
+# --------------------------------------------------------------------------- offload
 
 
-def _taking(marks: PhaseSpans) -> Callable[[Any], Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def take(iterator: Any) -> Any:
-            began, computed = time.perf_counter(), time.thread_time()
-            with marks.mark("data"):
-                batch = original(iterator)
-            taken = marks.loader_stats.get(id(iterator))
-            if taken is None:
-                taken = marks.loader_stats[id(iterator)] = LoaderStats.from_iterator(iterator)
-            taken.num_batches += 1
-            taken.seconds += time.perf_counter() - began
-            taken.cpu_seconds += time.thread_time() - computed
-            return batch
-
-        return take
-
-    return wrap
+def is_offloading() -> bool:
+    """Return whether the backend of the measured model uses offloading."""
+    probe = memory_probe.probe_state.probe
+    options = probe.options if probe is not None else None
+    return options is not None and options.offload_device != "none"
 
 
-def _meeting(marks: PhaseSpans) -> Callable[[Any], Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def meet(barrier: Any, group: Any, call: Any, *, wait: bool) -> None:
-            began = time.time_ns()
-            with marks.mark("collective"):
-                original(barrier, group, call, wait=wait)
-            if threading.current_thread() is threading.main_thread():
-                name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
-                marks.collective_calls.append(
-                    CollectiveCall(name, (began, time.time_ns()), marks.pending_bytes)
-                )
-
-        return meet
-
-    return wrap
-
-
-def _sizing(marks: PhaseSpans) -> Callable[[Any], Any]:
-    """Record the size of a collective: the larger of its input and output."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def sized(name: str, args: Sequence[Any], options: object) -> Any:
-            given = [collective_check.tensors_of(argument) for argument in args[:2]]
-            sizes = [sum(item.numel() * item.element_size() for item in some) for some in given]
-            marks.pending_bytes = max(sizes, default=0)
-            return original(name, args, options)
-
-        return sized
-
-    return wrap
-
-
-def _waiting(marks: PhaseSpans) -> Callable[[Any], Any]:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wait(*args: Any, **kwargs: Any) -> Any:
-            began = time.time_ns()
-            try:
-                with marks.mark("collective"):
-                    return original(*args, **kwargs)
-            finally:
-                marks.wait_spans.append((began, time.time_ns()))
-
-        return wait
-
-    return wrap
+_OPTIMIZER_SWAPS = ("swap_in_optimizer_state", "swap_out_optimizer_state", "swap_out_gradients")
+_OFFLOAD_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": {
+        "PartitionedOptimizerSwapper": _OPTIMIZER_SWAPS
+    },
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": {
+        "PipelinedOptimizerSwapper": _OPTIMIZER_SWAPS
+    },
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": {
+        "AsyncPartitionedParameterSwapper": (
+            "swap_in",
+            "swap_out_and_release",
+            "synchronize_reads",
+            "synchronize_writes",
+        ),
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": ("copy_grads_in_partition",),
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": (
+            "_offload_grad_partition_at_boundary",
+            "_optimizer_states_and_gradient_swap_in",
+            "_optimizer_states_and_gradient_swap_out",
+            "_swap_in_sub_group_to_flat_buffer",
+            "_swap_out_offload_fp32_gradients",
+        ),
+    },
+}
+"""Module -> class -> methods of deepspeed 0.19.8 that read or write NVMe files or copy gradients to
+the host. Updated parameters are copied back in the optimizer step itself."""

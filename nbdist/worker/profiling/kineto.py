@@ -1,5 +1,7 @@
 """Recording with the PyTorch profiler (Kineto), and conversion of its events to time spans.
 
+Collectives are combined from events of c10d, gloo, NCCL and the collective check.
+
 Raw Kineto events are read, because building torch's event tree takes seconds for a few steps.
 Shapes are recorded only if a trace is exported, because they double the overhead.
 """
@@ -9,7 +11,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +22,20 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from nbdist.profiler.measurements import OperatorStats
-from nbdist.worker.profiling.step_breakdown import SECONDS_PER_NS
+from nbdist.worker.profiling.step_breakdown import SECONDS_PER_NS, CollectiveSpans, Span, union
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.worker.profiling.instrumentation import Patches
-    from nbdist.worker.profiling.intervals import Span
+    from nbdist.worker.profiling.instrumentation import CollectiveCall, Patches
 
+WORLD = "0"
+"""Name of the default process group in torch."""
+_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Short": 2} | (
+    dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1)
+)
+"""Dtype name in Kineto events -> bytes per element."""
 MAX_OPERATORS = 15
 _C10D = "c10d::"
 _GLOO = "gloo:"
@@ -39,6 +47,40 @@ _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
 _COMPILED = "Torch-Compiled Region"
 _NOT_COMPUTING = (_C10D, "_c10d_functional::", "autograd::engine", "torch::autograd")
+
+
+_COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "barrier": "barrier",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
+"""c10d operators in torch 2.13 -> names in torch.distributed. The names of gloo's own events are
+not used, since gloo runs a reduce_scatter as an all_reduce."""
+_KERNELS = {
+    "AllReduce": "all_reduce",
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "Broadcast": "broadcast",
+    "Reduce": "reduce",
+    "SendRecv": "send",
+}
+"""Part of the name of an NCCL kernel -> name in torch.distributed."""
 
 
 @dataclass(slots=True)
@@ -101,14 +143,6 @@ class Comms:
         )
 
 
-WORLD = "0"
-"""Name of the default process group in torch."""
-_BYTES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Short": 2} | (
-    dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1)
-)
-"""Dtype name in Kineto events -> bytes per element."""
-
-
 def quiet() -> None:
     """Suppress the line that Kineto writes to stderr at each start and stop.
 
@@ -165,14 +199,11 @@ class KinetoRecorder:
             yielded: called before the other profiler is prepared; must stop this one.
         """
 
-        def first(prepare: Callable[[Any], None]) -> Callable[[Any], None]:
-            def prepared(theirs: Any) -> None:
-                yielded()
-                prepare(theirs)
+        def prepare(original: Callable[[Any], None], theirs: Any) -> None:
+            yielded()
+            original(theirs)
 
-            return prepared
-
-        patches.replace(torch.autograd.profiler.profile, "_prepare_trace", first)
+        patches.around(torch.autograd.profiler.profile, "_prepare_trace", prepare)
 
     def stop(self) -> None:
         """Stop recording. Does nothing if already stopped."""
@@ -202,7 +233,8 @@ class KinetoRecorder:
             main_thread: native ID of the main thread.
             steps: number of steps in the window.
         """
-        result, table = TraceEvents(), _OperatorTable(steps)
+        result = TraceEvents()
+        by_thread: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         launches: dict[int, int] = {}
         on_device: list[Any] = []
         raw: Any = self._profile.profiler
@@ -216,20 +248,25 @@ class KinetoRecorder:
                 result.comms.append(Comms.of(event))
             elif end <= window[0] or begin >= window[1]:
                 continue
-            elif kind == "cpu_op":
-                thread = event.device_resource_id()
-                if name.startswith(_GLOO):
-                    result.moved.append((begin, end))
-                else:
-                    table.add(thread, begin, end, name)
-                    result.add_operator(name, (begin, end), on_main=thread == main_thread)
-            elif event.device_type() == DeviceType.CUDA:
-                if kind in _ON_DEVICE:
-                    on_device.append(event)
             elif event.name().startswith(_GLOO):
                 result.moved.append((begin, end))
-        result.device_events = [_kernel(event, launches) for event in on_device]
-        result.operator_table = table.longest(result.device_events)
+            elif kind == "cpu_op":
+                thread = event.device_resource_id()
+                by_thread[thread].append((begin, -end, name))
+                result.add_operator(name, (begin, end), on_main=thread == main_thread)
+            elif event.device_type() == DeviceType.CUDA and kind in _ON_DEVICE:
+                on_device.append(event)
+        for event in on_device:
+            begin = event.start_ns()
+            result.device_events.append(
+                DeviceEvent(
+                    name=event.name(),
+                    kind=event.activity_type(),
+                    span=(begin, begin + event.duration_ns()),
+                    launched=launches.get(event.correlation_id(), begin),
+                )
+            )
+        result.operator_table = _operator_table(by_thread, result.device_events, steps)
         return result
 
 
@@ -239,52 +276,128 @@ def _computes(name: str) -> bool:
     return ("::" in name and not name.startswith(_NOT_COMPUTING)) or name.startswith(_COMPILED)
 
 
-def _kernel(event: Any, launches: Mapping[int, int]) -> DeviceEvent:
-    begin = event.start_ns()
-    return DeviceEvent(
-        name=event.name(),
-        kind=event.activity_type(),
-        span=(begin, begin + event.duration_ns()),
-        launched=launches.get(event.correlation_id(), begin),
-    )
+def _operator_table(
+    by_thread: Mapping[int, list[tuple[int, int, str]]], device: Sequence[DeviceEvent], steps: int
+) -> list[OperatorStats]:
+    """Return the operators with the most self time, as in the table of torch.profiler.
+
+    Args:
+        by_thread: begin, negative end and name of the operators of each thread.
+        device: kernels; if there are any, they are counted instead.
+        steps: number of steps in the window.
+    """
+    spent: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in device:
+        spent[event.name] += event.span[1] - event.span[0]
+        counts[event.name] += 1
+    for events in () if device else by_thread.values():
+        inside: list[tuple[int, str]] = []
+        for begin, negative_end, name in sorted(events):
+            end = -negative_end
+            while inside and inside[-1][0] <= begin:
+                inside.pop()
+            if inside:
+                spent[inside[-1][1]] += begin - end
+            inside.append((end, name))
+            spent[name] += end - begin
+            counts[name] += 1
+    steps = max(1, steps)
+    return [
+        OperatorStats(name=name, count=counts[name] / steps, seconds=ns * SECONDS_PER_NS / steps)
+        for name, ns in spent.most_common(MAX_OPERATORS)
+    ]
 
 
-class _OperatorTable:
-    """Self time per operator, as in the table of torch.profiler."""
+def merge_collectives(
+    events: TraceEvents, calls: Iterable[CollectiveCall]
+) -> list[CollectiveSpans]:
+    """Combine the events of c10d, gloo and the collective check for each collective.
 
-    def __init__(self, steps: int) -> None:
-        self._steps = max(1, steps)
-        self._events: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
-
-    def add(self, thread: int, begin: int, end: int, name: str) -> None:
-        self._events[thread].append((begin, -end, name))
-
-    def longest(self, device: Sequence[DeviceEvent]) -> list[OperatorStats]:
-        spent: dict[str, int] = defaultdict(int)
-        counts: dict[str, int] = defaultdict(int)
-        for events in self._events.values():
-            inside: list[tuple[int, str]] = []
-            for begin, negative_end, name in sorted(events):
-                end = -negative_end
-                while inside and inside[-1][0] <= begin:
-                    inside.pop()
-                if inside:
-                    spent[inside[-1][1]] += begin - end
-                inside.append((end, name))
-                spent[name] += end - begin
-                counts[name] += 1
-        if device:
-            spent.clear()
-            counts.clear()
-            for event in device:
-                spent[event.name] += event.span[1] - event.span[0]
-                counts[event.name] += 1
-        operators = [
-            OperatorStats(
+    Args:
+        events: events of the profiler.
+        calls: calls recorded by the collective check.
+    """
+    # gloo executes collectives in the order of the calls.
+    moved, meetings = iter(sorted(events.moved)), sorted(calls, key=lambda call: call.span)
+    moving, k = next(moved, None), 0
+    merged = []
+    for begin, end, called in sorted(events.collective_calls):
+        if (name := _COLLECTIVES.get(called)) is None:
+            continue
+        while moving is not None and moving[0] < begin:
+            moving = next(moved, None)  # called before the window
+        span, moving = (moving, next(moved, None)) if moving is not None else ((begin, end), None)
+        ours = None
+        while k < len(meetings) and meetings[k].span[1] <= begin:
+            ours, k = meetings[k], k + 1
+        merged.append(
+            CollectiveSpans(
                 name=name,
-                count=counts[name] / self._steps,
-                seconds=ns * SECONDS_PER_NS / self._steps,
+                group=ours.group if ours else WORLD,
+                begin_ns=ours.span[0] if ours else begin,
+                transfer=span,
+                size_bytes=ours.size_bytes if ours else 0,
+                barrier=ours.span if ours else None,
             )
-            for name, ns in spent.items()
-        ]
-        return sorted(operators, key=lambda operator: -operator.seconds)[:MAX_OPERATORS]
+        )
+    return merged
+
+
+def split_device_events(
+    events: TraceEvents, marks: Mapping[str, Sequence[Span]], *, offloads: bool
+) -> tuple[list[CollectiveSpans], dict[str, list[Span]]]:
+    """Split the events of a GPU into collectives, computation by phase, and copies.
+
+    Args:
+        events: events of the profiler.
+        marks: spans of the main thread by phase.
+        offloads: whether copies inside of a phase are offload traffic.
+    """
+    phases = {name: union(marks.get(name, ())) for name in ("optimizer", "backward", "forward")}
+    kernels: dict[str, list[Span]] = {name: [] for name in (*phases, "copies", "offload")}
+    for event in events.device_events:
+        if "nccl" in event.name:
+            continue
+        phase = next((name for name, spans in phases.items() if _within(event.launched, spans)), "")
+        host = event.kind == "gpu_memcpy" and ("HtoD" in event.name or "DtoH" in event.name)
+        if host:
+            kernels["offload" if phase and offloads else "copies"].append(event.span)
+        else:
+            kernels[phase or "forward"].append(event.span)
+    return list(_of_nccl(events)), kernels
+
+
+def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
+    """Find the call that launched each NCCL kernel: the innermost call around the launch."""
+    kernels = sorted(
+        (event for event in events.device_events if "nccl" in event.name), key=lambda k: k.launched
+    )
+    calls = deque(sorted((call for call in events.comms if call.bytes), key=lambda c: c.span))
+    waiting: list[Comms] = []
+    last: Comms | None = None
+    for kernel in kernels:
+        while calls and calls[0].span[0] <= kernel.launched:
+            waiting.append(calls.popleft())
+        around = [call for call in waiting if call.span[1] >= kernel.launched]
+        # Coalesced calls launch one kernel after the last call, with the bytes of all of them.
+        launched = around[-1:] or waiting
+        waiting = around[:-1]
+        if launched:
+            last = launched[-1]
+        elif last is not None and last.span[1] < kernel.launched:
+            last = None  # otherwise it is another kernel of the same call
+        yield CollectiveSpans(
+            name=next(
+                (ours for theirs, ours in _KERNELS.items() if theirs in kernel.name), "other"
+            ),
+            group=last.group if last is not None else WORLD,
+            begin_ns=kernel.span[0],
+            transfer=kernel.span,
+            size_bytes=sum(call.bytes for call in launched),
+        )
+
+
+def _within(moment: int, spans: Sequence[Span]) -> bool:
+    index = bisect_right(spans, (moment, 1 << 63)) - 1
+    return index >= 0 and spans[index][1] >= moment

@@ -83,50 +83,37 @@ class CpuStepMemory:
         self, probe: memory_probe.MemoryProbe, model: nn.Module, cell_of: Callable[[str], Any]
     ) -> None:
         """Start the measurement."""
-        self._probe, self._model = probe, model
-        self._counting = LineMemoryTracker(
+        self._model = model
+        self._tracker = tracker = LineMemoryTracker(
             cell_of,
-            on_change=lambda: self._counting.track_tensors(
+            on_change=lambda: tracker.track_tensors(
                 "buffers", memory_accounting.zero_buckets(model)
             ),
         )
-        self._counting.track_tensors(PREEXISTING, memory_accounting.all_tensors())
-        for part, tensors in memory_accounting.tensors_by_use(
-            model, memory_probe.innermost_optimizer(probe)
-        ):
-            self._counting.track_tensors(part, tensors)
-        self._counting.reset_peak()
         memory_probe.reset_peak_rss()
-        self._counting.__enter__()
-        self._hooks = [
-            model.register_forward_pre_hook(lambda *_: self._know_gradients()),
-        ]
+        optimizer = probe.inner_optimizer
+        memory_probe.enter_memory_tracker(tracker, model, optimizer, preexisting=PREEXISTING)
+        self._hook = model.register_forward_pre_hook(lambda *_: self.before_step())
 
     def before_step(self) -> None:
         """Register the gradients before the optimizer frees them."""
-        self._know_gradients()
-
-    def _know_gradients(self) -> None:
-        self._counting.track_tensors("gradients", memory_accounting.gradients(self._model))
+        self._tracker.track_tensors("gradients", memory_accounting.gradients(self._model))
 
     def stop(self) -> None:
         """Stop the measurement."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        memory_probe.exit_memory_tracker(self._counting)
+        self._hook.remove()
+        memory_probe.exit_memory_tracker(self._tracker)
 
     def measurements(self) -> PeakMemory:
         """Return the memory at the peak."""
         counted: Counter[str] = Counter()
-        for part, size in self._counting.at_peak.items():
+        for part, size in self._tracker.at_peak.items():
             counted[_TOLD.get(part, "other")] += max(0, size)
-        buckets = memory_accounting.ddp_bucket_bytes(self._model)
-        if buckets:
+        if buckets := memory_accounting.ddp_bucket_bytes(self._model):
             counted["buffers"] += buckets
         return PeakMemory(
             parts=dict(counted),
-            lines=_lines(self._counting.lines_at_peak),
+            lines=_lines(self._tracker.lines_at_peak),
             device_bytes=memory_probe.peak_rss_bytes(),
         )
 
@@ -180,14 +167,16 @@ class GpuStepMemory:
         more, lines = at_peak(snapshot, self._began_us, self._place)
         peak = self._before + more
         parts: Counter[str] = Counter()
-        resting = memory_probe.resting_bytes(
-            self._model, memory_probe.innermost_optimizer(self._probe)
-        )
+        resting = memory_probe.resting_bytes(self._model, self._probe.inner_optimizer)
         for part, size in resting.items():
             parts[_TOLD.get(part, "other")] += size
         parts["gradients"] = max(parts["gradients"], self._gradients)
         parts["activations"] = max(0, peak - sum(parts.values()))
-        path = self._write() if self._folder else ""
+        path = ""
+        if self._folder:  # a snapshot next to the traces
+            file = Path(self._folder) / f"rank{self._rank}.memory.pickle"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(path := str(file))  # noqa: SLF001
         free, total = torch.cuda.mem_get_info(self._device)
         return PeakMemory(
             parts=dict(parts),
@@ -195,13 +184,6 @@ class GpuStepMemory:
             device_bytes=total - free - memory_probe.probe_state.device_before_bytes,
             snapshot=path,
         )
-
-    def _write(self) -> str:
-        """Write the snapshot next to the traces and return its path."""
-        path = Path(self._folder) / f"rank{self._rank}.memory.pickle"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))  # noqa: SLF001
-        return str(path)
 
     def _place(self, frames: Iterable[dict[str, Any]]) -> CellLine | None:
         for frame in frames:

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.profiler.measurements import RankProfile
-from nbdist.worker.engines import compile_detection
+from nbdist.profiler.measurements import DataLoaderStats, ProfiledModel, RankProfile
+from nbdist.state.layouts.base import unwrap_compiled
 from nbdist.worker.memory import memory_accounting, memory_probe
-from nbdist.worker.profiling import (
-    collective_trace,
-    instrumentation,
-    kineto,
-    model_facts,
-    offload,
-    sampler,
+from nbdist.worker.memory.memory_probe import probe_state
+from nbdist.worker.profiling import instrumentation, kineto, sampler
+from nbdist.worker.profiling.step_breakdown import (
+    SECONDS_PER_NS,
+    WindowTrace,
+    break_down_step,
+    intersection,
 )
-from nbdist.worker.profiling.intervals import intersection
-from nbdist.worker.profiling.step_breakdown import WindowTrace, break_down_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch.nn import Module
+    from torch import nn
 
     from nbdist.profiler.measurements import WindowEndReason
+    from nbdist.worker.memory.memory_probe import MemoryProbe
+    from nbdist.worker.profiling.instrumentation import LoaderStats
     from nbdist.worker.profiling.sampler import CellLine
     from nbdist.worker.profiling.step_breakdown import CollectiveSpans
 
-log = logging.getLogger(__name__)
-SECONDS_PER_NS = 1e-9
 MAX_COMPILED_STEPS = 5
 """Maximum number of steps that are discarded because torch.compile compiled during them."""
 RECOMPILE_NOTE = (
@@ -51,9 +50,11 @@ class StepCounts:
     """Counters at the end of a step."""
 
     seconds_by_line: Mapping[CellLine, float] = field(default_factory=dict)
-    loader_stats: Sequence[instrumentation.LoaderStats] = ()
+    loader_stats: Sequence[LoaderStats] = ()
     num_updates: int = 0
-    forward_counts: Mapping[Module, int] = field(default_factory=dict)
+    """Steps of all prepared optimizers."""
+    forward_counts: Mapping[nn.Module, int] = field(default_factory=dict)
+    """Forwards with gradients per model."""
 
 
 class StepRecorder:
@@ -78,14 +79,13 @@ class StepRecorder:
         self._rank, self._trace = rank, trace
         self._marks = instrumentation.PhaseSpans()
         self._sampler = sampler.LineSampler(self._marks, cell_of)
-        self._recorder = kineto.KinetoRecorder(memory_probe.probe_state.device, shapes=bool(trace))
+        self._recorder = kineto.KinetoRecorder(probe_state.device, shapes=bool(trace))
         self._recorder.start()
         self._patches: instrumentation.Patches | None = None
         try:
             self._patches = instrumentation.instrument(self._marks)
-            self._patches.on_undo(compile_detection.on_compile(self._compiles))
+            self._patches.on_undo(memory_probe.on_compile(self._on_compile))
             self._recorder.yield_to_user_profiler(self._patches, give_way)
-            offload.mark_offload(self._marks, self._patches)
             self._sampler.start()
         except BaseException:
             self.stop()
@@ -97,9 +97,9 @@ class StepRecorder:
         """Whether torch.compile compiled something since the end of the last step."""
         self._compiled_steps = 0
         self._updates = 0
-        """Steps of all prepared optimizers."""
-        self._passes_before = 0
-        self._counted = StepCounts()
+        self._forwards_before = 0
+        """Forwards of the measured model before the window, counted by the memory probe."""
+        self._counts = StepCounts()
 
     @property
     def num_steps(self) -> int:
@@ -128,19 +128,28 @@ class StepRecorder:
         """
         compiled, self._compiled = self._compiled, False
         self._compiled_steps += compiled
+        probe = probe_state.probe
         if not self.step_ends_ns or (compiled and self._compiled_steps <= MAX_COMPILED_STEPS):
             self.step_ends_ns.clear()
             self._recorder.synchronize()  # so that the previous step ends on the device too
             self._marks.loader_stats.clear()
             self._marks.forward_counts.clear()
-            self._passes_before = _passes()
+            self._forwards_before = probe.num_forwards if probe is not None else 0
             self._updates = 0
             self._sampler.restart()
         self.step_ends_ns.append(time.time_ns())
-        self._counted = self._count()
+        forwards = Counter(self._marks.forward_counts)
+        if probe is not None and (model := probe.prepared_model) is not None:
+            # Without hooks on the model, use the counter of the memory probe.
+            forwards[model] = forwards[model] or probe.num_forwards - self._forwards_before
+        self._counts = StepCounts(
+            seconds_by_line=self._sampler.seconds_by_line,
+            loader_stats=[replace(loader) for loader in self._marks.loader_stats.values()],
+            num_updates=self._updates,
+            forward_counts=+forwards,
+        )
 
-    def _compiles(self) -> None:
-        """Note that torch.compile compiles in this step."""
+    def _on_compile(self) -> None:
         self._compiled = True
 
     def stop(self) -> None:
@@ -170,112 +179,87 @@ class StepRecorder:
 
     def measurements(self, ended: WindowEndReason) -> RankProfile:
         """Return the measurements of the recording. Call it after `stop`."""
-        window, device = (
-            (self.step_ends_ns[0], self.step_ends_ns[-1]),
-            memory_probe.probe_state.device,
-        )
-        main = threading.main_thread().native_id or 0
-        seen = self._recorder.read_events(window, main, self.num_steps)
-        counted = self._counted
-        kernels = None
+        window = (self.step_ends_ns[0], self.step_ends_ns[-1])
+        device, spans, counts = probe_state.device, self._marks.spans, self._counts
+        main_thread = threading.main_thread().native_id or 0
+        events = self._recorder.read_events(window, main_thread, self.num_steps)
+        offloads, kernels = instrumentation.is_offloading(), None
         if device.type == "cuda":
-            collectives, kernels = collective_trace.split_device_events(
-                seen, self._marks.spans, offloads=offload.is_offloading()
-            )
+            collectives, kernels = kineto.split_device_events(events, spans, offloads=offloads)
         else:
-            collectives = collective_trace.merge_collectives(seen, self._marks.collective_calls)
-            _set_ddp_sizes(collectives, list(counted.forward_counts), self.num_steps)
-            if offload.is_offloading():
-                self._marks.spans["offload"] += intersection(
-                    seen.copies, self._marks.spans["optimizer"]
-                )
+            collectives = kineto.merge_collectives(events, self._marks.collective_calls)
+            _set_ddp_sizes(collectives, list(counts.forward_counts), self.num_steps)
+            if offloads:  # updated parameters are copied back in the optimizer step
+                spans["offload"] += intersection(events.copies, spans["optimizer"])
+        idle_ns = sum(ns for at, ns in self._marks.idle_times if window[0] < at <= window[1])
         breakdown = break_down_step(
             WindowTrace(
                 window=window,
                 num_steps=self.num_steps,
-                marks=self._marks.spans,
-                operators=seen.operators,
+                marks=spans,
+                operators=events.operators,
                 collectives=collectives,
                 wait_spans=self._marks.wait_spans,
-                idle_s=sum(ns for at, ns in self._marks.idle_times if window[0] < at <= window[1])
-                * SECONDS_PER_NS,
+                idle_s=idle_ns * SECONDS_PER_NS,
                 has_whole_forwards=self._marks.has_model_hooks,
                 kernels=kernels,
             )
         )
-        figures = RankProfile(
+        profile = RankProfile(
             rank=self._rank,
             kind="cuda" if device.type == "cuda" else "cpu",
-            device=_name(device),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             ends=[end * SECONDS_PER_NS for end in self.step_ends_ns],
             parts=breakdown.parts,
             traffic=breakdown.traffic,
             hidden_s=breakdown.overlapped_s,
             begins=breakdown.collective_begins,
-            lines=sampler.slowest_lines(counted.seconds_by_line, self.num_steps),
-            loaders=model_facts.summarize_loaders(counted.loader_stats, self.num_steps),
-            operators=seen.operator_table,
-            model=model_facts.describe_model(
-                memory_probe.probe_state.probe,
-                model_facts.LoopCounts(
-                    num_steps=self.num_steps,
-                    num_updates=counted.num_updates,
-                    forward_counts=counted.forward_counts,
-                    num_backwards=len(intersection([window], self._marks.spans["backward"])),
-                ),
-            ),
+            lines=sampler.slowest_lines(counts.seconds_by_line, self.num_steps),
+            loaders=summarize_loaders(counts.loader_stats, self.num_steps),
+            operators=events.operator_table,
             ended=ended,
         )
-        figures.notes += model_facts.loop_notes(
-            memory_probe.probe_state.probe, figures.model, counted.forward_counts
-        )
+        probe = probe_state.probe
+        if probe is not None and (model := probe.prepared_model) is not None:
+            num_backwards = len(intersection([window], spans["backward"]))
+            micro_batches = _num_micro_batches(model, counts, self.num_steps, num_backwards)
+            profile.model = _describe_model(probe, model, micro_batches)
+            if profile.model.accumulate < probe.accumulate:
+                profile.notes.append(
+                    f"--accumulate {probe.accumulate} has no effect: this loop takes an optimizer"
+                    " step for every batch. Run its body under:"
+                    " with accelerator.accumulate(model):"
+                )
+        if len(counts.forward_counts) > 1:
+            profile.notes.append(
+                f"{len(counts.forward_counts)} models train in this loop. Memory, units and tokens"
+                " are reported for the one that was prepared last."
+            )
         if self._compiled_steps > MAX_COMPILED_STEPS:
-            figures.notes.append(RECOMPILE_NOTE)
+            profile.notes.append(RECOMPILE_NOTE)
         if self._trace:
-            self._save(figures)
-        return figures
+            self._write_trace(profile)
+        return profile
 
-    def _count(self) -> StepCounts:
-        """Return the counters at the end of a step."""
-        probe, passes = memory_probe.probe_state.probe, Counter(self._marks.forward_counts)
-        if probe is not None and (model := probe.prepared_model) is not None and not passes[model]:
-            # Without hooks on the model, use the counter of the memory probe.
-            passes[model] = probe.num_forwards - self._passes_before
-        return StepCounts(
-            seconds_by_line=self._sampler.seconds_by_line,
-            loader_stats=[replace(loader) for loader in self._marks.loader_stats.values()],
-            num_updates=self._updates,
-            forward_counts=+passes,
-        )
-
-    def _save(self, made: RankProfile) -> None:
+    def _write_trace(self, profile: RankProfile) -> None:
         """Write the trace file. A failure is added to the notes."""
         stamp = self.step_ends_ns[0] // 1_000_000
         path = Path(self._trace) / f"rank{self._rank}.{stamp}.pt.trace.json.gz"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._recorder.save(path)
-            made.trace = str(path)
+            profile.trace = str(path)
         except (OSError, RuntimeError) as error:
-            made.notes.append(f"Cannot write the trace to {path}: {error}.")
+            profile.notes.append(f"Cannot write the trace to {path}: {error}.")
 
 
-def _passes() -> int:
-    """Return the forwards of the measured model, as counted by the hook of the memory probe."""
-    return (
-        memory_probe.probe_state.probe.num_forwards
-        if memory_probe.probe_state.probe is not None
-        else 0
-    )
-
-
-def _set_ddp_sizes(moved: list[CollectiveSpans], passed: list[Any], steps: int) -> None:
+def _set_ddp_sizes(collectives: list[CollectiveSpans], passed: list[Any], steps: int) -> None:
     """Set the sizes of collectives that DDP calls from C++, which cannot be observed.
 
     DDP reduces all gradients once per step and broadcasts buffers at a forward.
 
     Args:
-        moved: collectives of the window.
+        collectives: collectives of the window.
         passed: models with a forward in the window.
         steps: number of steps in the window.
     """
@@ -286,23 +270,88 @@ def _set_ddp_sizes(moved: list[CollectiveSpans], passed: list[Any], steps: int) 
     ]
     if not models:
         return
-    by_name: dict[str, list[CollectiveSpans]] = defaultdict(list)
-    for collective in moved:
-        if collective.barrier is None:
-            by_name[collective.name].append(collective)
     parameters = [parameter for model in models for parameter in model.parameters()]
     gradients = memory_accounting.total_bytes([item for item in parameters if item.requires_grad])
-    for collective in by_name["all_reduce"]:
-        collective.size_bytes = round(gradients * steps / len(by_name["all_reduce"]))
-    buffers = [memory_accounting.total_bytes(model.buffers()) for model in models]
-    for collective in by_name["broadcast"]:
-        collective.size_bytes = sum(buffers) // len(models)
+    buffers = sum(memory_accounting.total_bytes(model.buffers()) for model in models)
+    unobserved = [collective for collective in collectives if collective.barrier is None]
+    reductions = [collective for collective in unobserved if collective.name == "all_reduce"]
+    for collective in reductions:
+        collective.size_bytes = round(gradients * steps / len(reductions))
+    for collective in unobserved:
+        if collective.name == "broadcast":
+            collective.size_bytes = buffers // len(models)
 
 
-def unwrap_compiled(model: Any) -> Any:
-    """Return the engine's module without the wrapper of torch.compile."""
-    return getattr(model, "_orig_mod", model)
+# ------------------------------------------------------------------ the model and its loaders
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def _num_micro_batches(
+    prepared: nn.Module, counts: StepCounts, steps: int, num_backwards: int
+) -> int:
+    """Return the number of micro-batches of a model per step; 0 if there is no backward."""
+    if not num_backwards:
+        return 0
+    # A loss may need two forwards, and one forward may have two losses: use the minimum.
+    backwards = num_backwards / max(1, counts.num_updates)
+    forwards = counts.forward_counts.get(prepared, 0) / max(1, steps)
+    return max(1, round(min(backwards, forwards or backwards)))
+
+
+def _describe_model(probe: MemoryProbe, prepared: nn.Module, micro_batches: int) -> ProfiledModel:
+    """Return the properties of the measured model."""
+    # Not `probe.meta_model or prepared`: len() of a compiled model raises.
+    whole = probe.meta_model if probe.meta_model is not None else prepared
+    options = probe.options
+    sizes = fsdp_unit_numels(prepared)
+    samples, tokens = probe.batch_shape or (0, 0)
+    return ProfiledModel(
+        backend=options.backend if options is not None else "",
+        params=sum(parameter.numel() for parameter in whole.parameters()),
+        units=len(sizes),
+        largest_unit=max(sizes, default=0),
+        training=prepared.training,
+        precision=str(options.precision) if options is not None else "",
+        optimizer=str(probe.optimizer_description.get("class", "")),
+        samples=samples if micro_batches else 0,
+        seq_len=tokens,
+        accumulate=micro_batches or probe.accumulate,
+    )
+
+
+def fsdp_unit_numels(prepared: nn.Module) -> list[int]:
+    """Return the number of parameters of each FSDP unit; [] for other engines."""
+    sizes = []
+    for module in prepared.modules():
+        if isinstance(module, FSDPModule):
+            groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+            shapes = [item._orig_size for group in groups for item in group.fsdp_params]  # noqa: SLF001
+        elif isinstance(module, Fsdp1) and (handle := module._handle) is not None:  # noqa: SLF001
+            shapes = [handle.flat_param._unpadded_unsharded_size]  # noqa: SLF001
+        else:
+            continue
+        sizes.append(sum(int(shape.numel()) for shape in shapes))
+    return [size for size in sizes if size]
+
+
+def summarize_loaders(loaders: Iterable[LoaderStats], steps: int) -> list[DataLoaderStats]:
+    """Return the statistics per DataLoader. Iterators with equal settings are merged."""
+    kinds: dict[tuple[object, ...], list[LoaderStats]] = {}
+    for loader in loaders:
+        kind = (loader.num_workers, loader.pin_memory, loader.batch_size, loader.is_sharded)
+        kinds.setdefault(kind, []).append(loader)
+    merged = []
+    for same in kinds.values():
+        first, batches = same[0], sum(loader.num_batches for loader in same)
+        each = 1 / batches if batches and not first.num_workers else 0.0
+        merged.append(
+            DataLoaderStats(
+                num_workers=first.num_workers,
+                pin_memory=first.pin_memory,
+                batch_size=first.batch_size,
+                sharded=first.is_sharded,
+                batches=batches / max(1, steps),
+                fetch_s=each * sum(loader.seconds for loader in same),
+                fetch_cpu_s=each * sum(loader.cpu_seconds for loader in same),
+            )
+        )
+    return merged

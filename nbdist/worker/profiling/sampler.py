@@ -7,14 +7,13 @@ library code it calls. Runs in a separate thread.
 from __future__ import annotations
 
 import linecache
-import sys
 import threading
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from nbdist.profiler.measurements import LineProfile
-from nbdist.worker.interrupt import current_line
+from nbdist.worker import stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,10 +41,9 @@ class LineSampler:
 
     def __init__(self, marks: PhaseSpans, cell_of: Callable[[str], tuple[str, str] | None]) -> None:
         self._marks, self._cell_of = marks, cell_of
-        self._main = threading.main_thread()
         self._seconds: dict[CellLine, float] = defaultdict(float)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="nbdist-profile", daemon=True)
+        self._thread = threading.Thread(target=self._sample, name="nbdist-profile", daemon=True)
 
     def start(self) -> None:
         """Start sampling."""
@@ -66,13 +64,13 @@ class LineSampler:
         """Seconds per line so far."""
         return dict(self._seconds)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         last = time.perf_counter()
         while not self._ended.wait(SAMPLE_INTERVAL_S):
             now = time.perf_counter()
             if self._marks.current_phase not in _PASSES:
-                frame = sys._current_frames().get(self._main.ident or 0)  # noqa: SLF001
-                if (place := cell_line_of(frame, self._cell_of)) is not None:
+                place = cell_line_of(stacks.main_frame(), self._cell_of)
+                if place is not None:
                     self._seconds[place] += now - last
             last = now
 
@@ -92,11 +90,10 @@ def cell_line_of(
     frame: FrameType | None, cell_of: Callable[[str], tuple[str, str] | None]
 ) -> CellLine | None:
     """Return cell, file and line of the innermost frame in a cell, if there is one."""
-    while frame is not None:
-        name = frame.f_code.co_filename
+    for outer in stacks.frames_outwards(frame):
+        name = outer.f_code.co_filename
         if (cell := cell_of(name)) is not None:
-            return cell[1], name, current_line.line_of(frame)
-        frame = frame.f_back
+            return cell[1], name, stacks.line_of(outer)
     return None
 
 

@@ -6,27 +6,88 @@ steps.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nbdist.profiler.measurements import STEP_PARTS, CollectiveStats, StepPart
-from nbdist.worker.profiling.intervals import (
-    Span,
-    difference,
-    intersection,
-    overlapping,
-    total_ns,
-    union,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+Span = tuple[int, int]
+"""Start and end in nanoseconds."""
+
+
+def union(spans: Iterable[Span], *, gap: int = 0) -> list[Span]:
+    """Merge spans. Gaps of at most `gap` nanoseconds are filled."""
+    merged: list[Span] = []
+    for begin, end in sorted(span for span in spans if span[1] > span[0]):
+        if merged and begin <= merged[-1][1] + gap:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersection(spans: Iterable[Span], other: Iterable[Span]) -> list[Span]:
+    """Return the intersection."""
+    left, right = union(spans), union(other)
+    overlaps: list[Span] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        begin, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if begin < end:
+            overlaps.append((begin, end))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return overlaps
+
+
+def difference(spans: Iterable[Span], other: Iterable[Span]) -> list[Span]:
+    """Return the parts of the first that are not in the second."""
+    taken = union(other)
+    rest: list[Span] = []
+    j = 0
+    for begin, end in union(spans):
+        while j < len(taken) and taken[j][1] <= begin:
+            j += 1
+        at, k = begin, j
+        while k < len(taken) and taken[k][0] < end:
+            if taken[k][0] > at:
+                rest.append((at, taken[k][0]))
+            at = max(at, taken[k][1])
+            k += 1
+        if at < end:
+            rest.append((at, end))
+    return rest
+
+
+def overlapping(spans: Sequence[Span], span: Span) -> list[Span]:
+    """Return the spans that overlap with `span`. They must be sorted and without overlaps."""
+    index = max(0, bisect_left(spans, span) - 1)
+    overlapping = []
+    while index < len(spans) and spans[index][0] < span[1]:
+        if spans[index][1] > span[0]:
+            overlapping.append(spans[index])
+        index += 1
+    return overlapping
+
+
+def total_ns(spans: Iterable[Span]) -> int:
+    """Return the total duration in nanoseconds of spans without overlaps."""
+    return sum(end - begin for begin, end in spans)
+
+
 MIN_GAP_NS = 100_000
 """Shorter gaps between operators are dispatch overhead and count as computation."""
 SECONDS_PER_NS = 1e-9
+_MOST_SPANS = 8
+"""Number of exposed spans of a collective that are reported."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +148,7 @@ def break_down_step(trace: WindowTrace) -> StepBreakdown:
     waits = union(trace.wait_spans)
     exposed = [_exposed(collective, computing, waits, trace) for collective in trace.collectives]
     all_exposed = union(span for spans in exposed for span in spans)
-    parts = (_on_device if trace.kernels is not None else _on_cpu)(trace, all_exposed, computing)
+    parts = _divide(trace, all_exposed, computing)
     everything = intersection(
         [trace.window], (collective.transfer for collective in trace.collectives)
     )
@@ -126,59 +187,46 @@ def _exposed(
     return intersection([trace.window], spans)
 
 
-class _TimePartition:
-    """Assigns each moment of a window to the first part that claims it."""
+def _divide(trace: WindowTrace, exposed: list[Span], computing: list[Span]) -> dict[str, float]:
+    """Assign each moment of the window to the first part that claims it; return the seconds.
 
-    def __init__(self, window: Span) -> None:
-        self.left: list[Span] = [window]
-        self.parts: dict[str, float] = defaultdict(float)
-
-    def give(self, part: StepPart, spans: Iterable[Span]) -> None:
-        taken = intersection(self.left, spans)
-        self.left = difference(self.left, taken)
-        self.parts[part] += total_ns(taken) * SECONDS_PER_NS
-
-    def give_seconds(self, part: StepPart, others: StepPart, seconds: float) -> None:
-        """Assign the rest: `seconds` of it to `part`, the remainder to `others`."""
-        rest = total_ns(self.left) * SECONDS_PER_NS
-        self.parts[part] += min(rest, seconds)
-        self.parts[others] += max(0.0, rest - seconds)
-        self.left = []
-
-
-def _on_cpu(trace: WindowTrace, exposed: list[Span], computing: list[Span]) -> dict[str, float]:
-    """Break down a window by the activity of the main thread."""
-    marks = defaultdict(list, trace.marks)
-    divided = _TimePartition(trace.window)
-    divided.give("data", marks["data"])
-    divided.give("offload", marks["offload"])
-    divided.give("communication", exposed)
-    divided.give("copies", marks["copies"])
-    divided.give("optimizer", marks["optimizer"])
-    divided.give("backward", marks["backward"])
-    divided.give("forward", marks["forward"])
-    divided.give("forward", intersection(computing, _losses(trace)))
-    divided.give_seconds("idle", "python", trace.idle_s)
-    return divided.parts
-
-
-def _on_device(trace: WindowTrace, exposed: list[Span], computing: list[Span]) -> dict[str, float]:  # noqa: ARG001
-    """Break down a window by the activity of the device; idle time by that of the main thread."""
-    kernels, marks = defaultdict(list, trace.kernels or {}), defaultdict(list, trace.marks)
-    divided = _TimePartition(trace.window)
-    divided.give("optimizer", kernels["optimizer"])
-    divided.give("backward", kernels["backward"])
-    divided.give("forward", kernels["forward"])
-    divided.give("communication", exposed)
-    divided.give("offload", [*kernels["offload"], *marks["offload"]])
-    divided.give("copies", kernels["copies"])
-    divided.give("data", marks["data"])
-    divided.give("idle", (span for phase in _PHASES for span in marks[phase]))
-    divided.give_seconds("python", "python", 0.0)
-    return divided.parts
-
-
-_PHASES = ("forward", "backward", "optimizer", "copies")
+    On a GPU the activity of the device comes first, and that of the main thread in its idle time.
+    """
+    marks = defaultdict(list, {phase: list(spans) for phase, spans in trace.marks.items()})
+    claims: list[tuple[StepPart, Iterable[Span]]]
+    if trace.kernels is None:
+        claims = [
+            ("data", marks["data"]),
+            ("offload", marks["offload"]),
+            ("communication", exposed),
+            ("copies", marks["copies"]),
+            ("optimizer", marks["optimizer"]),
+            ("backward", marks["backward"]),
+            ("forward", marks["forward"]),
+            ("forward", intersection(computing, _losses(trace))),
+        ]
+    else:
+        phases = ("forward", "backward", "optimizer", "copies")
+        claims = [
+            ("optimizer", trace.kernels["optimizer"]),
+            ("backward", trace.kernels["backward"]),
+            ("forward", trace.kernels["forward"]),
+            ("communication", exposed),
+            ("offload", [*trace.kernels.get("offload", ()), *marks["offload"]]),
+            ("copies", trace.kernels.get("copies", ())),
+            ("data", marks["data"]),
+            ("idle", [span for phase in phases for span in marks[phase]]),
+        ]
+    left, parts = [trace.window], defaultdict[str, float](float)
+    for part, spans in claims:
+        taken = intersection(left, spans)
+        left = difference(left, taken)
+        parts[part] += total_ns(taken) * SECONDS_PER_NS
+    rest = total_ns(left) * SECONDS_PER_NS
+    idle = min(rest, trace.idle_s) if trace.kernels is None else 0.0
+    parts["idle"] += idle
+    parts["python"] += rest - idle
+    return parts
 
 
 def _losses(trace: WindowTrace) -> list[Span]:
@@ -186,8 +234,12 @@ def _losses(trace: WindowTrace) -> list[Span]:
 
     Without a recorded forward they start at the end of the last other phase.
     """
-    forwards, backwards = _ends(trace, "forward"), _ends(trace, "backward")
-    others = _ends(trace, "data", "copies", "optimizer", "backward")
+
+    def ends(*marks: str) -> list[int]:
+        return sorted(end for mark in marks for _, end in trace.marks.get(mark, ()))
+
+    forwards, backwards = ends("forward"), ends("backward")
+    others = ends("data", "copies", "optimizer", "backward")
     losses = []
     for begin, _ in sorted(trace.marks.get("backward", ())):
         start = _last(forwards, begin)
@@ -195,10 +247,6 @@ def _losses(trace: WindowTrace) -> list[Span]:
             start = max(_last(others, begin), trace.window[0])
         losses.append((start, begin))
     return losses
-
-
-def _ends(trace: WindowTrace, *marks: str) -> list[int]:
-    return sorted(end for mark in marks for _, end in trace.marks.get(mark, ()))
 
 
 def _last(ends: Sequence[int], moment: int) -> int:
@@ -232,25 +280,20 @@ def _traffic(trace: WindowTrace, exposed: Sequence[Sequence[Span]]) -> list[Coll
 
 
 def _begins(trace: WindowTrace, exposed: Sequence[Sequence[Span]]) -> dict[str, list[list[float]]]:
+    """Return for each group and call: its start, exposed and total seconds, and longest spans.
+
+    Of the longest exposed spans, start and end are given relative to the call's start.
+    """
     by_group: dict[str, list[list[float]]] = defaultdict(list)
     for call, spans in sorted(
         zip(trace.collectives, exposed, strict=True), key=lambda pair: pair[0].begin_ns
     ):
-        seconds = [round(total_ns(some) * SECONDS_PER_NS, 6) for some in (spans, call.all_spans)]
-        by_group[call.group].append(
-            [round(call.begin_ns * SECONDS_PER_NS, 6), *seconds, *_apart(call, spans)]
-        )
+        longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MOST_SPANS]
+        moments_ns = [
+            call.begin_ns,
+            total_ns(spans),
+            total_ns(call.all_spans),
+            *(moment - call.begin_ns for span in sorted(longest) for moment in span),
+        ]
+        by_group[call.group].append([round(ns * SECONDS_PER_NS, 6) for ns in moments_ns])
     return dict(by_group)
-
-
-_MOST_SPANS = 8
-
-
-def _apart(collective: CollectiveSpans, spans: Sequence[Span]) -> list[float]:
-    """Return start and end of the longest exposed spans, relative to the collective's start."""
-    longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MOST_SPANS]
-    return [
-        round((moment - collective.begin_ns) * SECONDS_PER_NS, 6)
-        for span in sorted(longest)
-        for moment in span
-    ]

@@ -8,15 +8,15 @@ used batches skipped without reading them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher
 from torch import distributed
 
+from nbdist.worker.library_patches import patch
 from nbdist.worker.training import rng_state
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class _LoaderState:
 
 def patch_dataloaders() -> None:
     """Patch Accelerate's loaders to count batches; call it once per process."""
-    for cls in (DataLoaderShard, DataLoaderDispatcher):
-        cls.__iter__ = _counting(cls.__iter__)
+    for name in ("DataLoaderShard", "DataLoaderDispatcher"):
+        patch(f"accelerate.data_loader:{name}.__iter__", _counting)
 
 
 def position_of(loader: Any) -> LoaderPosition:
@@ -146,7 +146,6 @@ def _running(loader: Any) -> _LoaderState:
 def _counting(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Wrap `__iter__` of one of Accelerate's loaders."""
 
-    @functools.wraps(original)
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - the name of the replaced method
         running = _running(self)
         token = running.iterator = object()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.state import digest, meta_model, optimizer_recipes
-from nbdist.worker.training import grad_scaler
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from nbdist.state.meta_model import MetaModel
     from nbdist.state.optimizer_recipes import OptimizerRecipe
     from nbdist.state.shards import ShardMap
-    from nbdist.worker.training.grad_scaler import LossScale
     from nbdist.worker.training.model_state import ModelState, ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -80,7 +78,7 @@ class ModelRecipe:
                 for raw in raws
             ],
             scalar_state={} if reset_optimizer else model_state.scalar_state(),
-            loss_scale=grad_scaler.get_loss_scale(prepared),
+            loss_scale=get_loss_scale(prepared),
             num_steps=prepared.num_steps,
             digests=digest.global_digests(shards),
         )
@@ -104,7 +102,7 @@ class ModelRecipe:
         for name, live in prepared.model.named_buffers():
             live.copy_(self.buffers[meta_model.bare_name(name)])
         prepared.num_steps = self.num_steps
-        grad_scaler.set_loss_scale(prepared, self.loss_scale)
+        set_loss_scale(prepared, self.loss_scale)
 
     def describe(self, *, reset_optimizer: bool) -> list[str]:
         """Return descriptions of the model and its optimizers."""
@@ -129,3 +127,48 @@ def _buffers(prepared: PreparedModel) -> dict[str, torch.Tensor]:
             prepared.meta.buffers[plain] if is_cast else live.detach().to("cpu", copy=True)
         )
     return copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """State of a dynamic loss scaler."""
+
+    scale: float
+    good_steps: int
+    """Steps without an overflow since the last change of the scale."""
+
+
+def get_loss_scale(prepared: PreparedModel) -> LossScale | None:
+    """Return the loss scale of a model's engine; None if the loss is not scaled."""
+    grad_scaler = getattr(prepared.owner, "scaler", None)
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        tracker = grad_scaler.state_dict()["_growth_tracker"]
+        return LossScale(scale=grad_scaler.get_scale(), good_steps=int(tracker))
+    dynamic = _of_deepspeed(prepared)
+    if dynamic is not None:
+        return LossScale(
+            scale=float(dynamic.cur_scale),
+            good_steps=int(dynamic.cur_iter - dynamic.last_overflow_iter - 1),
+        )
+    return None
+
+
+def set_loss_scale(prepared: PreparedModel, scale: LossScale | None) -> None:
+    """Set the loss scale of a model's engine, if it has a scaler."""
+    if scale is None:
+        return
+    grad_scaler = getattr(prepared.owner, "scaler", None)
+    if grad_scaler is not None and grad_scaler.is_enabled():
+        state = grad_scaler.state_dict()
+        grad_scaler.load_state_dict(
+            state | {"scale": scale.scale, "_growth_tracker": scale.good_steps}
+        )
+    elif (dynamic := _of_deepspeed(prepared)) is not None:
+        dynamic.cur_scale = scale.scale
+        dynamic.last_overflow_iter = dynamic.cur_iter - scale.good_steps - 1
+
+
+def _of_deepspeed(prepared: PreparedModel) -> Any:
+    """Return DeepSpeed's dynamic scaler (0.19, runtime/fp16/loss_scaler.py), or None."""
+    scaler = getattr(getattr(prepared.model, "optimizer", None), "loss_scaler", None)
+    return scaler if hasattr(scaler, "last_overflow_iter") else None

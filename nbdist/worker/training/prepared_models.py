@@ -22,10 +22,14 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
 from nbdist.state import meta_model, optimizer_recipes
-from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.base import (
+    innermost_optimizer,
+    is_deepspeed_engine,
+    unwrap_compiled,
+)
 from nbdist.worker.engines import fsdp
 from nbdist.worker.interrupt.step_gate import step_gate
-from nbdist.worker.memory import memory_accounting
+from nbdist.worker.memory import memory_accounting, memory_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -155,17 +159,24 @@ class PrepareCall:
     def __init__(self, accelerator: Accelerator, args: Sequence[object]) -> None:
         """Record models and optimizers while they are unwrapped."""
         self._args = list(args)
-        self._new = {
-            id(arg): _create_record(accelerator, arg)
-            for arg in args
-            if isinstance(arg, nn.Module) and not any(arg is old.model for old in all_models())
-        }
+        self._new: dict[int, PreparedModel] = {}
+        for arg in args:
+            if not isinstance(arg, nn.Module) or any(arg is old.model for old in all_models()):
+                continue
+            record = PreparedModel(
+                accelerator=weakref.ref(accelerator), user_model=weakref.ref(arg)
+            )
+            try:
+                record.meta_or_none = meta_model.capture_meta_model(arg)
+            except SwitchError as error:
+                record.rebuild_error = str(error)
+            self._new[id(arg)] = record
         models = [*all_models(), *self._new.values()]
         owners = {identity: model for model in models for identity in _names(model)}
         self._recipes: dict[int, tuple[PreparedModel, OptimizerRecipe]] = {}
         for arg in args:
             if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
-                self._take_down(arg, owners)
+                self._capture_optimizer(arg, owners)
 
     @property
     def meta_copy(self) -> nn.Module | None:
@@ -173,7 +184,7 @@ class PrepareCall:
         metas = [model.meta_or_none for model in self._new.values()]
         return metas[-1].model if metas and metas[-1] is not None else None
 
-    def _take_down(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
+    def _capture_optimizer(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
         ids = [id(parameter) for parameter in optimizer_parameters(optimizer)]
         models = {id(owners[identity]): owners[identity] for identity in ids if identity in owners}
         for owner in models.values():
@@ -296,7 +307,6 @@ def clear() -> None:
 def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Accelerator.backward` to count micro-batches since the last step."""
 
-    @functools.wraps(original)
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         step_gate.end_iteration()
         models = [model for model in _trained if model.accelerator() is self]
@@ -311,31 +321,46 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def wrap_gradient_use(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `step()` or `zero_grad()` of a prepared optimizer to reset the micro-batch count."""
+def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `step()` of prepared optimizers: for interrupts, profiles, memory and the step count."""
 
     @functools.wraps(original)
-    def method(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.gradient_state.sync_gradients:
-            for model in _trained:
-                if any(optimizer.wrapper() is self for optimizer in model.optimizers):
-                    model.num_pending_micro_batches = 0
-                    first = model.optimizers[0].wrapper() is self
-                    model.num_steps += int(first and original.__name__ == "step")
+    def step(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        if not self.gradient_state.sync_gradients:  # gradient accumulation
+            return original(self, *args, **kwargs)
+        with step_gate.step(self):
+            with memory_probe.step(self):
+                result = original(self, *args, **kwargs)
+            for model in _models_of(self):
+                model.num_pending_micro_batches = 0
+                # Only its first optimizer counts the steps of a model with several.
+                model.num_steps += int(model.optimizers[0].wrapper() is self)
         return result
 
-    return method
+    return step
 
 
-def _create_record(accelerator: Accelerator, model: nn.Module) -> PreparedModel:
-    """Return the record of a model that is not prepared yet."""
-    record = PreparedModel(accelerator=weakref.ref(accelerator), user_model=weakref.ref(model))
-    try:
-        record.meta_or_none = meta_model.capture_meta_model(model)
-    except SwitchError as error:
-        record.rebuild_error = str(error)
-    return record
+def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `zero_grad()` of prepared optimizers to reset the micro-batch count."""
+
+    @functools.wraps(original)
+    def zero_grad(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.gradient_state.sync_gradients:
+            for model in _models_of(self):
+                model.num_pending_micro_batches = 0
+        return result
+
+    return zero_grad
+
+
+def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
+    """Return the models with this prepared optimizer."""
+    return [
+        model
+        for model in _trained
+        if any(optimizer.wrapper() is wrapper for optimizer in model.optimizers)
+    ]
 
 
 def _names(prepared: PreparedModel) -> dict[int, str]:
@@ -364,9 +389,3 @@ def wrapper_chain(optimizer: Any) -> Iterator[Any]:
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "optimizer", None)
-
-
-def innermost_optimizer(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer inside Accelerate's and DeepSpeed's wrappers."""
-    inner: Optimizer = list(wrapper_chain(optimizer))[-1]
-    return inner

@@ -100,7 +100,7 @@ def invalidate(olds: Iterable[object], reason: str) -> None:
             else:
                 old.data = torch.empty(0)
             old.grad = None
-            old.__class__ = _stale_tensor(type(old), reason)
+            old.__class__ = _stale(type(old), reason)
 
 
 def is_stale(value: object) -> bool:
@@ -109,7 +109,7 @@ def is_stale(value: object) -> bool:
 
 
 def _stale(cls: type, reason: str) -> type:
-    """Return a class of modules or optimizers that raise whenever they are used."""
+    """Return a class of modules, optimizers or tensors that raise whenever they are used."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise SwitchError(reason)
@@ -119,40 +119,20 @@ def _stale(cls: type, reason: str) -> type:
             return object.__getattribute__(self, name)
         raise SwitchError(reason)
 
-    names = dict.fromkeys(("__call__", "__setattr__", "__iter__", "__len__"), refuse)
-    return type(
-        cls.__name__,
-        (nn.Module,) if issubclass(cls, nn.Module) else (Optimizer,),
-        {
-            **names,
-            "of_before": True,
-            "__getattribute__": attribute,
-            "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
-        },
-    )
+    members: dict[str, Any] = {
+        "of_before": True,
+        "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
+    }
+    if issubclass(cls, torch.Tensor):
+        members |= {"__slots__": (), "__torch_function__": classmethod(refuse)}
+        return type(cls.__name__, (cls,), members)
+    members |= dict.fromkeys(("__call__", "__setattr__", "__iter__", "__len__"), refuse)
+    members["__getattribute__"] = attribute
+    return type(cls.__name__, (nn.Module if issubclass(cls, nn.Module) else Optimizer,), members)
 
 
 _HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module__", "__weakref__"})
 """Attributes that Python, IPython and the garbage collector read from any object."""
-
-
-def _stale_tensor(cls: type, reason: str) -> type:
-    """Return a class of tensors that raise whenever they are used."""
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise SwitchError(reason)
-
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__slots__": (),
-            "of_before": True,
-            "__torch_function__": classmethod(refuse),
-            "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
-        },
-    )
-
 
 _TENSORS = (nn.Parameter, torch.Tensor, DTensor)
 """Types of parameters and buffers; FSDP2's parameters are DTensors."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nbdist.checkpoint import OptimizerMetadata, ParamGroup, json_validation
+from nbdist.checkpoint import OptimizerMetadata, ParamGroup
+from nbdist.checkpoint.manifest import to_json_value
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 from nbdist.state import optimizer_recipes
@@ -222,8 +223,8 @@ def _plain(value: Any, where: str, left_out: list[str]) -> Any:
         items = [_plain(item, where, left_out) for item in value]
         return items if all(item is not _LEFT_OUT for item in items) else _LEFT_OUT
     try:
-        json_validation.to_json_value(value, where)
-    except json_validation.ValidationError:
+        to_json_value(value, where)
+    except ValueError:
         left_out.append(where)
         return _LEFT_OUT
     return value

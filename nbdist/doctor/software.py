@@ -1,0 +1,239 @@
+"""Checks of installed software: versions, wrong builds, compilers, and the panel's front end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from nbdist._version import __version__
+from nbdist.doctor.finding import note, ok, problem, summarize_list
+from nbdist.hardware import deepspeed_requirements, discovery
+from nbdist.panel import assets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from nbdist.doctor.finding import Finding
+
+REPORTED_PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "ipykernel")
+OPTIONAL_PACKAGES = frozenset({"deepspeed"})
+
+KNOWN_BAD_VERSIONS: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "torch",
+        "2.6",
+        "runs code contained in a checkpoint, even with weights_only (CVE-2025-32434)",
+        "upgrade torch; until then do not load untrusted files",
+    ),
+    (
+        "torch",
+        "2.10",
+        "can write out of bounds when it loads a checkpoint (CVE-2026-24747)",
+        "upgrade torch; until then do not load untrusted files",
+    ),
+    (
+        "transformers",
+        "5.0.0rc3",
+        "unpickles rng_state.pth when a Trainer resumes (CVE-2026-1839)",
+        "upgrade transformers; until then do not resume from untrusted folders",
+    ),
+)
+"""Package, first fixed version, defect of the versions before it, remedy."""
+
+
+def check_versions(
+    version_of: Callable[[str], str | None] | None = None,
+    *,
+    required: Sequence[str] | None = None,
+    gpus: int | None = None,
+    driver_cuda: int | None = None,
+) -> Iterator[Finding]:
+    """Compare the installed versions with nbdist's requirements.
+
+    Args:
+        version_of: returns the version of a package, or None if it is not installed.
+        required: requirements in the format of `importlib.metadata.requires`.
+        gpus: number of visible GPUs.
+        driver_cuda: newest major CUDA version that the driver supports.
+    """
+    version_of = version_of or installed_version
+    if required is None:
+        try:
+            required = importlib.metadata.requires("nbdist") or []
+        except importlib.metadata.PackageNotFoundError:
+            required = []  # a source tree that is not installed
+    gpus = len(discovery.discover_machine().gpus) if gpus is None else gpus
+    driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
+    versions = {name: version_of(name) for name in REPORTED_PACKAGES}
+    python = f"Python {platform.python_version()}, nbdist {__version__}"
+    packages = [
+        f"{name} {version}" if version else f"no {name}" for name, version in versions.items()
+    ]
+    yield ok("versions", ", ".join([python, *packages]))
+    yield from _unfit(version_of, required)
+    yield from _known_bad(versions)
+    yield from _wrong_build(version_of, gpus, driver_cuda)
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package without importing it, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _unfit(version_of: Callable[[str], str | None], required: Sequence[str]) -> Iterator[Finding]:
+    """Requirements that are missing or have another version."""
+    for line in required:
+        try:
+            requirement = Requirement(line)
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            version = version_of(requirement.name)
+            fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+        except (InvalidRequirement, InvalidVersion):
+            continue  # a custom build: its version cannot be compared
+        if not fits:
+            state = (
+                f"{requirement.name} {version} is installed"
+                if version
+                else f"no {requirement.name}"
+            )
+            hint = (
+                ""
+                if requirement.name not in OPTIONAL_PACKAGES
+                else "; only the zero backends need it"
+            )
+            yield problem(
+                "versions",
+                f"{state}, but nbdist requires {requirement.name}{requirement.specifier}{hint}",
+                f'pip install "{requirement.name}{requirement.specifier}"',
+            )
+
+
+def _known_bad(versions: Mapping[str, str | None]) -> Iterator[Finding]:
+    for name, first_good, defect, do in KNOWN_BAD_VERSIONS:
+        version = versions[name]
+        try:
+            bad = version is not None and Version(version) < Version(first_good)
+        except InvalidVersion:
+            bad = False
+        if bad:
+            yield problem(
+                "versions",
+                f"{name} before {first_good} {defect}; version {version} is installed",
+                do,
+            )
+
+
+def _wrong_build(
+    version_of: Callable[[str], str | None], gpus: int, driver_cuda: int | None
+) -> Iterator[Finding]:
+    """Report a torch build that cannot use the GPUs."""
+    torch = version_of("torch") or ""
+    if not gpus:
+        return
+    choose = "install the torch for your driver: https://pytorch.org/get-started/locally"
+    if torch.endswith("+cpu"):
+        yield problem(
+            "versions", f"torch {torch} is built for CPUs, but this machine has {gpus} GPUs", choose
+        )
+        return
+    cuda = _cuda_of(torch, version_of)
+    if cuda is not None and driver_cuda is not None and driver_cuda < cuda:
+        says = f"torch {torch} is built for CUDA {cuda}, but the driver supports CUDA {driver_cuda}"
+        yield problem("versions", says, f"upgrade the driver, or {choose}")
+
+
+def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
+    """Major CUDA version that torch was built for; None if unknown."""
+    if built := re.search(r"\+cu([0-9]{2})", torch):
+        return int(built[1])
+    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        if version := version_of(package):
+            return int(version.split(".")[0])
+    return None
+
+
+def _driver_cuda() -> int | None:
+    nvml = discovery.import_pynvml()
+    if nvml is None:
+        return None
+    try:
+        with discovery.open_nvml(nvml):
+            return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
+    except nvml.NVMLError:
+        return None
+
+
+def check_compilers(
+    *, missing: str | None = None, locks: Sequence[Path] | None = None, kind: str | None = None
+) -> Iterator[Finding]:
+    """Check for the compiler, ninja, libaio and the CUDA toolkit, which only offload needs.
+
+    Args:
+        missing: error of a build, for tests. "" means that nothing is missing.
+        locks: stale build locks, for tests.
+        kind: device type of the ranks. Default: that of a new session.
+    """
+    kind = kind or ("cuda" if discovery.discover_machine().gpus else "cpu")
+    missing = (
+        deepspeed_requirements.missing_requirements(
+            ["cpu_adam", deepspeed_requirements.NVME_OP], kind
+        )
+        if missing is None
+        else missing
+    )
+    tools = "compiler, ninja, libaio and nvcc" if kind == "cuda" else "compiler, ninja and libaio"
+    if missing:
+        yield note(
+            "compilers",
+            f"some offload ops of the zero backends cannot be compiled here: {missing}",
+            "no action needed, unless you use --offload",
+        )
+    else:
+        yield ok("compilers", f"{tools} are installed, for --offload")
+    locks = deepspeed_requirements.stale_build_locks() if locks is None else locks
+    if locks:
+        says = (
+            "left by killed builds; the next build of these ops waits forever:"
+            f" {summarize_list(locks)}"
+        )
+        yield note("build locks", says, f"rm {' '.join(map(str, locks))}")
+
+
+def check_notebook(
+    *, missing: list[str] | None = None, built: bool | None = None
+) -> Iterator[Finding]:
+    """Check what the live panel needs.
+
+    Args:
+        missing: missing packages of the widget, for tests.
+        built: whether the front end is built, for tests.
+    """
+    if missing is None:
+        missing = [
+            name for name in ("anywidget", "ipywidgets") if importlib.util.find_spec(name) is None
+        ]
+    built = assets.has_built_assets() if built is None else built
+    instead = "%nbdist panel shows a static page instead"
+    if missing:
+        says = f"{', '.join(missing)} not installed: {instead}"
+        yield note("panel", says, f"pip install {' '.join(missing)}, and restart the kernel")
+    elif not built:
+        do = "reinstall nbdist without NBDIST_SKIP_FRONTEND"
+        yield note("panel", f"the front end is not built: {instead}", do)
+    else:
+        says = "live in trusted notebooks (File > Trust Notebook); a static page elsewhere"
+        yield ok("panel", says)
+    if "ipykernel" not in sys.modules:
+        yield ok("kernel", "none: this is a script, not a notebook")

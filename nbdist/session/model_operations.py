@@ -1,0 +1,341 @@
+"""Operations of a session on models and variables of its ranks: push, pull, switch, save, load.
+
+Runs in the notebook's kernel. The methods check their arguments and the state of the session; the
+work is in `operations` and in `session.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist import rank_sets as rank_names
+from nbdist.checkpoint import Url, location_with_password
+from nbdist.errors import RankDied, SwitchError
+from nbdist.operations import export as operations_export
+from nbdist.operations import import_checkpoint, resize
+from nbdist.operations import load as operations_load
+from nbdist.operations import switch as operations_switch
+from nbdist.operations.switch import SwitchReport
+from nbdist.output.rank_log import RankLog
+from nbdist.protocol.operations import SaveRequest
+from nbdist.session import checkpoints as session_checkpoints
+from nbdist.session import lifecycle, push_pull
+from nbdist.session.config import SessionConfig
+from nbdist.session.locking import exclusive_for_current_ranks
+from nbdist.session.progress import StatusLine
+from nbdist.session.training_events import TrainingEvent
+
+if TYPE_CHECKING:
+    from nbdist.operations.export import ExportReport
+    from nbdist.operations.import_checkpoint import ForeignReport
+    from nbdist.operations.load import LoadReport
+    from nbdist.session.checkpoints import Save
+
+
+class ModelOperations(lifecycle.SessionLifecycle):
+    """Methods of `Session` for prepared models, checkpoints and variables."""
+
+    # -- values
+
+    @exclusive_for_current_ranks
+    def push(self, **values: object) -> int:
+        """Bind values on all ranks; return the number of bytes moved through shared memory.
+
+        Tensors keep dtype and shape and arrive on the CPU.
+
+        Raises:
+            PayloadError: a value that cannot be moved; the message contains its location and a fix.
+        """
+        self._ensure_free()
+        self.start()
+        return push_pull.push_variables(values, range(self.world_size), self._workers)
+
+    @exclusive_for_current_ranks
+    def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
+        """Fetch variables of one rank: one value for one name, else a list.
+
+        A model is returned as its state dict. For a prepared model all ranks contribute their
+        shards, and weights are fp32 if the backend keeps fp32 masters. Tied tensors stay tied.
+
+        Tensors are CPU torch tensors (which imports torch), or with `as_numpy` NumPy arrays.
+
+        Raises:
+            PayloadError: no such variable, or one that cannot be moved.
+            CheckpointError: a prepared model that the ranks cannot gather.
+        """
+        (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
+        self._ensure_free()
+        self.start()
+        values = push_pull.pull_variables(
+            names, chosen, self._workers, world_size=self.world_size, as_numpy=as_numpy
+        )
+        return values[names[0]] if len(names) == 1 else [values[name] for name in names]
+
+    # -- switching the backend
+
+    @exclusive_for_current_ranks
+    def switch(self, backend: str | None = None, **changes: Any) -> SwitchReport:
+        """Switch the prepared models to another backend; the training state is kept.
+
+        Weights, optimizer state, scheduler, random generators, data loaders within an epoch and
+        all variables are carried over. A variable bound to a prepared object is rebound to its
+        replacement.
+
+        A different number of ranks, different devices or an NVMe offload need new processes:
+        the state is passed through shared memory. Variables that cannot be pickled (open
+        files, generators) are not carried over; the report lists them.
+
+        Args:
+            backend: ddp, fsdp (= fsdp2), fsdp1, zero1, zero2 or zero3. Default: unchanged.
+            changes: nproc, devices, precision, offload, activation_checkpointing and other
+                arguments of `Session`; `reset_optimizer=True` discards the optimizer state.
+
+        Raises:
+            OptionError: a value that is not allowed; nothing was changed.
+            SwitchError: the failed phase, ranks and cause; everything was rolled back.
+            SessionBusy: a cell is still running.
+        """
+        reset = bool(changes.pop("reset_optimizer", False))
+        wished = {"backend": backend, **changes} if backend is not None else changes
+        requested = self._with(wished)
+        then = self._choice.merge_auto_decision(SessionConfig.from_options(requested, self._where))
+        differing = self._choice.diff(then)
+        if self.state in {"new", "stopped"} or not differing:
+            if self.state == "new":
+                self._configure(requested)
+            return SwitchReport.nothing(self._choice.describe())
+        self._ensure_free()
+        doing = f"{self.backend} -> {then.options.backend}"
+        with self.operation.track("switching", doing):
+            report = self._switch(then, requested, reset_optimizer=reset)
+        self.events.add(
+            TrainingEvent(
+                self.metrics.last_step,
+                "switch",
+                operations_switch.describe_change(report.before, report.after),
+            )
+        )
+        return report
+
+    def _switch(
+        self, new_config: SessionConfig, requested: dict[str, Any], *, reset_optimizer: bool
+    ) -> SwitchReport:
+        if resize.needs_new_ranks(self._choice, new_config):
+            report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
+            self._requested_options = requested
+            return report
+
+        def switched() -> None:
+            self._requested_options, self._choice = requested, new_config
+            self._mark_ready()
+
+        report = operations_switch.switch_backend(
+            self._workers,
+            self._choice,
+            new_config,
+            reset_optimizer=reset_optimizer,
+            on_late_success=switched,
+        )
+        switched()
+        return report
+
+    def _hand_over(self, new_config: SessionConfig, *, reset_optimizer: bool) -> SwitchReport:
+        """Replace the ranks by new ones; on failure restart with the old options."""
+        self._saves.wait_for_running()
+        self._cells.fail_all(
+            RankDied("The ranks were replaced; output that was still pending is lost.")
+        )
+        with StatusLine() as line:
+            change = resize.RankResize(
+                workers=self._workers,
+                before=self._choice,
+                after=new_config,
+                reset_optimizer=reset_optimizer,
+                status_line=line,
+                start_ranks=self._start_ranks,
+            )
+            try:
+                report = change.run()
+            except SwitchError as error:
+                if change.kept_folder is not None:
+                    self.state, self._death = "dead", RankDied(str(error))
+                    self._ended_by_stop = False
+                else:
+                    self._mark_ready()
+                raise
+        self._choice = new_config.with_node_hardware(self._where)
+        self._mark_ready()
+        self.metrics.world_size = self.world_size
+        self.logs |= {rank: RankLog() for rank in range(self.world_size) if rank not in self.logs}
+        return report
+
+    # -- checkpoints
+
+    def save_to(self, folder: str | os.PathLike[str] | None) -> None:
+        """Change where checkpoints are saved; `save()` in cells uses it from the next cell on.
+
+        Args:
+            folder: root folder of checkpoints, or a URL. None: "checkpoints" beside the notebook.
+
+        Raises:
+            CheckpointError: a URL that fsspec does not support, or whose package is missing.
+        """
+        self._saves.set_root(folder)
+        if self.state in {"ready", "running"}:
+            self._look_at_checkpoints(new=True)
+
+    @exclusive_for_current_ranks
+    def save(
+        self,
+        name: str,
+        overwrite: bool = False,  # noqa: FBT001, FBT002 - the contract
+        keep: int | None = None,
+        wait: bool = False,  # noqa: FBT001, FBT002
+        *,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> Save:
+        """Save the current training state, crash-safe; loads under any backend and world size.
+
+        Waits for an earlier save, then returns once the ranks have copied their state to host
+        memory; they write it while the next cell runs. In a cell, `save(name)` does the same.
+
+        Args:
+            name: 1 to 64 letters, digits, dots, dashes and underscores.
+            overwrite: replace a checkpoint of this name once the new one is complete.
+            keep: keep only this many checkpoints, newest first, once this one is complete.
+            wait: return when the checkpoint is on disk.
+            folder: root folder of checkpoints, or an fsspec URL. Default: the session's.
+
+        Raises:
+            CheckpointError: no model, no space, name taken, or an optimizer step is incomplete
+                (gradient accumulation); with `wait` also a failed write. Nothing was written.
+            SessionBusy: a cell is still running.
+        """
+        self._ensure_free()
+        self.start()
+        root = self._folder(folder)
+        if isinstance(root, Path):
+            self._workers.launcher_group.check_shared_folder(root)
+        request = SaveRequest(
+            root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+        )
+        with self.operation.track("saving", f"copying the state for checkpoint {name}"):
+            save = self._saves.start_save(request, self._workers, self.world_size)
+            if wait:
+                save.wait_shown()
+        return save
+
+    @exclusive_for_current_ranks
+    def load(
+        self,
+        name: str,
+        *,
+        weights_only: bool = False,
+        folder: str | os.PathLike[str] | None = None,
+        trust: bool = False,
+    ) -> LoadReport | ForeignReport:
+        """Load a checkpoint into the prepared models, under any backend and world size.
+
+        Run the cell that prepares them first. Restores weights, optimizer, scheduler, random
+        generators, and data loaders within their epoch.
+
+        Args:
+            name: name of a checkpoint, or path of its folder; a path to files of another tool
+                is passed to `load_foreign`.
+            weights_only: load only weights and buffers.
+            folder: root folder of checkpoints, or a URL. Default: the session's.
+            trust: as for `load_foreign`.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit, is damaged, or loading failed; the models
+                are unchanged.
+            SessionBusy: a cell is still running.
+        """
+        root, last = self._folder(folder), name
+        if os.sep in name:
+            path = self._folder(name)
+            root, last = path.parent, path.name
+            if isinstance(path, Path) and session_checkpoints.is_not_checkpoint_folder(path):
+                return self.load_foreign(path, trust=trust)
+        self._ensure_free()
+        self.start()
+        with self.operation.track("loading", f"loading {last}"):
+            report = operations_load.load_checkpoint(
+                self._workers, self.world_size, last, root, weights_only=weights_only
+            )
+        self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
+        return report
+
+    def _folder(self, given: str | os.PathLike[str] | None) -> Path | Url:
+        """Return the root of checkpoints as an absolute path: ranks may run elsewhere."""
+        return self.checkpoints.root if given is None else session_checkpoints.parse_root(given)
+
+    # -- export and import
+
+    @exclusive_for_current_ranks
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        dtype: object = None,
+        *,
+        model: str | None = None,
+        max_shard_size: str | int = operations_export.MAX_SHARD_SIZE,
+        overwrite: bool = False,
+    ) -> ExportReport:
+        """Write the prepared model as `save_pretrained` would, under any backend.
+
+        Each rank writes its share of each tensor; the model is never gathered on one rank. The
+        folder is renamed into place when complete.
+
+        Args:
+            folder: a new or empty folder.
+            dtype: bf16, fp16 or fp32, for floating-point tensors. Default: as trained; the fp32
+                masters if the backend has them.
+            model: variable of the model. Default: the only prepared one.
+            max_shard_size: largest size of one file, such as "5GB".
+            overwrite: replace the model in a folder that is not empty; other files in it stay.
+
+        Raises:
+            OptionError: a dtype that is not allowed.
+            CheckpointError: no model, no space, folder not empty, or a rank failed; no files are
+                left.
+            SessionBusy: a cell is still running.
+        """
+        request = operations_export.make_export_request(
+            folder, dtype, model=model, max_shard_size=max_shard_size, overwrite=overwrite
+        )
+        self._ensure_free()
+        self.start()
+        self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
+        with self.operation.track("exporting", f"exporting to {folder}"):
+            return operations_export.export(self._workers, self.world_size, request)
+
+    @exclusive_for_current_ranks
+    def load_foreign(
+        self, path: str | os.PathLike[str], *, trust: bool = False, model: str | None = None
+    ) -> ForeignReport:
+        """Load files of another tool into the prepared model, under any backend and world size.
+
+        Supported: Hugging Face safetensors (weights), Accelerate's `save_state` under DDP and
+        FSDP, DeepSpeed ZeRO 1, 2 and 3 folders (weights and optimizer state). Code in the files
+        is not executed.
+
+        Args:
+            path: a folder or a file.
+            trust: unpickle files that contain more than tensors and plain values; this can
+                execute arbitrary code.
+            model: variable of the model. Default: the only prepared one.
+
+        Raises:
+            CheckpointError: unknown format, needs `trust`, or belongs to another model; the model
+                is unchanged.
+            SessionBusy: a cell is still running.
+        """
+        self._ensure_free()
+        self.start()
+        with self.operation.track("loading", f"loading {path}"):
+            return import_checkpoint.import_checkpoint(
+                self._workers, self.world_size, path, trust=trust, model=model
+            )

@@ -1,0 +1,231 @@
+"""Every patch of torch, accelerate, deepspeed and transformers on a rank.
+
+A patch replaces one attribute of a library, where the library has no hook for what a session needs.
+``PATCHES`` says for each which version was read, why the patch exists and where upstream discusses
+it. When a library does the same by itself, delete the entry and the call of ``patch``. An attribute
+that is not in the table cannot be patched, and a unit test fails if one is assigned elsewhere.
+
+Not in the table are patches that are undone after a few steps or made in a child process: the
+instrumentation of a running profile (`worker.profiling`), and tracing (`planner.tracing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+ACCELERATE, DEEPSPEED = "accelerate 1.15", "deepspeed 0.19"
+TORCH, TRANSFORMERS = "torch 2.13", "transformers 5.23"
+
+
+class LibraryPatch(NamedTuple):
+    """Reason for a patch."""
+
+    version: str
+    """Library and version whose source was read."""
+    reason: str
+    upstream: str = ""
+    """Issue or pull request; empty if none is known."""
+
+
+PATCHES: Mapping[str, LibraryPatch] = {
+    # -- the session's engine, for an Accelerator of a cell or of a Trainer
+    "accelerate.accelerator:Accelerator.__init__": LibraryPatch(
+        ACCELERATE,
+        "use the session's options; a second Accelerator silently keeps the first one's engine",
+        "https://github.com/huggingface/accelerate/issues/47",
+    ),
+    "accelerate.accelerator:Accelerator.prepare": LibraryPatch(
+        ACCELERATE,
+        "record what is needed to rebuild a model; FSDP2 refuses a model without its optimizer",
+        "https://github.com/huggingface/accelerate/pull/3394",
+    ),
+    "accelerate.accelerator:Accelerator.prepare_model": LibraryPatch(
+        ACCELERATE, "a model prepared for evaluation counts as prepared for training"
+    ),
+    "accelerate.accelerator:Accelerator.clip_grad_norm_": LibraryPatch(
+        ACCELERATE,
+        "with two models FSDP compares lists of tensors by value; DeepSpeed's norm is not returned",
+        "https://github.com/huggingface/accelerate/pull/4294",
+    ),
+    "accelerate.accelerator:Accelerator.free_memory": LibraryPatch(
+        ACCELERATE,
+        "destroys DeepSpeed's engine at the start of a Trainer's second train()",
+        "https://github.com/huggingface/transformers/issues/35073",
+    ),
+    "accelerate.accelerator:Accelerator.clear": LibraryPatch(ACCELERATE, "an alias of free_memory"),
+    "accelerate.accelerator:Accelerator.backward": LibraryPatch(
+        ACCELERATE, "count micro-batches, detect an interrupted pass; there is no hook"
+    ),
+    "accelerate.accelerator:Accelerator.save_state": LibraryPatch(
+        ACCELERATE, "release models of earlier runs of a cell before they are saved"
+    ),
+    "accelerate.accelerator:Accelerator.load_state": LibraryPatch(
+        ACCELERATE, "release models of earlier runs of a cell before they are loaded"
+    ),
+    "accelerate.optimizer:AcceleratedOptimizer.step": LibraryPatch(
+        ACCELERATE, "stop all ranks after the same step, measure a step; there is no hook"
+    ),
+    "accelerate.optimizer:AcceleratedOptimizer.zero_grad": LibraryPatch(
+        ACCELERATE, "reset the count of micro-batches that wait for a step"
+    ),
+    "accelerate.data_loader:DataLoaderShard.__iter__": LibraryPatch(
+        ACCELERATE,
+        "the position within an epoch is not saved",
+        "https://github.com/huggingface/accelerate/issues/2016",
+    ),
+    "accelerate.data_loader:DataLoaderDispatcher.__iter__": LibraryPatch(
+        ACCELERATE,
+        "as for DataLoaderShard",
+        "https://github.com/huggingface/accelerate/issues/2016",
+    ),
+    "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy": LibraryPatch(
+        ACCELERATE, "accepts only its two named policies; the size-based one wraps ModuleLists"
+    ),
+    # -- accelerate on CPU ranks
+    "accelerate.state:PartialState.__init__": LibraryPatch(
+        ACCELERATE, 'CPU ranks: sets the device "cpu:0", which FSDP1 rejects'
+    ),
+    "accelerate.state:AcceleratorState.__init__": LibraryPatch(
+        ACCELERATE, "CPU ranks: silently ignores an FSDP or DeepSpeed plugin"
+    ),
+    # -- deepspeed
+    "accelerate.accelerator:DeepSpeedEngineWrapper": LibraryPatch(
+        ACCELERATE,
+        "steps inside backward(), before the cell can clip. deepspeed's"
+        " managed_gradient_accumulation=false does not help: accelerate then raises, stage 1"
+        " refuses overlap_comm, and the norm is known only after the step",
+        "https://github.com/huggingface/accelerate/issues/2951",
+    ),
+    "accelerate.accelerator:DeepSpeedOptimizerWrapper": LibraryPatch(
+        ACCELERATE,
+        "step() does nothing",
+        "https://github.com/huggingface/accelerate/issues/2951",
+    ),
+    "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(
+        DEEPSPEED,
+        "gradient hooks keep an engine alive, because torch hides them from garbage collection",
+        "https://github.com/deepspeedai/DeepSpeed/issues/4856",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:register_grad_hook": LibraryPatch(
+        DEEPSPEED, "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
+    ),
+    "deepspeed.runtime.zero.stage3:register_grad_hook": LibraryPatch(
+        DEEPSPEED, "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator:"
+    "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": (
+        LibraryPatch(DEEPSPEED, "an lru_cache of the class keeps every ZeRO-3 engine alive")
+    ),
+    "deepspeed.runtime.swap_tensor.optimizer_utils:"
+    "OptimizerSwapper._adjust_for_misaligned_lengths": LibraryPatch(
+        DEEPSPEED,
+        "with gradients on NVMe, about half of the elements of a large weight move in the wrong"
+        " direction at the first step (measured; the cause is unknown)",
+    ),
+    "deepspeed.accelerator.cuda_accelerator:pynvml": LibraryPatch(
+        DEEPSPEED,
+        "parses CUDA_VISIBLE_DEVICES as integers, which fails for the UUID of a MIG instance",
+        "https://github.com/deepspeedai/DeepSpeed/issues/5278",
+    ),
+    "deepspeed.comm:broadcast": LibraryPatch(
+        DEEPSPEED, "while a model without weights is prepared: broadcasts each parameter"
+    ),
+    "deepspeed.runtime.zero.partition_parameters:Init._all_gather": LibraryPatch(
+        DEEPSPEED, "while a model without weights is prepared: gathers each parameter"
+    ),
+    # -- transformers
+    "transformers.trainer:Trainer.create_accelerator_and_postprocess": LibraryPatch(
+        TRANSFORMERS, "take clipping, accumulation and precision from the session"
+    ),
+    "transformers.trainer:deepspeed_init": LibraryPatch(
+        TRANSFORMERS,
+        "a second train() creates a new optimizer for an engine that has one",
+        "https://github.com/huggingface/transformers/issues/35073",
+    ),
+    # -- process groups
+    "torch.distributed:init_process_group": LibraryPatch(
+        TORCH, "scripts call it at their start; the session's group exists already"
+    ),
+    "torch.distributed.distributed_c10d:init_process_group": LibraryPatch(
+        TORCH, "as for torch.distributed"
+    ),
+    "torch.distributed:destroy_process_group": LibraryPatch(
+        TORCH, "scripts call it at their end; the session's groups stay"
+    ),
+    "torch.distributed.distributed_c10d:destroy_process_group": LibraryPatch(
+        TORCH, "as for torch.distributed"
+    ),
+    "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": LibraryPatch(
+        TORCH,
+        "freeing a gloo group in C++ while holding the GIL can deadlock",
+        "https://github.com/pytorch/pytorch/issues/56297",
+    ),
+    # -- collectives of CPU ranks
+    "torch.distributed:ProcessGroup.*": LibraryPatch(
+        TORCH,
+        "gloo: a mismatched collective hangs, terminates the process or mixes tensors",
+        "https://github.com/pytorch/gloo/issues/227",
+    ),
+    "torch.distributed.distributed_c10d:_new_group_with_tag": LibraryPatch(
+        TORCH, "gloo: blocks in C++ for 30 minutes if a rank does not call it"
+    ),
+    "torch.distributed:Work.wait": LibraryPatch(
+        TORCH,
+        "gloo: a wait cannot be interrupted",
+        "https://github.com/pytorch/gloo/issues/227",
+    ),
+}
+"""Attribute, as "module:name" -> why it is patched. A name may end with ".*"."""
+
+_patched: set[str] = set()
+
+
+def patch(target: str, wrap: Callable[[Any], Any]) -> None:
+    """Replace an attribute of a library for the rest of the process; a second call does nothing.
+
+    Args:
+        target: key of ``PATCHES``, or a member of a key that ends with ".*".
+        wrap: maps the attribute to its replacement.
+
+    Raises:
+        KeyError: the target is not listed.
+        AttributeError: the library has no such attribute.
+    """
+    if target in _patched:
+        return
+    owner, name = _resolve(target)
+    setattr(owner, name, _wrapped(getattr(owner, name), wrap))
+    _patched.add(target)
+
+
+@contextlib.contextmanager
+def patched(target: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of a library in this context."""
+    owner, name = _resolve(target)
+    original = vars(owner)[name]
+    setattr(owner, name, _wrapped(getattr(owner, name), wrap))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _resolve(target: str) -> tuple[Any, str]:
+    """Return the owner of a listed attribute, and the attribute's name."""
+    if target not in PATCHES and f"{target.rpartition('.')[0]}.*" not in PATCHES:
+        raise KeyError(target)
+    module, _, path = target.partition(":")
+    *classes, name = path.split(".")
+    return functools.reduce(getattr, classes, importlib.import_module(module)), name
+
+
+def _wrapped(original: Any, wrap: Callable[[Any], Any]) -> Any:
+    replacement = wrap(original)
+    is_function = callable(replacement) and not isinstance(replacement, type)
+    return functools.update_wrapper(replacement, original) if is_function else replacement

@@ -1,0 +1,105 @@
+"""An option is declared once, and is known everywhere a session is configured.
+
+`python tests/unit/test_options.py` writes docs/options.md again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from IPython.core.error import UsageError
+
+from nbdist import strategies
+from nbdist.magics import arguments, completion, magics
+from nbdist.panel import commands
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+_HEAD = """\
+# Options of a session
+
+Made by `python tests/unit/test_options.py` from `nbdist/strategies`. The first option of each row
+goes on the line of `%%distribute`; *keyword* is the argument of `Session(...)`,
+`session.switch(...)` and `session.restart(...)`. Options marked *switch* also go on the line of
+`%nbdist switch NAME` and change a running session without losing the training state; the others
+start new ranks. [strategies.md](strategies.md) lists what each backend supports,
+[clusters.md](clusters.md) explains the options of clusters.
+"""
+_TITLES = {
+    "engine": "The training engine",
+    "ranks": "The ranks",
+    "cluster": "Where the ranks run",
+}
+
+
+def page() -> str:
+    """The reference page."""
+    parts = [_HEAD]
+    for scope, title in _TITLES.items():
+        parts.append(
+            f"\n## {title}\n\n| option | keyword | switch | meaning |\n|---|---|---|---|\n"
+        )
+        for name, item in strategies.ARGUMENTS.items():
+            if item.scope == scope:
+                value = f" {item.metavar}" if item.metavar else ""
+                flags = ", ".join(f"`{flag}{value}`" for flag in reversed(item.flags(name)))
+                switch = "yes" if item.can_switch else ""
+                parts.append(f"| {flags} | `{name}` | {switch} | {item.help} |\n")
+    return "".join(parts)
+
+
+def test_the_reference_page_is_made_of_the_declarations() -> None:
+    assert PAGE.read_text() == page()
+
+
+def test_every_option_goes_on_the_lines_of_the_magics() -> None:
+    names = {item.name for item in fields(strategies.SessionOptions)}
+    assert names == set(strategies.ARGUMENTS)
+    assert names <= set(vars(magics.parse_distribute_line("")))
+    switch = vars(arguments.switch_parser().parse_args([]))
+    assert names & switch.keys() == {n for n in names if strategies.ARGUMENTS[n].can_switch}
+    flags = {flag for n, item in strategies.ARGUMENTS.items() for flag in item.flags(n)}
+    assert completion.OPTION_VALUES.keys() - {"--output"} <= flags
+
+
+def test_only_options_on_the_line_are_passed_on() -> None:
+    assert arguments.session_options(magics.parse_distribute_line("")) == {}
+    line = "-b fsdp --gpus 0,2 --no-compile --clip none --fsdp-config '{\"version\": 2}' --auto"
+    assert arguments.session_options(magics.parse_distribute_line(line)) == {
+        "backend": "fsdp",
+        "devices": "0,2",
+        "compile": False,
+        "clip": None,
+        "fsdp_config": {"version": 2},
+        "auto": True,
+    }
+
+
+def test_what_needs_new_ranks_cannot_be_switched() -> None:
+    with pytest.raises(UsageError, match="--auto"):
+        arguments.switch_parser().parse_args(["--auto"])
+
+
+def test_the_panel_sends_declared_options_within_their_limits() -> None:
+    rules = commands.ARGUMENTS["switch"]
+    assert rules.keys() - {"reset_optimizer"} <= strategies.ARGUMENTS.keys()
+    assert rules["nproc"].check(4096)
+    assert not rules["nproc"].check(4097)
+    assert not rules["offload_params"].check("yes")
+    assert not rules["backend"].check("x" * 65)
+
+
+def test_a_new_option_reaches_every_parser() -> None:
+    parser = arguments.command_parser("new", "")
+    new = strategies.Argument(help="a new option", metavar="N", type=int, can_be_unset=True)
+    arguments.add_session_argument(parser, "cpu_threads", new)
+    assert parser.parse_args(["--cpu-threads", "3"]) == argparse.Namespace(
+        help=False, cpu_threads=3
+    )
+    assert new.read("none") is None
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
