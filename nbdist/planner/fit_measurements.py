@@ -44,7 +44,7 @@ def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec
     """Store the measurements of a calibration and return the cluster with them.
 
     Args:
-        figures: results of `worker.benchmarks.calibration.run_benchmark` for each rank.
+        figures: results of `worker.benchmarks.calibration.calibrate` for each rank.
         cluster: the ranks, detected on this machine.
     """
     store = cluster.measurement_store

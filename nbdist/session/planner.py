@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.errors import PlanError
 from nbdist.hardware.telemetry import UsageSnapshot
-from nbdist.output.status_line import StatusLine
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbdist import rank_sets as rank_names
 from nbdist.cluster.local import LocalLauncherProvider
 from nbdist.errors import PlanError
-from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import lifecycle, panel_loader, planner, stacks
@@ -19,6 +18,7 @@ from nbdist.session.cell import CellResult, check_code
 from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
@@ -299,9 +299,8 @@ class Session(ModelOperations):
         with self.operation.track("calibrating", "measuring links and devices"):
             return operations_calibrate.calibrate(
                 self._workers,
-                self._listen,
+                self.world_size,
                 options=self.options,
-                world_size=self.world_size,
                 hardware=self.hardware,
                 cluster=planner.cluster_spec(self),
                 disk=disk,
