@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import UTC
 from typing import TYPE_CHECKING, ClassVar
 
 from nbdist.checkpoint.manifest import RankReport
@@ -47,7 +48,7 @@ def summarize(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSumm
         step=manifest.step,
         size_bytes=manifest.size_bytes,
         backend=manifest.backend,
-        created=manifest.created,
+        created=manifest.created.astimezone(UTC),
         path=path,
     )
 
