@@ -20,8 +20,7 @@ from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.names import printable
 from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
-from nbdist.state.chunks import Chunk, chunk_to_intervals, interval_to_chunks
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Chunk, Piece, Shard, chunk_to_intervals, interval_to_chunks
 from nbdist.state.tensor_index import TensorIndex, open_safetensors, part_of, tensor_as_bytes
 
 if TYPE_CHECKING:

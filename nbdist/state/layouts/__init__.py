@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 from nbdist.errors import SwitchError
 from nbdist.state.layouts.base import DdpLayout, Layout, is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.deepspeed import Zero3Layout, Zero12Layout
 from nbdist.state.layouts.free import free_model
 from nbdist.state.layouts.fsdp1 import Fsdp1Layout
 from nbdist.state.layouts.fsdp2 import Fsdp2Layout
-from nbdist.state.layouts.zero3 import Zero3Layout
-from nbdist.state.layouts.zero12 import Zero12Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
