@@ -71,16 +71,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Raises:
         SwitchError: the module contains an object that cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        memo[id(tensor)] = _as(tensor, empty)
     try:
-        copied: nn.Module = copy.deepcopy(model, memo)
+        return _copy_without_data(model, "meta")
     except Exception as error:  # a module may contain anything, even locks and sockets
         message = f"{type(model).__name__} cannot be copied: {error}"
         raise SwitchError(message) from error
-    return copied
 
 
 def try_meta_copy(model: nn.Module) -> nn.Module | None:
@@ -113,22 +108,23 @@ def materialize(meta_model: MetaModel) -> nn.Module:
     The memory of parameters is allocated but not touched, so it is not resident until an engine
     accesses it.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*meta_model.model.parameters(), *meta_model.model.buffers()):
-        empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        memo[id(tensor)] = _as(tensor, empty)
-    model: nn.Module = copy.deepcopy(meta_model.model, memo)
+    model = _copy_without_data(meta_model.model, "cpu")
     buffers = dict(model.named_buffers())
     for name, value in meta_model.buffers.items():
         buffers[name].copy_(value)
     return model
 
 
-def _as(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return `empty`, as a parameter if `tensor` is one."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
+    """Copy a module with uninitialized parameters and buffers on a device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def bare_name(name: str) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
+from nbdist.state.shards import TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +32,6 @@ _MAY_BE_ZERO = "optim"
 """Prefix of keys of optimizer state, which becomes zero if no rank owns it."""
 
 Interval = tuple[int, int]
-
-
-class GlobalTensor(NamedTuple):
-    """Global shape and dtype of a key."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _KeyIntervals(NamedTuple):
@@ -70,12 +63,12 @@ class _TransferSegment(NamedTuple):
 
 def gather_keys(
     shards: ShardMap, group: collectives.OptionalGroup = None
-) -> dict[str, GlobalTensor]:
+) -> dict[str, TensorEntry]:
     """Return the keys of all ranks in order, the same on every rank; a collective.
 
     Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
     """
-    entries = [(key, GlobalTensor(shard.shape, shard.dtype)) for key, shard in shards.items()]
+    entries = [(key, TensorEntry(shard.shape, shard.dtype)) for key, shard in shards.items()]
     return {
         key: entry
         for rank_entries in collectives.all_gather_values(entries, group)
@@ -109,19 +102,15 @@ def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGr
             piece.view.zero_()
     for key in plan.keys:
         if key in target and key in source:
-            _copy_own(source[key], target[key])
+            # what this rank both owns and needs
+            for piece in target[key].pieces:
+                for start, stop, view in _cut(source[key].pieces, piece.start, piece.stop):
+                    room = piece.view[start - piece.start : stop - piece.start]
+                    room.copy_(view, non_blocking=True)
     sent = sum(plan.exchange(batch) for batch in plan.busy()) if plan.world > 1 else 0
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return sent
-
-
-def _copy_own(source: Shard, target: Shard) -> None:
-    """Copy the elements that this rank both owns and needs."""
-    for target_piece in target.pieces:
-        for start, stop, view in _cut(source.pieces, target_piece.start, target_piece.stop):
-            room = target_piece.view[start - target_piece.start : stop - target_piece.start]
-            room.copy_(view, non_blocking=True)
 
 
 def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSegment]:
@@ -130,15 +119,6 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSe
         low, high = max(start, piece.start), min(stop, piece.stop)
         if low < high:
             yield _TransferSegment(low, high, piece.view[low - piece.start : high - piece.start])
-
-
-@dataclass(slots=True)
-class _SendBuffer:
-    """Send buffer with the concatenated segments for all ranks."""
-
-    buffer: torch.Tensor
-    splits: list[int]
-    """Number of bytes for each rank."""
 
 
 class _ReshardPlan:
@@ -243,7 +223,7 @@ class _ReshardPlan:
 
     def exchange(self, batch: Sequence[_TransferWindow]) -> int:
         """Send and receive a batch; return the bytes that this rank sent. A collective."""
-        outgoing, sent = self._packed(batch)
+        outgoing, sizes, sent = self._packed(batch)
         rooms = [
             [
                 (part, self._dtypes[window.key])
@@ -254,9 +234,7 @@ class _ReshardPlan:
             for rank in range(self.world)
         ]
         splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
-        incoming = collectives.all_to_all_bytes(
-            outgoing.buffer, outgoing.splits, splits, self._group
-        )
+        incoming = collectives.all_to_all_bytes(outgoing, sizes, splits, self._group)
         offset = 0
         for part, dtype in (segment for parts in rooms for segment in parts):
             size = (part.stop - part.start) * dtype.itemsize
@@ -264,8 +242,12 @@ class _ReshardPlan:
             offset += _padded(part, dtype)
         return sent
 
-    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[_SendBuffer, int]:
-        """Pack this rank's segments for others; return the buffer and its bytes without padding."""
+    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[torch.Tensor, list[int], int]:
+        """Pack this rank's segments for others.
+
+        Returns:
+            The buffer, its bytes for each rank, and its bytes without padding.
+        """
         sends = self._sends(batch)
         splits = [sum(_padded(part, part.view.dtype) for part in parts) for parts in sends]
         buffer = torch.empty(
@@ -277,7 +259,7 @@ class _ReshardPlan:
             buffer[offset : offset + size].view(part.view.dtype).copy_(part.view, non_blocking=True)
             offset += _padded(part, part.view.dtype)
             sent += size
-        return _SendBuffer(buffer, splits), sent
+        return buffer, splits, sent
 
 
 def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:

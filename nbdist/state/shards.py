@@ -43,6 +43,13 @@ class Shard:
     """Sorted by start, disjoint; empty if the rank has no elements."""
 
 
+class TensorEntry(NamedTuple):
+    """Shape and dtype of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 ShardMap = Mapping[str, Shard]
 """Key (`model.<fqn>`, `optim.state.<fqn>.<name>`) -> shard of this rank."""
 
@@ -86,7 +93,7 @@ def give_back() -> None:
 
 def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
     """Copy into the memory of an earlier copy; return no pieces if it does not fit."""
-    if old is None or old.dtype != shard.dtype or _joined(shard) != _joined(old):
+    if old is None or old.dtype != shard.dtype or joined_intervals(shard) != joined_intervals(old):
         return ()
     for piece in shard.pieces:
         for target in old.pieces:
@@ -96,7 +103,7 @@ def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
     return old.pieces
 
 
-def _joined(shard: Shard) -> list[tuple[int, int]]:
+def joined_intervals(shard: Shard) -> list[tuple[int, int]]:
     """Return the intervals of a shard, with consecutive ones merged."""
     joined: list[tuple[int, int]] = []
     for start, stop, _ in shard.pieces:

@@ -23,8 +23,6 @@ from nbdist.state.shards import Piece, Shard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-StateDtypes = dict[str, dict[str, torch.dtype]]
-"""Parameter -> name of element-wise optimizer state -> dtype."""
 ScalarState = dict[str, dict[str, float]]
 """Parameter -> name of scalar optimizer state -> value."""
 
@@ -272,10 +270,12 @@ class Layout(ABC):
             tensor = self._flat(tensor, keep=not owned)
         if owned:
             # Each rank with a copy owns an even part of it.
-            copies = (place.replica_index, place.num_replicas)
+            index, num_copies = place.replica_index, place.num_replicas
             if place.is_whole:
-                copies = (collectives.rank(), collectives.group_size())
-            low, high = even_split(stop - start, *copies)
+                index, num_copies = collectives.rank(), collectives.group_size()
+            # split like ZeRO-3, to reduce transfers
+            size = -(-(stop - start) // num_copies)
+            low, high = (min(stop - start, size * number) for number in (index, index + 1))
             tensor = tensor[low:high]
             start, stop = start + low, start + high
         pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
@@ -297,12 +297,6 @@ class Layout(ABC):
             f" no {missing}. Install {self.library} {_TESTED[self.library]}, the tested version."
         )
         raise SwitchError(message)
-
-
-def even_split(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's interval of a whole tensor, split like ZeRO-3 to reduce transfers."""
-    size = -(-numel // world_size)
-    return min(numel, rank * size), min(numel, (rank + 1) * size)
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
