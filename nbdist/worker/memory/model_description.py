@@ -44,7 +44,7 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
             batch_size=samples,
             seq_len=tokens,
             call=probe.forward_inputs if probe else {},
-            progress=_ignore_progress,
+            progress=lambda _: None,  # the kernel shows that it waits
             kind=request["kind"],
             quick=request["quick"],
         )
@@ -81,14 +81,21 @@ def describe_model(
         call: tensors of a real forward, if there was one.
         progress: called with the progress of a trace.
         kind: kind of the devices to plan for.
-        quick: only analytically, without a trace.
+        quick: only analytically, without a trace; takes milliseconds.
 
     Raises:
         PlanError: the model cannot be described.
     """
     inputs = meta_inputs(call, model) if call else None
     if quick:
-        spec = analytic_spec(model, inputs)
+        found = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
+        if found is None:
+            message = (
+                f"{type(model).__name__} has no analytic description: it needs a trace, which"
+                " takes seconds."
+            )
+            raise PlanError(message)
+        spec = found
     else:
         spec = traced.spec_from_module(
             model,
@@ -99,22 +106,6 @@ def describe_model(
             kinds=(kind,),
         )
     return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
-
-
-def analytic_spec(model: nn.Module, inputs: object) -> ModelSpec:
-    """Describe a model analytically, in milliseconds.
-
-    Raises:
-        PlanError: a trace is needed.
-    """
-    spec = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
-    if spec is None:
-        message = (
-            f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
-            " seconds."
-        )
-        raise PlanError(message)
-    return spec
 
 
 def meta_inputs(
@@ -190,7 +181,3 @@ def _measured_meta_model(probe: MemoryProbe) -> nn.Module:
         )
         raise PlanError(message)
     return probe.meta_model
-
-
-def _ignore_progress(_: str) -> None:
-    """Ignore progress: the kernel shows that it waits."""
