@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from nbdist.errors import SwitchError
+from nbdist.state.layouts import base
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 log = logging.getLogger(__name__)
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
-"""Name components that torch.compile, activation checkpointing, FSDP1 and DDP insert."""
 _OURS = frozenset({"forward", "gradient_checkpointing"})
 """Attributes that an engine or an option sets and that are not carried to the next engine."""
 _LOOKED_AT = 10_000
@@ -128,11 +127,9 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a module or parameter in the bare model."""
-    for part in _WRAPPERS[:-1]:
-        name = name.replace(part, "").removesuffix("." + part[:-1])
-    name = name.removeprefix(_WRAPPERS[-1])
-    return "" if name in {part[:-1] for part in _WRAPPERS} else name
+    """Return the name in the bare model of a module or parameter of a prepared one."""
+    name = base.bare_name(name).removeprefix("module.")  # of DDP or DeepSpeed
+    return "" if name == "module" else name
 
 
 def named_modules(prepared: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -166,18 +163,6 @@ def restore_attributes(model: nn.Module, found: Mapping[str, Mapping[str, object
     """Set the attributes of a bare model's modules, as returned by ``module_attributes``."""
     for name, values in found.items():
         vars(model.get_submodule(name)).update(values)
-
-
-def requires_grad_by_name(prepared: nn.Module) -> dict[str, bool]:
-    """Return the current `requires_grad` of each parameter, by bare name."""
-    named = prepared.named_parameters(remove_duplicate=False)
-    return {bare_name(name): parameter.requires_grad for name, parameter in named}
-
-
-def set_requires_grad(model: nn.Module, found: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of a bare model's parameters."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(found.get(name, parameter.requires_grad))
 
 
 def _is_data(value: object) -> bool:

@@ -73,4 +73,8 @@ def check_layout(model: nn.Module) -> None:
     Raises:
         SwitchError: an attribute is missing, or the sharding is not supported.
     """
-    layout_for(model).check_attributes()
+    layout = layout_for(model)
+    for owner, names in layout.required_attributes():
+        for name in names.split():
+            if not hasattr(owner, name):
+                layout.refuse_version(type(owner).__name__, name)

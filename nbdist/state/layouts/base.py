@@ -76,6 +76,7 @@ class Layout(ABC):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
         self.optimizers = tuple(map(innermost_optimizer, optimizers))
+        # id() of a tensor that an optimizer steps -> the optimizer and the parameter group
         self._steppers = {
             id(parameter): (optimizer, group)
             for optimizer in self.optimizers
@@ -153,7 +154,8 @@ class Layout(ABC):
         for place in self.placements():
             if place.optimizer_tensor is None:
                 continue
-            state = self._optimizer_of(place)[0].state[place.optimizer_tensor]
+            optimizer, _ = self._steppers[id(place.optimizer_tensor)]
+            state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
                 # torch 2.13: Adagrad creates its state before FSDP1 shards the parameter.
                 if state.get(name) is None or state[name].shape != place.optimizer_tensor.shape:
@@ -182,7 +184,7 @@ class Layout(ABC):
         for place in self.placements():
             if place.optimizer_tensor is None or place.name not in counts:
                 continue
-            optimizer, group = self._optimizer_of(place)
+            optimizer, group = self._steppers[id(place.optimizer_tensor)]
             scalars = dict(counts[place.name])
             others = counts_of_tensor.setdefault(id(place.optimizer_tensor), scalars)
             if others != scalars:
@@ -196,13 +198,6 @@ class Layout(ABC):
             for name, value in scalars.items():
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
-
-    def check_attributes(self) -> None:
-        """Raise SwitchError if a required attribute is missing."""
-        for owner, names in self.required_attributes():
-            for name in names.split():
-                if not hasattr(owner, name):
-                    self.refuse_version(type(owner).__name__, name)
 
     # -- for subclasses
 
@@ -224,10 +219,6 @@ class Layout(ABC):
     def optimizer_tensor_or_none(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor if an optimizer steps it, otherwise None."""
         return tensor if id(tensor) in self._steppers else None
-
-    def _optimizer_of(self, place: ParameterPlacement) -> tuple[Optimizer, dict[str, Any]]:
-        """Return the optimizer and the parameter group that step a parameter."""
-        return self._steppers[id(place.optimizer_tensor)]
 
     def _state_dtype(self, stepped: torch.Tensor, named: torch.dtype) -> torch.dtype:
         """Return the dtype of optimizer state for a stepped tensor."""
