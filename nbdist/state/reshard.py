@@ -61,9 +61,7 @@ class _TransferSegment(NamedTuple):
     view: torch.Tensor
 
 
-def gather_keys(
-    shards: ShardMap, group: collectives.OptionalGroup = None
-) -> dict[str, TensorEntry]:
+def gather_keys(shards: ShardMap) -> dict[str, TensorEntry]:
     """Return the keys of all ranks in order, the same on every rank; a collective.
 
     Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
@@ -71,13 +69,13 @@ def gather_keys(
     entries = [(key, TensorEntry(shard.shape, shard.dtype)) for key, shard in shards.items()]
     return {
         key: entry
-        for rank_entries in collectives.all_gather_values(entries, group)
+        for rank_entries in collectives.all_gather_values(entries)
         for key, entry in rank_entries
     }
 
 
 @torch.no_grad()
-def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGroup = None) -> int:
+def reshard(source: ShardMap, target: ShardMap) -> int:
     """Fill this rank's target shards from the source shards of all ranks; a collective.
 
     Values are cast if the dtype of a key differs. Keys that are in no target are ignored.
@@ -87,7 +85,6 @@ def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGr
     Args:
         source: owned pieces: each element on exactly one rank. On any device.
         target: pieces to fill, in place. Ranks may need the same elements.
-        group: process group; default: all ranks.
 
     Returns:
         Bytes that this rank sent to other ranks.
@@ -96,7 +93,7 @@ def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGr
         SwitchError: a target key is missing or has another shape, or its elements are not owned
             exactly once; raised on all ranks, before anything is written.
     """
-    plan = _ReshardPlan(source, target, group)
+    plan = _ReshardPlan(source, target)
     for key in plan.zeros & target.keys():
         for piece in target[key].pieces:
             piece.view.zero_()
@@ -124,14 +121,12 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSe
 class _ReshardPlan:
     """Owned and needed intervals of all ranks; the same on every rank."""
 
-    def __init__(
-        self, source: ShardMap, target: ShardMap, group: collectives.OptionalGroup
-    ) -> None:
+    def __init__(self, source: ShardMap, target: ShardMap) -> None:
         """All-gather the intervals; a collective. Raises SwitchError if they do not match."""
-        self._source, self._target, self._group = source, target, group
-        self.world, self._rank = collectives.group_size(group), collectives.rank(group)
+        self._source, self._target = source, target
+        self.world, self._rank = collectives.group_size(), collectives.rank()
         rows = {key: _row(source.get(key), target.get(key)) for key in {*source, *target}}
-        self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows, group)
+        self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows)
         wanted = {key for table in self._tables for key, row in table.items() if row.wanted}
         self.zeros = {
             key
@@ -169,7 +164,7 @@ class _ReshardPlan:
         """Return the batches in which any rank sends elements; a collective."""
         batches = list(self._batches())
         crosses = [any(map(any, self._sends(batch))) for batch in batches]
-        flags = collectives.all_reduce_sum(list(map(int, crosses)), self._group)
+        flags = collectives.all_reduce_sum(list(map(int, crosses)))
         return [batch for batch, flag in zip(batches, flags, strict=True) if flag]
 
     def _batches(self) -> Iterator[list[_TransferWindow]]:
@@ -234,7 +229,7 @@ class _ReshardPlan:
             for rank in range(self.world)
         ]
         splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
-        incoming = collectives.all_to_all_bytes(outgoing, sizes, splits, self._group)
+        incoming = collectives.all_to_all_bytes(outgoing, sizes, splits)
         offset = 0
         for part, dtype in (segment for parts in rooms for segment in parts):
             size = (part.stop - part.start) * dtype.itemsize
@@ -250,9 +245,7 @@ class _ReshardPlan:
         """
         sends = self._sends(batch)
         splits = [sum(_padded(part, part.view.dtype) for part in parts) for parts in sends]
-        buffer = torch.empty(
-            sum(splits), dtype=torch.uint8, device=collectives.comm_device(self._group)
-        )
+        buffer = torch.empty(sum(splits), dtype=torch.uint8, device=collectives.comm_device())
         offset = sent = 0
         for part in (segment for parts in sends for segment in parts):
             size = (part.stop - part.start) * part.view.element_size()
