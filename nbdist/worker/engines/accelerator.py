@@ -250,7 +250,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
-    model_cleanup.register_accelerator(self)
+    model_cleanup.accelerators.add(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
@@ -299,12 +299,8 @@ _OUTLIVE_THE_ENGINE = (
 
 def built_accelerators() -> list[Accelerator]:
     """Return the built Accelerators that use the session's engine."""
-    accelerators = [
-        accelerator
-        for accelerator in model_cleanup.registered_accelerators()
-        if vars(accelerator).get("_nbdist_session") is not None
-    ]
-    return sorted(accelerators, key=id)
+    built = [each for each in list(model_cleanup.accelerators) if not has_user_plugin(each)]
+    return sorted(built, key=id)
 
 
 def has_user_plugin(accelerator: Accelerator) -> bool:

@@ -47,9 +47,8 @@ _WITHOUT_PINNING: Mapping[type, object] = {
     CPUOffloadPolicy: CPUOffloadPolicy(pin_memory=False),
 }
 
-_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+shard_of_original: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Original parameter of a model under FSDP2 -> the shard that replaced it."""
-
 
 _cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
 """Default process group -> its parallelism config."""
@@ -193,11 +192,6 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
         attributes.update(before)
 
 
-def sharded_by_original() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the original parameters of models under FSDP2, each with the shard replacing it."""
-    yield from _moved.items()
-
-
 def _is_sharded(model: nn.Module) -> bool:
     """Return whether a model, compiled or not, is prepared under FSDP2."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
@@ -251,7 +245,7 @@ def _prepare_model_only(
     accelerator._optimizers.remove(prepared)  # noqa: SLF001
     wrapped = next(item for item in result if isinstance(item, nn.Module))
     for name, parameter in wrapped.named_parameters():
-        _moved[before[name.replace("_orig_mod.", "")]] = parameter
+        shard_of_original[before[name.replace("_orig_mod.", "")]] = parameter
     return tuple(result) if len(result) > 1 else result[0]
 
 
@@ -267,7 +261,7 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
     for name, parameter in model.named_parameters():
         if before[name] is not parameter:
-            _moved[before[name]] = parameter
+            shard_of_original[before[name]] = parameter
 
 
 def _prepare_without_model(
@@ -278,7 +272,7 @@ def _prepare_without_model(
         _reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [_moved.get(old, old) for old in group["params"]]
+            group["params"] = [shard_of_original.get(old, old) for old in group["params"]]
             if not all(isinstance(parameter, DTensor) for parameter in group["params"]):
                 message = (
                     "The optimizer's parameters are not those of a prepared model. Under fsdp2 "

@@ -31,7 +31,7 @@ class ModelRecipe:
     attributes: dict[str, dict[str, object]]
     """Attributes of the modules with plain values."""
     trainable: dict[str, bool]
-    """`requires_grad` of the parameters, with all names of tied ones."""
+    """Whether each parameter requires a gradient, by name; tied ones under all their names."""
     buffers: dict[str, torch.Tensor]
     """This rank's buffers by name, in host memory."""
     optimizers: list[tuple[OptimizerRecipe, list[optimizer_recipes.GroupOptions]]]
