@@ -137,8 +137,12 @@ class Layout(ABC):
 
     def scalar_state(self) -> ScalarState:
         """Return the scalar optimizer state: parameter -> name -> value. A collective in FSDP1."""
-        counts = {place.name: dict(self._scalars(place)) for place in self.placements()}
-        return {name: scalars for name, scalars in counts.items() if scalars}
+        counts: ScalarState = {}
+        for place in self.placements():
+            for name, value in self._state(place).items():
+                if value is not None and _is_scalar(place, name, value):
+                    counts.setdefault(place.name, {})[name] = float(value)
+        return counts
 
     @torch.no_grad()
     def allocate_optimizer_state(self, names: Mapping[str, Mapping[str, torch.dtype]]) -> None:
@@ -247,12 +251,6 @@ class Layout(ABC):
             if not place.is_whole or local.shape != place.shape:
                 local = local.view(-1).narrow(0, place.optimizer_offset, place.weight.numel())
             yield name, local
-
-    def _scalars(self, place: ParameterPlacement) -> Iterator[tuple[str, float]]:
-        """Yield the scalar state of a parameter."""
-        for name, value in self._state(place).items():
-            if value is not None and _is_scalar(place, name, value):
-                yield name, float(value)
 
     def _shard(self, place: ParameterPlacement, tensor: torch.Tensor, *, owned: bool) -> Shard:
         """Return the shard of a parameter's weight or of a tensor of its optimizer state."""

@@ -81,7 +81,7 @@ class AutoStrategy:
         given: Mapping[str, Any],
         placeholder: Options,
         hardware: Hardware,
-        nodes: Sequence[SessionNode] = (),
+        nodes: Sequence[SessionNode],
     ) -> None:
         """Create a search within the options that the user gave.
 
@@ -290,7 +290,7 @@ def _describe_batch(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, A
 
 
 def build_cluster_spec(
-    free: Sequence[int], hardware: Hardware, nodes: Sequence[SessionNode] = ()
+    free: Sequence[int], hardware: Hardware, nodes: Sequence[SessionNode]
 ) -> ClusterSpec:
     """Return the devices of all ranks with their free memory.
 
@@ -390,7 +390,7 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(question, sending), daemon=True)
+    child = context.Process(target=_send_result, args=(question, sending), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -406,7 +406,7 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
         child.join()
 
 
-def _answer(question: Callable[[], Any], sending: Connection) -> NoReturn:
+def _send_result(question: Callable[[], Any], sending: Connection) -> NoReturn:
     """Run in the child: send the result, then exit without the parent's exit handlers."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
