@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
+from tests import engines
 from tests.e2e.test_export import MODELS
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def one(session: Session, code: str) -> Any:
     return session.run(code).values[0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", engines.each("zero3"))
 def test_training_goes_on_under_another_engine(
     trained: Session, backend: str, tmp_path: Path
 ) -> None:

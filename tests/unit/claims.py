@@ -13,8 +13,8 @@ import published
 from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
 
 from nbdist.hardware.discovery import Gpu, Machine
-from nbdist.planner import cluster_spec, device_parser, model_spec, step_time
-from nbdist.planner.memory import zero3_prefetch
+from nbdist.planner import cluster_spec, devices, model_spec, step_time
+from nbdist.planner.memory.zero_common import PrefetchLimits
 from nbdist.planner.models import analytic
 from nbdist.strategies import STRATEGIES
 
@@ -269,7 +269,9 @@ def _twelve() -> Answer:
     setup = one.setup(checkpointing=True)
     config = {"reshard_after_forward": False}
     kept = replace(setup, options=replace(setup.options, fsdp_config=config))
-    other = step_time.estimate_step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
+    other = step_time.StepCostModel(model, kept, one.cluster).cost_for(
+        one.workload(checkpointing=True)
+    )
     ratio = other.step_time_s / one.cost().step_time_s
     says = f"{tflops:.0f} TFLOP/s; keeping parameters gathered takes {ratio:.2f} of the time"
     return Answer(says, tflops < 5 or ratio > 1.2)
@@ -470,7 +472,7 @@ def _twenty_eight() -> Answer:
 
 @claim(29, "ZeRO-3 settings: persistence 1e5, prefetch 5e7", "agrees", "DeepSpeed's defaults")
 def _twenty_nine() -> Answer:
-    rules = zero3_prefetch.PrefetchLimits()
+    rules = PrefetchLimits()
     agrees = (rules.param_persistence_threshold, rules.prefetch_bucket_size) == (
         100_000,
         50_000_000,
@@ -485,7 +487,7 @@ def _twenty_nine() -> Answer:
 @claim(30, "70B in bf16 are 140 GB, which takes 4 GPUs of 96 GB", "differs", "two hold them")
 def _thirty() -> Answer:
     size = 2 * model_spec.num_params(LLAMA_70B)
-    count = -(-size // device_parser.parse_devices(PRO).smallest_device.memory_bytes)
+    count = -(-size // devices.parse_devices(PRO).smallest_device.memory_bytes)
     return Answer(f"{size / GB:.0f} GB, {count} GPUs", count == 4)
 
 

@@ -10,13 +10,10 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError, RankDied
-from nbdist.output import status_line
-from nbdist.output.status_line import StatusLine
-from nbdist.session import lifecycle, model_query, progress, rank_activity
+from nbdist.session import lifecycle, progress
 from nbdist.session.locking import exclusive
-from nbdist.session.model_query import PreparedModelQuery
-from nbdist.session.progress import CurrentOperation, parse_fraction_done
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
+from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
 from nbdist.session.training_events import MAX_EVENTS, TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
@@ -40,7 +37,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(status_line, "RunningCellSink", Screen)
+    monkeypatch.setattr(progress, "RunningCellSink", Screen)
     return shown
 
 
@@ -267,7 +264,9 @@ def test_what_a_button_asked_for_has_no_line_below_a_cell(lines: list[str]) -> N
         assert activity.progress is not None
         assert activity.progress.text == "ddp -> zero3: verifying"
     assert lines == []
-    assert progress.is_status_line_shown()
+    with StatusLine() as line:
+        line.show("nbdist: shown")
+    assert lines == ["nbdist: shown"]
 
 
 # ---------------------------------------------------------------------------- marks
@@ -328,7 +327,7 @@ class Asked:
         route(rank, "control", message)
 
 
-def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_not_asked_again_before_it_answers() -> None:
     workers = Asked()
     places = RankActivityPoller(workers)  # type: ignore[arg-type]
     places.poll_ranks([0, 1])
@@ -339,7 +338,7 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     assert workers.sent[1:] == ["0.1"]
     assert {rank: one["line"] for rank, one in places.latest_replies().items()} == {0: 7}
     assert "0,1.0" in workers.routes  # rank 1 may answer it still
-    monkeypatch.setattr(rank_activity, "REPLY_TIMEOUT_S", 0.0)
+    places.timeout_s = 0.0
     places.poll_ranks([1])
     assert workers.sent[2:] == ["1.2"]
     assert "0,1.0" not in workers.routes
@@ -356,9 +355,9 @@ def test_a_rank_that_cannot_say_where_it_is_has_said_nothing() -> None:
     assert workers.sent == ["0.0", "0.1"]
 
 
-def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_question_for_a_model_at_a_time() -> None:
     workers = Asked()
-    peek = PreparedModelQuery(workers)  # type: ignore[arg-type]
+    peek = PreparedModelPoller(workers)  # type: ignore[arg-type]
     peek.send_request("cpu")
     peek.send_request("cpu")
     assert workers.sent == ["0.0"]
@@ -367,7 +366,7 @@ def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert peek.poll_reply() is not None
     assert peek.poll_reply() is None  # told once
     peek.send_request("cpu")
-    monkeypatch.setattr(model_query, "REPLY_TIMEOUT_S", 0.0)
+    peek.timeout_s = 0.0
     peek.send_request("cpu")
     assert workers.sent == ["0.0", "0.1", "0.2"]
     assert list(workers.routes) == ["0.2"]

@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import deepspeed_builds
 from nbdist.planner import cluster_spec, search, validation
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_accounting, memory_probe, model_description
@@ -58,6 +58,7 @@ _WITHOUT_A_LOADER = (
     " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
     " used as the example, or choose a --backend."
 )
+_WITHOUT_A_PLAN = " Or choose a --backend: --auto cannot decide without a plan."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,8 @@ class AutoStrategy:
         except KeyboardInterrupt:
             return {"stopped": True}  # the other ranks wait for a broadcast
         except PlanError as error:
-            advice = _WITHOUT_A_LOADER if micro_batch and micro_batch.assumption else ""
+            assumed = micro_batch is not None and micro_batch.assumption
+            advice = _WITHOUT_A_LOADER if assumed else _WITHOUT_A_PLAN
             return {"error": f"{error}{advice}"}
         except NbdistError as error:
             return {"error": str(error)}

@@ -44,7 +44,6 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
             batch_size=samples,
             seq_len=tokens,
             call=probe.forward_inputs if probe else {},
-            progress=lambda _: None,  # the kernel shows that it waits
             kind=request["kind"],
             quick=request["quick"],
         )
@@ -68,34 +67,28 @@ def describe_model(
     batch_size: int,
     seq_len: int,
     call: ForwardInputs,
-    progress: Callable[[str], None],
     kind: Literal["cuda", "cpu"],
+    progress: Callable[[str], None] = lambda _: None,
     quick: bool = False,
 ) -> ModelSpec:
-    """Describe an unprepared model, analytically or by a trace in a child process.
+    """Describe an unprepared model: analytically, by a cached trace, or by a trace in a child.
 
     Args:
         model: not prepared, on any device including meta.
         batch_size: samples in the micro-batch.
         seq_len: tokens per sample.
         call: tensors of a real forward, if there was one.
-        progress: called with the progress of a trace.
         kind: kind of the devices to plan for.
-        quick: only analytically, without a trace; takes milliseconds.
+        progress: called with the progress of a trace. By default none is shown: the kernel itself
+            shows that it waits.
+        quick: without a new trace.
 
     Raises:
         PlanError: the model cannot be described.
     """
     inputs = meta_inputs(call, model) if call else None
     if quick:
-        found = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
-        if found is None:
-            message = (
-                f"{type(model).__name__} has no analytic description: it needs a trace, which"
-                " takes seconds."
-            )
-            raise PlanError(message)
-        spec = found
+        spec = quick_spec(model, inputs, batch_size=batch_size, seq_len=seq_len, kind=kind)
     else:
         spec = traced.spec_from_module(
             model,
@@ -106,6 +99,31 @@ def describe_model(
             kinds=(kind,),
         )
     return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
+
+
+def quick_spec(
+    model: nn.Module,
+    inputs: object,
+    *,
+    batch_size: int,
+    seq_len: int,
+    kind: Literal["cuda", "cpu"],
+) -> ModelSpec:
+    """Describe a model in milliseconds: analytically, or by the cached trace of an earlier plan.
+
+    Raises:
+        PlanError: a trace is needed.
+    """
+    spec = traced.find_known_spec(
+        model, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=(kind,)
+    )
+    if spec is None:
+        message = (
+            f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
+            " seconds."
+        )
+        raise PlanError(message)
+    return spec
 
 
 def meta_inputs(

@@ -19,7 +19,7 @@ from torch import distributed
 from nbdist.display.units import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
 from nbdist.planner import search, validation
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.engines.accelerator import current_config
