@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from nbdist.state.tensor_index import TensorEntry
+    from nbdist.state.shards import TensorEntry
 
 
 class Bomb:

@@ -89,13 +89,6 @@ class MemoryProbe:
     measurements: dict[str, Any] | None = None
     rss_before_bytes: int = 0
 
-    def is_waiting_for(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Return whether a step of this optimizer counts: it is the probed one and really steps."""
-        if self.measurements is not None or self.optimizer is None:
-            return False
-        complete = bool(optimizer.gradient_state.sync_gradients)
-        return complete and self.optimizer() is optimizer
-
     @property
     def first_step(self) -> int:
         """The number of steps after which tracking starts."""
@@ -265,7 +258,13 @@ def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context of a step of a prepared optimizer, which counts and measures it."""
     probe = probe_state.probe
-    if probe is None or not probe.is_waiting_for(optimizer):
+    # Without gradient synchronization there is no step: see `prepared_models.wrap_step`.
+    if (
+        probe is None
+        or probe.measurements is not None
+        or probe.optimizer is None
+        or probe.optimizer() is not optimizer
+    ):
         yield
         return
     model = probe.prepared_model

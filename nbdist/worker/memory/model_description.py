@@ -159,20 +159,25 @@ def _select_model(
     """Return the unprepared model for a name, and its probe if it is being trained.
 
     Raises:
-        PlanError: there is no such model.
+        PlanError: there is no such model, or it could not be copied in `prepare()`.
     """
     probe = memory_probe.probe_state.probe
-    if name is None:
-        if probe is None:
+    if name is None and probe is None:
+        message = (
+            "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
+            " cell, or name the model to plan."
+        )
+        raise PlanError(message)
+    model = None if name is None else names.get(name)
+    is_probed = probe is not None and model is not None and probe.prepared_model is model
+    if probe is not None and (name is None or is_probed):
+        if probe.meta_model is None:
             message = (
-                "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
-                " cell, or name the model to plan."
+                "The prepared model cannot be planned because copy.deepcopy fails for it. Name a"
+                " newly built model."
             )
             raise PlanError(message)
-        return _measured_meta_model(probe), probe
-    model = names.get(name)
-    if probe is not None and model is not None and probe.prepared_model is model:
-        return _measured_meta_model(probe), probe
+        return probe.meta_model, probe
     if not isinstance(model, nn.Module):
         kind = f"a {type(model).__name__}" if name in names else "not a variable"
         message = f"{name} is {kind} on the ranks. Use the name of an nn.Module."
@@ -184,18 +189,3 @@ def _select_model(
         )
         raise PlanError(message)
     return model, None
-
-
-def _measured_meta_model(probe: MemoryProbe) -> nn.Module:
-    """Return the prepared model's meta copy.
-
-    Raises:
-        PlanError: the model could not be copied.
-    """
-    if probe.meta_model is None:
-        message = (
-            "The prepared model cannot be planned because copy.deepcopy fails for it. Name a newly"
-            " built model."
-        )
-        raise PlanError(message)
-    return probe.meta_model
