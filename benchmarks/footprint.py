@@ -178,7 +178,6 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
     from transformers import initialization
 
     from nbdist.planner.tracing import wrap_units
-    from nbdist.worker.engines import accelerator as engines
     from nbdist.worker.engines import fsdp, wrap_policy
 
     late.distributed_type  # noqa: B018 - asking builds it
@@ -191,7 +190,7 @@ def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
     with FakeTensorMode():
         model = model_of(case)
         if case.activation_checkpointing:
-            engines._checkpoint_activations(model, {})
+            wrap_policy.add_activation_checkpointing(model, fsdp.find_units(model, {}))
         # What shard_ready() does, without its broadcast: fake weights are equal everywhere.
         late.state.fsdp_plugin.auto_wrap_policy = wrap_policy.UnitWrapPolicy(
             wrap_units.find_wrap_units(model)

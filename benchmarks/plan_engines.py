@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.planner import memory_model, model_spec, optimizers
+from nbdist.planner import memory, model_spec, optimizers
 from nbdist.planner.memory import partitioning
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.models import analytic
 from nbdist.strategies import Hardware, Options
 
@@ -184,7 +184,7 @@ def predicted(case: Case) -> tuple[int, str]:
     )
     return max(
         (moment.device_bytes + sum(moment.host_parts.values()), moment.name)
-        for moment in memory_model.step_memory_usage(model, workload, setup)
+        for moment in memory.step_memory_usage(model, workload, setup)
     )
 
 

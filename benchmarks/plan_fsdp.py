@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import footprint
 import results
 
-from nbdist.planner import memory_model, model_spec
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import memory, model_spec
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.models import analytic
 from nbdist.planner.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
@@ -189,7 +189,7 @@ def predicted(case: footprint.Case) -> MemoryUsage:
         activation_checkpointing=case.activation_checkpointing,
         kind="cpu",
     )
-    return memory_model.peak_memory(model, workload, setup)
+    return memory.peak_memory(model, workload, setup)
 
 
 def _together(cases: Sequence[footprint.Case]) -> list[dict[str, int]]:

@@ -17,7 +17,7 @@ import time
 begin = time.perf_counter()
 import nbdist.planner
 print(time.perf_counter() - begin)
-import nbdist.planner.search, nbdist.planner.load_model, nbdist.planner.local_devices
+import nbdist.planner.search, nbdist.planner.load_model, nbdist.planner.devices
 print(time.perf_counter() - begin)
 """
 SEARCH = """

@@ -15,8 +15,8 @@ import plan_modules
 import results
 
 import nbdist
-from nbdist.planner import memory_model, optimizers
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import memory, optimizers
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import traced
 from nbdist.strategies import Hardware, Options
@@ -158,7 +158,7 @@ def predicted(case: footprint.Case) -> int:
         activation_checkpointing=case.activation_checkpointing,
         kind="cpu",
     )
-    return memory_model.peak_memory(spec_of(case), workload, setup).device_bytes
+    return memory.peak_memory(spec_of(case), workload, setup).device_bytes
 
 
 _specs: dict[str, ModelSpec] = {}

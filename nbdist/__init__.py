@@ -36,10 +36,11 @@ if TYPE_CHECKING:
     )
     from nbdist.operations.export import ExportReport
     from nbdist.operations.import_checkpoint import ForeignReport
+    from nbdist.operations.load import LoadReport
     from nbdist.operations.switch import SwitchReport
     from nbdist.profiler.report import Profile
     from nbdist.session.cell import CellResult
-    from nbdist.session.checkpoints import Checkpoint, LoadReport, Save
+    from nbdist.session.checkpoints import Checkpoint, Save
     from nbdist.session.session import Session
 
 __all__ = [
@@ -78,7 +79,7 @@ _HOMES = {
     "Diagnosis": "nbdist.doctor.report",
     "ExportReport": "nbdist.operations.export",
     "ForeignReport": "nbdist.operations.import_checkpoint",
-    "LoadReport": "nbdist.session.checkpoints",
+    "LoadReport": "nbdist.operations.load",
     "Profile": "nbdist.profiler.report",
     "Save": "nbdist.session.checkpoints",
     "Session": "nbdist.session.session",

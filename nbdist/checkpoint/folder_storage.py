@@ -40,7 +40,7 @@ from nbdist.checkpoint.names import (
 )
 from nbdist.checkpoint.reader import CheckpointReader
 from nbdist.checkpoint.safetensors_file import SafetensorsWriter
-from nbdist.checkpoint.storage import CheckpointSummary, PendingCheckpoint, Storage, check_sizes
+from nbdist.checkpoint.storage import PendingCheckpoint, Storage, check_sizes, summarize
 from nbdist.errors import CheckpointError
 from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import OWNER_FILE, ProcessIdentity
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from nbdist.checkpoint.manifest import Manifest
     from nbdist.checkpoint.safetensors_file import StoredTensor
+    from nbdist.checkpoint.storage import CheckpointSummary
 
 _MAX_ATTEMPTS = 5
 _RETRY_DELAY_S = 0.01
@@ -406,7 +407,7 @@ def _summarize(path: Path, name: str) -> CheckpointSummary | None:
     """Summarize the checkpoint in a folder, or return None if it is not complete."""
     with suppress(CheckpointError), CheckpointReader.open_folder(path) as opened:
         if opened.is_complete():
-            return CheckpointSummary.of(path, name, opened.manifest)
+            return summarize(path, name, opened.manifest)
     return None
 
 

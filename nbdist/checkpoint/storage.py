@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from datetime import UTC
 from typing import TYPE_CHECKING, ClassVar
 
 from nbdist.checkpoint.manifest import RankReport
@@ -39,17 +40,17 @@ class CheckpointSummary:
     created: datetime
     path: Path | Url
 
-    @classmethod
-    def of(cls, path: Path | Url, name: str, manifest: Manifest) -> CheckpointSummary:
-        """Summarize a checkpoint from its manifest."""
-        return cls(
-            name=name,
-            step=manifest.step,
-            size_bytes=manifest.size_bytes,
-            backend=manifest.backend,
-            created=manifest.created,
-            path=path,
-        )
+
+def summarize(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSummary:
+    """Summarize a checkpoint from its manifest."""
+    return CheckpointSummary(
+        name=name,
+        step=manifest.step,
+        size_bytes=manifest.size_bytes,
+        backend=manifest.backend,
+        created=manifest.created.astimezone(UTC),
+        path=path,
+    )
 
 
 class PendingCheckpoint(ABC):

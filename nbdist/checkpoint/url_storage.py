@@ -30,7 +30,7 @@ from nbdist.checkpoint.names import (
     rank_report_name,
 )
 from nbdist.checkpoint.safetensors_file import SafetensorsWriter
-from nbdist.checkpoint.storage import CheckpointSummary, PendingCheckpoint, Storage, check_sizes
+from nbdist.checkpoint.storage import PendingCheckpoint, Storage, check_sizes, summarize
 from nbdist.checkpoint.url import Url, translate_errors
 from nbdist.errors import CheckpointError
 from nbdist.hardware.process_identity import ABANDONED_AFTER_S, OWNER_FILE, ProcessIdentity
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from nbdist.checkpoint.manifest import RankReport
     from nbdist.checkpoint.safetensors_file import StoredTensor
+    from nbdist.checkpoint.storage import CheckpointSummary
 
 _SAVED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9a-f]{32})/(?P<file>[^/]+)")
 """Path below the URL of a file that belongs to a save."""
@@ -84,7 +85,7 @@ class UrlStorage(Storage):
     def list_checkpoints(self) -> list[CheckpointSummary]:
         """List the complete checkpoints, newest last."""
         complete = self._complete(self._saves())
-        return [CheckpointSummary.of(save.url, save.name, manifest) for save, manifest in complete]
+        return [summarize(save.url, save.name, manifest) for save, manifest in complete]
 
     @contextmanager
     def open_checkpoint(self, name: str) -> Iterator[tuple[Url, Manifest]]:
@@ -131,7 +132,7 @@ class UrlStorage(Storage):
     def remove_oldest(self, count: int, *, written: str | None = None) -> list[str]:
         """Remove the oldest checkpoints except for `count`; return the removed names."""
         saves = self._saves()
-        found = [CheckpointSummary.of(save.url, save.name, m) for save, m in self._complete(saves)]
+        found = [summarize(save.url, save.name, m) for save, m in self._complete(saves)]
         oldest = self._oldest(found, count, written)
         with translate_errors(f"Cannot remove old checkpoints at {self.root}"):
             for save in saves:

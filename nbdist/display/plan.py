@@ -99,7 +99,7 @@ def measurement_sources(plan: PlanTable) -> str:
     request, cluster = plan.question, plan.question.cluster
     days: dict[str, str] = {}
     if cluster.world_size > 1:
-        days["link"] = cluster.comm_speed.day if cluster.comm_speed else ""
+        days["link"] = cluster.comm_measured_date
     days["compute speed"] = cluster.slowest_device.measured_date(request.precision)
     if cluster.kind == "cuda":
         row = plan.best or min(plan.rows, key=lambda row: (row.cost is None, row.device_bytes))

@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.display.elements import element, html_row, html_table, join, lines
 from nbdist.display.units import format_bytes
-from nbdist.errors import OptionError, SessionError
-from nbdist.output.status_line import StatusLine
+from nbdist.errors import OptionError
 from nbdist.paths import expand_user
-from nbdist.planner import fit_measurements, local_devices, step_time
-from nbdist.planner.measurements import COLLECTIVES, DiskSpeed
-from nbdist.protocol import messages
-from nbdist.session.recovery import TransactionalRequest
+from nbdist.planner import devices, fit_measurements, step_time
+from nbdist.planner.measurements import COLLECTIVES, is_memory_filesystem
+from nbdist.protocol.operations import CALIBRATE, CalibrateRequest
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.session.worker_group import WorkerGroup
     from nbdist.strategies import Hardware, Options
-
-    Listen = Callable[[Callable[[str], object] | None], None]
 
 _TYPES = {"no": "fp32", "fp8": "bf16"}
 _PRECISIONS = {"fp32": "no"}
@@ -56,7 +54,7 @@ class CalibrationReport:
     lines: tuple[CalibrationRow, ...] = ()
     notes: tuple[str, ...] = ()
     figures: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Measurements of each rank, from ``run_benchmark`` of worker.benchmarks.calibration."""
+    """Measurements of each rank, from ``worker.benchmarks.calibration.calibrate``."""
 
     def __str__(self) -> str:
         """Return a text table."""
@@ -80,10 +78,9 @@ class CalibrationReport:
 
 def calibrate(
     workers: WorkerGroup,
-    listen: Listen,
+    world_size: int,
     *,
     options: Options,
-    world_size: int,
     hardware: Hardware,
     cluster: ClusterSpec,
     disk: str | os.PathLike[str] | Literal[True] | None,
@@ -92,9 +89,8 @@ def calibrate(
 
     Args:
         workers: the worker group; no cell is running.
-        listen: sets the callback for progress.
-        options: of the session; its precision is measured besides fp32, and its NVMe folder.
         world_size: number of ranks.
+        options: of the session; its precision is measured besides fp32, and its NVMe folder.
         hardware: hardware of the ranks.
         cluster: devices of the ranks.
         disk: a folder whose disk is measured too; True: the temp folder. The disk that the
@@ -106,43 +102,28 @@ def calibrate(
     """
     if isinstance(disk, (str, os.PathLike)) and hardware.nodes == 1:
         _check_disk(disk)
-    kind = hardware.kind
-    began, precision = time.monotonic(), options.precision or "no"
-    request = messages.CalibrateRequest(
-        kinds=_kinds(precision, bf16=kind == "cpu" or hardware.bf16),
-        disk=_folder(disk, options),
+    began = time.monotonic()
+    # The planner's default dtypes, then the session's own.
+    own = _TYPES.get(options.precision or "no", options.precision or "no")
+    usual = ("fp32", "bf16") if hardware.kind == "cpu" or hardware.bf16 else ("fp32",)
+    request = CalibrateRequest(
+        kinds=[*(kind for kind in usual if kind != own), own], disk=_folder(disk, options)
     )
     with StatusLine() as line:
-        listen(lambda text: line.show(f"nbdist: measuring: {text}"))
-        work = TransactionalRequest(
-            workers,
-            range(world_size),
-            messages.CALIBRATE,
-            raises=SessionError,
-            show=lambda text: line.show(f"nbdist: measuring: {text}"),
-        )
-        try:
-            replies = work.send_and_wait(request)
-        finally:
-            listen(None)
+        reports = CollectiveRequest(
+            workers, CALIBRATE, world_size, lambda text: line.show(f"nbdist: measuring: {text}")
+        ).run(request)
         line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
-    figures = {rank: replies[rank]["figures"] for rank in range(world_size)}
-    before = local_devices.resolve_cluster(cluster, world_size)
+    figures = {rank: report.figures for rank, report in enumerate(reports)}
+    before = devices.resolve_cluster(cluster, world_size)
     after = fit_measurements.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),
         seconds=time.monotonic() - began,
-        lines=tuple(_lines(figures, before, after, kinds=request["kinds"])),
+        lines=tuple(_lines(figures, before, after, kinds=request.kinds)),
         notes=tuple(_notes(figures)),
         figures=figures,
     )
-
-
-def _kinds(precision: str, *, bf16: bool) -> list[str]:
-    """Return the dtypes to measure: the planner's defaults, then the session's own."""
-    usual = ("fp32", "bf16") if bf16 else ("fp32",)
-    own = _TYPES.get(precision, precision)
-    return [*(kind for kind in usual if kind != own), own]
 
 
 def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Options) -> str | None:
@@ -175,9 +156,9 @@ def _lines(
     kinds: list[str],
 ) -> Iterator[CalibrationRow]:
     """Yield measured values and the values that plans used so far."""
-    curves = {} if after.comm_speed is None else after.comm_speed.curves
     for name in COLLECTIVES:
-        for size, taken in curves.get(name, ()):
+        measured = (after.comm_speed or {}).get(name)
+        for size, taken in measured.curve if measured else ():
             then = step_time.collective_time_s(name, size, before)
             yield CalibrationRow(
                 what=f"{name} of {format_bytes(size)}", measured=_time(taken), before=_time(then)
@@ -224,7 +205,7 @@ def _notes(figures: Mapping[int, Mapping[str, Any]]) -> Iterator[str]:
         name = disks[0]["filesystem"]
         cache = "bypassing" if disks[0]["direct"] else "through"
         yield f"The filesystem is {name}, measured {cache} the page cache."
-        if DiskSpeed.is_memory_filesystem(name):
+        if is_memory_filesystem(name):
             yield "That is memory, not a disk: plans do not use it. Use another folder."
 
 

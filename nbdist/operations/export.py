@@ -1,4 +1,4 @@
-"""Export, and the gathering of models for pull; the notebook's side."""
+"""Export of the prepared model; the notebook's side."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import atomic_folder
 from nbdist.display.units import format_bytes
-from nbdist.errors import CheckpointError, OptionError
-from nbdist.output.status_line import StatusLine
+from nbdist.errors import OptionError
 from nbdist.paths import expand_user
-from nbdist.protocol import messages
-from nbdist.session.recovery import TransactionalRequest
+from nbdist.protocol.operations import EXPORT, ExportRequest, slowest_phases
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
     from nbdist.session.worker_group import WorkerGroup
-
-    Listen = Callable[[Callable[[str], object] | None], None]
 
 EXPORT_DTYPES = {
     "fp32": "float32",
@@ -31,7 +29,6 @@ EXPORT_DTYPES = {
     "float16": "float16",
 }
 MAX_SHARD_SIZE = "5GB"
-_DOING = {messages.EXPORT: "export", messages.GATHER_MODEL: "pull", messages.IMPORT: "load"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +78,7 @@ def make_export_request(
     model: str | None,
     max_shard_size: str | int,
     overwrite: bool,
-) -> messages.ExportRequest:
+) -> ExportRequest:
     """Validate the arguments of an export.
 
     Raises:
@@ -91,7 +88,7 @@ def make_export_request(
     if dtype is not None and name is None:
         msg = f"Unknown dtype {str(dtype)!r}. Use bf16, fp16 or fp32."
         raise OptionError(msg)
-    return messages.ExportRequest(
+    return ExportRequest(
         folder=str(expand_user(folder).absolute()),
         dtype=name,
         max_shard_size=str(max_shard_size),
@@ -100,77 +97,29 @@ def make_export_request(
     )
 
 
-def export(
-    content: messages.ExportRequest, ranks: Sequence[int], workers: WorkerGroup, listen: Listen
-) -> ExportReport:
+def export(workers: WorkerGroup, world_size: int, request: ExportRequest) -> ExportReport:
     """Export the model to a folder that all ranks write together.
 
     Raises:
         NotEmptyError: the folder is not empty; no request was sent.
         CheckpointError: the export failed; no files remain.
     """
-    atomic_folder.check_target(Path(content["folder"]), overwrite=content["overwrite"])
+    atomic_folder.check_target(Path(request.folder), overwrite=request.overwrite)
     with StatusLine() as line:
-        reports = [
-            reply["report"]
-            for reply in request_all(content, messages.EXPORT, ranks, workers, listen, line)
-        ]
+        reports = CollectiveRequest(
+            workers, EXPORT, world_size, lambda text: line.show(f"nbdist: export: {text}")
+        ).run(request)
+        line.show("nbdist: export: done")
     first = reports[0]
-    seconds = {
-        name: max(reply["seconds"].get(name, 0.0) for reply in reports) for name in first["seconds"]
-    }
     return ExportReport(
-        path=Path(content["folder"]),
-        model=first["model"],
-        files=tuple(first["files"]),
-        tensors=first["tensors"],
-        size_bytes=first["size_bytes"],
-        seconds=seconds,
-        gathered_bytes=sum(reply["gathered_bytes"] for reply in reports),
-        companions=tuple(first["companions"]),
-        notes=tuple(first["notes"]),
-        how=first["how"],
+        path=Path(request.folder),
+        model=first.model,
+        files=tuple(first.files),
+        tensors=first.tensors,
+        size_bytes=first.size_bytes,
+        seconds=slowest_phases(reports),
+        gathered_bytes=sum(report.gathered_bytes for report in reports),
+        companions=tuple(first.companions),
+        notes=tuple(first.notes),
+        how=first.how,
     )
-
-
-def gather_model(
-    name: str, folders: Sequence[str], ranks: Sequence[int], workers: WorkerGroup, listen: Listen
-) -> str:
-    """Write the state dict of a prepared model into one payload file; return its path.
-
-    Raises:
-        CheckpointError: a rank failed.
-    """
-    content = messages.GatherModelRequest(name=name, folders=list(folders))
-    with StatusLine() as line:
-        replies = request_all(content, messages.GATHER_MODEL, ranks, workers, listen, line)
-    return str(replies[0]["path"])
-
-
-def request_all(
-    content: Any,
-    kind: str,
-    ranks: Sequence[int],
-    workers: WorkerGroup,
-    listen: Listen,
-    line: StatusLine,
-) -> list[dict[str, Any]]:
-    """Send a request to all ranks, and show its progress.
-
-    Raises:
-        CheckpointError: a rank failed.
-    """
-    doing = _DOING[kind]
-
-    def show(text: str) -> None:
-        line.show(f"nbdist: {doing}: {text}")
-
-    listen(show)
-    try:
-        replies = TransactionalRequest(
-            workers, ranks, kind, raises=CheckpointError, show=show
-        ).send_and_wait(content)
-    finally:
-        listen(None)
-    line.show(f"nbdist: {doing}: done")
-    return [replies[rank] for rank in ranks]

@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.display.units import format_bytes
-from nbdist.operations.export import request_all
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.protocol import messages
+from nbdist.protocol.operations import IMPORT, ImportRequest
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
     from pathlib import Path
 
-    from nbdist.operations.export import Listen
     from nbdist.session.worker_group import WorkerGroup
 
 
@@ -53,10 +51,9 @@ class ForeignReport:
 
 
 def import_checkpoint(
-    path: str | os.PathLike[str],
-    ranks: Sequence[int],
     workers: WorkerGroup,
-    listen: Listen,
+    world_size: int,
+    path: str | os.PathLike[str],
     *,
     trust: bool,
     model: str | None,
@@ -67,16 +64,17 @@ def import_checkpoint(
         CheckpointError: loading failed; the model is unchanged.
     """
     absolute = expand_user(path).absolute()
-    content = messages.ImportRequest(path=str(absolute), trust=trust, model=model)
     with StatusLine() as line:
-        replies = request_all(content, messages.IMPORT, ranks, workers, listen, line)
-    reports = [reply["report"] for reply in replies]
+        reports = CollectiveRequest(
+            workers, IMPORT, world_size, lambda text: line.show(f"nbdist: load: {text}")
+        ).run(ImportRequest(path=str(absolute), trust=trust, model=model))
+        line.show("nbdist: load: done")
     return ForeignReport(
         path=absolute,
-        kind=reports[0]["kind"],
-        tensors=reports[0]["tensors"],
-        read_bytes=sum(report["read_bytes"] for report in reports),
-        steps=reports[0]["steps"],
-        seconds=max(report["seconds"] for report in reports),
-        notes=tuple(reports[0]["notes"]),
+        kind=reports[0].kind,
+        tensors=reports[0].tensors,
+        read_bytes=sum(report.read_bytes for report in reports),
+        steps=reports[0].steps,
+        seconds=max(report.seconds for report in reports),
+        notes=tuple(reports[0].notes),
     )

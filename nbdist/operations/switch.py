@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist.display.units import format_bytes
-from nbdist.errors import SwitchError
-from nbdist.protocol import messages
-from nbdist.session.recovery import TransactionalRequest
+from nbdist.protocol.operations import SWITCH, SwitchRequest, distinct_notes, slowest_phases
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.output.status_line import StatusLine
     from nbdist.session.config import SessionConfig
     from nbdist.session.worker_group import WorkerGroup
     from nbdist.strategies import Options
@@ -84,67 +83,54 @@ def describe_change(before: str, after: str) -> str:
     return f"{ranks}: {old} -> {new}" if ranks == then else f"{before} -> {after}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendSwitch:
-    """A switch on living ranks."""
+def switch_backend(
+    workers: WorkerGroup,
+    before: SessionConfig,
+    after: SessionConfig,
+    *,
+    reset_optimizer: bool,
+    on_late_success: Callable[[], object],
+) -> SwitchReport:
+    """Switch the backend on living ranks.
 
-    before: SessionConfig
-    after: SessionConfig
-    reset_optimizer: bool
-    status_line: StatusLine
-    """Shows the progress."""
+    Args:
+        workers: the worker group.
+        before: current options.
+        after: new options.
+        reset_optimizer: discard the optimizer state.
+        on_late_success: called if the switch succeeds after an interrupt returned the prompt.
 
-    def run(
-        self, workers: WorkerGroup, listen: Callable[[Callable[[str], object] | None], None]
-    ) -> SwitchReport:
-        """Switch all ranks together.
-
-        Args:
-            workers: the worker group.
-            listen: sets the callback for progress.
-
-        Raises:
-            SwitchError: everything was rolled back, or the message says otherwise.
-        """
-        now, then = self.before.options, self.after.options
-        title = f"nbdist: {now.backend} -> {then.backend}"
-        listen(lambda phase: self.status_line.show(f"{title}: {phase}"))
-        content = messages.SwitchRequest(
-            options=then.to_json(), reset_optimizer=self.reset_optimizer
-        )
-        work = TransactionalRequest(
+    Raises:
+        SwitchError: everything was rolled back, or the message says otherwise.
+    """
+    now, then = before.options, after.options
+    title = f"nbdist: {now.backend} -> {then.backend}"
+    with StatusLine() as line:
+        request = CollectiveRequest(
             workers,
-            range(self.before.placement.nproc),
-            messages.SWITCH,
-            raises=SwitchError,
-            show=lambda text: self.status_line.show(f"{title}: {text}"),
+            SWITCH,
+            before.placement.nproc,
+            lambda text: line.show(f"{title}: {text}"),
         )
-        try:
-            replies = work.send_and_wait(content)
-        finally:
-            listen(None)
-        reports = [reply["report"] for reply in replies.values()]
+        request.late = on_late_success
+        reports = request.run(
+            SwitchRequest(options=then.to_json(), reset_optimizer=reset_optimizer)
+        )
         first = reports[0]
-        seconds = {
-            phase: max(rank_report["seconds"].get(phase, 0.0) for rank_report in reports)
-            for phase in first["seconds"]
-        }
         report = SwitchReport(
-            before=self.before.describe(),
-            after=self.after.describe(),
-            seconds=seconds,
-            state_bytes=sum(rank_report["state_bytes"] for rank_report in reports),
-            moved_bytes=sum(rank_report["sent_bytes"] for rank_report in reports),
-            verified=first["verified"],
-            carried=tuple(first["carried"]),
-            bound=tuple(first["bound"]),
+            before=before.describe(),
+            after=after.describe(),
+            seconds=slowest_phases(reports),
+            state_bytes=sum(report.state_bytes for report in reports),
+            moved_bytes=sum(report.sent_bytes for report in reports),
+            verified=first.verified,
+            carried=tuple(first.carried),
+            bound=tuple(first.bound),
             will_differ=tuple(describe_numeric_differences(now, then)),
-            notes=tuple(
-                dict.fromkeys(note for rank_report in reports for note in rank_report["notes"])
-            ),
+            notes=distinct_notes(reports),
         )
-        self.status_line.show(f"{title} in {report.total_s:.1f} s")
-        return report
+        line.show(f"{title} in {report.total_s:.1f} s")
+    return report
 
 
 def describe_numeric_differences(now: Options, new_options: Options) -> list[str]:

@@ -1,16 +1,14 @@
 """Predicts which strategies fit on which devices, how fast a step is, and which one to use.
 
 Pure arithmetic on a model's shape, in any process. Reading order: `model_spec` (the planner's view
-of a model), built by `models.analytic` (formulas) or `models.traced`; `memory_model` with the
-timelines in `memory`; `step_time` on a `cluster_spec`; `search`; `result`.
+of a model), built by `models.analytic` (formulas of decoders) or `models.traced` (all others);
+`memory` with a timeline per engine; `step_time` on a `cluster_spec`; `search`; `result`.
 """
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
-
-from nbdist.planner.plan_request import PlanRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,10 +53,14 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         PlanError: the model, the devices or a number is invalid.
         OptionError: an unknown option, or an invalid value.
     """
-    from nbdist.planner import load_model, local_devices, optimizers, search
+    from nbdist.planner import load_model, optimizers, search
+    from nbdist.planner.devices import print_progress, resolve_cluster
+    from nbdist.planner.plan_table import PlanRequest
 
-    batch_sizes = _batch_sizes(batch_size)
-    cluster = local_devices.resolve_cluster(devices, _maybe("world_size", world_size))
+    several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
+    batch_sizes = tuple(_whole("batch_size", size) for size in several)
+    batch_sizes = batch_sizes or (_whole("batch_size", batch_size),)
+    cluster = resolve_cluster(devices, _maybe("world_size", world_size))
     settled = search.validate_options(fixed, precision, cluster)
     spec, length = load_model.load_model_spec(
         model,
@@ -67,7 +69,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         kind=cluster.kind,
         precision=settled["precision"],
         inputs=inputs,
-        progress=local_devices.print_progress,
+        progress=print_progress,
     )
     return search.search_plan(
         PlanRequest(
@@ -86,12 +88,6 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
 
 _MOST = 10**7
 """Upper limit of samples, tokens or ranks; a larger number is a typing error."""
-
-
-def _batch_sizes(given: int | Sequence[int]) -> tuple[int, ...]:
-    several = given if isinstance(given, (list, tuple, range)) else [given]
-    sizes = tuple(_whole("batch_size", size) for size in several)
-    return sizes or (_whole("batch_size", given),)
 
 
 def _maybe(name: str, given: object) -> int | None:

@@ -1,4 +1,4 @@
-"""JSON files in the user's cache folder that hold what nbdist measured on this machine.
+"""JSON files in the user's cache folder: what was measured on this machine, and traces of models.
 
 They may be deleted at any time. Their contents are untrusted and validated on reading.
 """
@@ -30,12 +30,20 @@ def read_entries(file: Path) -> dict[str, Any]:
 
 
 def write_entries(file: Path, entries: dict[str, Any]) -> None:
-    """Write a file atomically. Errors are ignored: only the measurements are lost."""
+    """Write a file atomically. Errors are ignored: only a cache is lost."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             json.dump(entries, new, indent=1)
         Path(new.name).replace(file)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Delete all but the `count` files of a folder that were written last."""
+    with contextlib.suppress(OSError):
+        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in files[count:]:
+            file.unlink()
 
 
 def today() -> str:

@@ -1,6 +1,6 @@
 """Devices of a plan and the links between them, and the cluster found on this machine.
 
-Pure. `device_parser` parses them from text; `cluster_for_machine` takes what NVML reports.
+Pure. `devices` parses them from text; `cluster_for_machine` takes what NVML reports.
 Speeds come from `gpu_catalog`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's
 speed is for one direction.
 """
@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.planner.gpu_catalog import FP32_EFFICIENCY, GB, GIB, GPU_CATALOG, DeviceSpec, find_gpu
+from nbdist.planner.measurements import COLLECTIVES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
-    from nbdist.planner.measurement_store import MeasurementStore
-    from nbdist.planner.measurements import Collective, CommSpeed, DiskSpeed
+    from nbdist.planner.measurements import Collective, Measurement, MeasurementStore
 
 __all__ = ["GPU_CATALOG", "ClusterSpec", "DeviceSpec", "cluster_for_machine", "cpu_cluster"]
 
@@ -75,9 +75,9 @@ class ClusterSpec:
     kind: Literal["cuda", "cpu"] = "cuda"
     measurement_store: MeasurementStore | None = None
     """Measurements of this machine; None for devices given as text."""
-    comm_speed: CommSpeed | None = None
-    """Measured collectives between exactly these ranks."""
-    disk_speed: DiskSpeed | None = None
+    comm_speed: Mapping[str, Measurement] | None = None
+    """Measured collectives between exactly these ranks, by name; None if there are none."""
+    disk_speed: Measurement | None = None
     """The disk measured last."""
 
     @property
@@ -145,24 +145,47 @@ class ClusterSpec:
 
     def measured_collective_s(self, collective: Collective, size: float) -> float | None:
         """Return the measured time of a collective of this size, or None if not measured."""
-        return (
-            None if self.comm_speed is None else self.comm_speed.collective_time_s(collective, size)
-        )
+        measured = (self.comm_speed or {}).get(collective)
+        return None if measured is None else measured.collective_time_s(size)
+
+    @property
+    def comm_measured_date(self) -> str:
+        """Date on which collectives were measured here, or "" for catalogue figures."""
+        return max((measured.day for measured in (self.comm_speed or {}).values()), default="")
 
     def with_measurements(self, store: MeasurementStore | None) -> ClusterSpec:
         """Return this cluster with measured speeds in place of the catalogue's."""
         if store is None:
             return self
-        disk = store.disk_speed()
+        curves = {
+            name: store.get("collective", f"{name}, {self.describe()}") for name in COLLECTIVES
+        }
+        measured: dict[str, Measurement] = {
+            name: curve for name, curve in curves.items() if curve is not None
+        }
+        _, disk = store.latest("disk") or ("", None)
+        nvme_bandwidth = self.nvme_bandwidth
+        if disk is not None:  # a step reads as much as it writes
+            nvme_bandwidth = 2 / (1 / disk.values["read"] + 1 / disk.values["write"])
         return replace(
             self,
             measurement_store=store,
-            comm_speed=store.comm_speed(self.describe()),
-            devices=tuple(
-                _paced(device, store, self.compute_speed_key(device)) for device in self.devices
-            ),
+            comm_speed=measured or None,
+            devices=tuple(self._with_measured_speed(device, store) for device in self.devices),
             disk_speed=disk,
-            nvme_bandwidth=self.nvme_bandwidth if disk is None else disk.mixed_bandwidth,
+            nvme_bandwidth=nvme_bandwidth,
+        )
+
+    def _with_measured_speed(self, device: DeviceSpec, store: MeasurementStore) -> DeviceSpec:
+        place = self.compute_speed_key(device)
+        compute = store.get("compute", place)
+        loops = {kind: store.get("loop", f"{place}, {kind}") for kind in DTYPES}
+        host_link = compute.values.get("host_link") if compute is not None else None
+        return replace(
+            device,
+            compute_speed=compute,
+            loop_speeds={kind: loop for kind, loop in loops.items() if loop is not None},
+            host_link=host_link or device.host_link,
         )
 
     def compute_speed_key(self, device: DeviceSpec) -> str:
@@ -196,15 +219,14 @@ class ClusterSpec:
         words += [self.link] if self.link != "none" else []
         if self.num_nodes == 1:
             return ", ".join(words)
-        return f"{self._in_nodes(words)}, {8 * self.network_bandwidth / GB:g} Gb/s"
-
-    def _in_nodes(self, words: Sequence[str]) -> str:
-        """Describe several nodes, which differ only if a number of ranks was requested."""
-        kinds, each = {device.name for device in self.devices}, self.ranks_per_node
+        # Nodes differ only if a number of ranks was requested.
+        each = self.ranks_per_node
         if len(kinds) > 1 or each * self.num_nodes != self.world_size:
-            return f"{', '.join(words)} on {self.num_nodes} nodes"
-        node = f"{each} x {kinds.pop()}"
-        return f"{self.num_nodes} x ({', '.join([node, *words[1:]])})"
+            nodes = f"{', '.join(words)} on {self.num_nodes} nodes"
+        else:
+            node = ", ".join([f"{each} x {next(iter(kinds))}", *words[1:]])
+            nodes = f"{self.num_nodes} x ({node})"
+        return f"{nodes}, {8 * self.network_bandwidth / GB:g} Gb/s"
 
     def with_num_ranks(self, ranks: int) -> ClusterSpec:
         """Return this cluster with another number of ranks; add nodes if needed."""
@@ -240,12 +262,6 @@ class ClusterSpec:
 
 def _cpu_words(ranks: int) -> str:
     return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
-
-
-def _paced(device: DeviceSpec, store: MeasurementStore, place: str) -> DeviceSpec:
-    pace = store.compute_speed(place)
-    host_link = (pace and pace.host_link) or device.host_link
-    return replace(device, compute_speed=pace, host_link=host_link)
 
 
 def with_default_network(cluster: ClusterSpec) -> ClusterSpec:
@@ -440,7 +456,9 @@ def _scarce(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
 def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
     """A detected GPU under the driver's name, with the catalogue's speeds."""
     notes: tuple[str, ...] = ()
-    share = _instance(gpu.name)
+    # A MIG instance has a fraction of a GPU: 3/7 for "MIG 3g.40gb".
+    slices = re.search(r"MIG ([1-7])g\.", gpu.name)
+    share = int(slices[1]) / 7 if slices else 1.0
     device = find_gpu(gpu.name, memory_bytes=gpu.memory_bytes if share == 1 else None)
     if device is None:
         device, notes = device_with_memory(gpu.memory_bytes, f"{gpu.name} is not in the catalogue")
@@ -453,12 +471,6 @@ def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
         flops=MappingProxyType({kind: share * peak for kind, peak in device.flops.items()}),
         memory_bandwidth=bandwidth * (gpu.memory_bytes / device.memory_bytes if share < 1 else 1),
     ), notes
-
-
-def _instance(name: str) -> float:
-    """Return the fraction of a GPU that a MIG instance has: 3/7 for "MIG 3g.40gb"."""
-    slices = re.search(r"MIG ([1-7])g\.", name)
-    return int(slices[1]) / 7 if slices else 1.0
 
 
 def _held(devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]) -> Iterator[str]:

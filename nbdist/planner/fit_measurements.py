@@ -1,8 +1,8 @@
-"""Derives measured speeds from calibrations and from profiles of the user's loop.
+"""Turns calibrations and profiles of the user's loop into measurements of this machine.
 
 A calibration (`worker.benchmarks.calibration`) replaces the stored speeds of these ranks. A
 profile gives the time of collectives in real training and the compute speed of a training loop,
-fitted so that `step_time` predicts the measured time.
+fitted so that `step_time` predicts the measured time; it is averaged with earlier ones.
 """
 
 from __future__ import annotations
@@ -10,38 +10,30 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.display.units import format_bytes, format_seconds
 from nbdist.errors import NbdistError
 from nbdist.planner import cache, optimizers, step_time
-from nbdist.planner.measurements import (
-    COLLECTIVES,
-    DTYPES,
-    CommSpeed,
-    ComputeSpeed,
-    DiskSpeed,
-    LoopEfficiency,
-    slowest_curves,
-)
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.measurements import COLLECTIVES, DTYPES, Measurement, is_memory_filesystem
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
-    from nbdist.planner.measurements import Collective
+    from nbdist.planner.measurements import MeasurementStore
     from nbdist.planner.model_spec import ModelSpec
     from nbdist.strategies import Options
 
 MIN_COLLECTIVE_BYTES = 1 << 18
 """Collectives of fewer bytes in a profile do not characterize the link."""
-_WEIGHT_OF_NEW = 0.5
-_STEPS = 40
+_BISECTIONS = 40
 _FACTORS = 1 / 30, 30.0
 """Range of plausible compute speeds, relative to the assumed speed."""
+_LAUNCH_BOUND = 0.75
+"""Maximum time at twice the speed, relative to the measured time, if compute dominates."""
 _TERA = 1e12
 
 
@@ -52,69 +44,47 @@ def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec
     """Store the measurements of a calibration and return the cluster with them.
 
     Args:
-        figures: results of `worker.benchmarks.calibration.run_benchmark` for each rank.
+        figures: results of `worker.benchmarks.calibration.calibrate` for each rank.
         cluster: the ranks, detected on this machine.
     """
-    known = cluster.measurement_store
-    if known is None:
+    store = cluster.measurement_store
+    if store is None:
         return cluster
-    place, entry = cluster.describe(), {"day": cache.today(), "runs": 1}
-    old = known.comm_speed(place)
-    curves = slowest_curves([rank["curves"] for rank in figures])
-    links = CommSpeed.from_json({"curves": curves, **_again(entry, old)})
-    if links is not None:
-        known.store_comm_speed(place, links)
-    for place_of_rank, of_place in _by_place(figures, cluster).items():
-        pace = _pace(of_place, known.compute_speed(place_of_rank), entry)
-        if pace is not None:
-            known.store_compute_speed(place_of_rank, pace)
-    if disk := _disk(figures, entry):
-        known.store_disk_speed(disk)
-    known.save()
-    return cluster.with_measurements(known)
-
-
-def _again(note: dict[str, Any], old: CommSpeed | ComputeSpeed | None) -> dict[str, Any]:
-    """Increment the number of runs."""
-    return note | {"runs": 1 + (old.runs if old else 0)}
-
-
-def _by_place(
-    figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec
-) -> dict[str, list[Mapping[str, Any]]]:
-    """Group the results of ranks by the key of their compute speed."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for name in COLLECTIVES:
+        # For each size, the slowest rank's time.
+        curve: dict[str, float] = {}
+        for rank in figures:
+            for size, seconds in rank["curves"].get(name, ()):
+                curve[str(size)] = max(seconds, curve.get(str(size), 0.0))
+        store.record("collective", f"{name}, {cluster.describe()}", curve, average=False)
+    by_place: dict[str, list[Mapping[str, Any]]] = {}
     for rank in figures:
         place = cluster.describe() if cluster.kind == "cpu" else str(rank["device"])
-        groups.setdefault(place, []).append(rank)
-    return groups
-
-
-def _pace(
-    figures: Sequence[Mapping[str, Any]], old: ComputeSpeed | None, note: dict[str, Any]
-) -> ComputeSpeed | None:
-    """Return the compute speed of the slowest of these ranks."""
-    kinds = [kind for kind in DTYPES if all(kind in rank["products"] for rank in figures)]
-    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
-    products = {kind: min(rank["products"][kind] for rank in figures) for kind in kinds}
-    kept = {} if old is None else {k: v for k, v in old.matmul_flops.items() if k not in products}
-    return ComputeSpeed.from_json(
-        {
-            "products": kept | products,
-            "memory": min(rank["memory"] for rank in figures),
-            "host_link": min(copies, default=None),
-            **_again(note, old),
-        }
-    )
-
-
-def _disk(figures: Sequence[Mapping[str, Any]], note: dict[str, Any]) -> DiskSpeed | None:
-    """Return the disk speed of all ranks together."""
+        by_place.setdefault(place, []).append(rank)
+    for place, ranks in by_place.items():
+        _store_compute_speed(store, place, ranks)
     disks = [rank["disk"] for rank in figures if "disk" in rank]
-    if not disks:
-        return None
-    total = {way: sum(disk[way] for disk in disks) for way in ("read", "write")}
-    return DiskSpeed.from_json({**total, "filesystem": disks[0]["filesystem"], **note})
+    if disks and not is_memory_filesystem(disks[0]["filesystem"]):
+        total = {way: sum(disk[way] for disk in disks) for way in ("read", "write")}
+        store.record("disk", str(disks[0]["filesystem"])[:200], total, average=False)
+    store.save()
+    return cluster.with_measurements(store)
+
+
+def _store_compute_speed(
+    store: MeasurementStore, place: str, figures: Sequence[Mapping[str, Any]]
+) -> None:
+    """Store the slowest of these ranks; data types that were not measured now are kept."""
+    old = store.get("compute", place)
+    values = {kind: old.values[kind] for kind in DTYPES if old and kind in old.values}
+    for kind in DTYPES:
+        if all(kind in rank["products"] for rank in figures):
+            values[kind] = min(rank["products"][kind] for rank in figures)
+    values["memory"] = min(rank["memory"] for rank in figures)
+    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
+    if copies:
+        values["host_link"] = min(copies)
+    store.record("compute", place, values, average=False)
 
 
 # ---------------------------------------------------------------------------- profiles
@@ -193,111 +163,93 @@ def learn_from_profile(
     Returns:
         One sentence for each stored measurement.
     """
-    if cluster.measurement_store is None or not figures:
+    store = cluster.measurement_store
+    if store is None or not figures:
         return []
+    messages: list[str] = []
     # With replicas, collectives run within a node or between one rank of each node.
-    links = _learn_links(figures, cluster) if options.replicate_across == "none" else ()
-    messages = [*links, *_learn_loop(figures, spec, options, cluster)]
+    if options.replicate_across == "none":
+        messages += _learn_collectives(figures, cluster, store)
+    messages += _learn_loop(figures, spec, options, cluster, store)
     if messages:
-        cluster.measurement_store.save()
+        store.save()
     return messages
 
 
-def _learn_links(figures: Sequence[RankProfileLike], cluster: ClusterSpec) -> Iterator[str]:
+def _learn_collectives(
+    figures: Sequence[RankProfileLike], cluster: ClusterSpec, store: MeasurementStore
+) -> Iterator[str]:
     """Store one point per kind of collective: its average size and time."""
-    known, place = cluster.measurement_store, cluster.describe()
     for name in COLLECTIVES:
-        calls = [stats for rank in figures for stats in _of_kind(rank.traffic, name)]
-        if known is None or not calls:
+        # "all_gather_into_tensor" and "_allgather_base" are all_gather.
+        calls = [
+            stats
+            for rank in figures
+            for stats in rank.traffic
+            if stats.name.replace("_", "").startswith(name.replace("_", ""))
+            and stats.count > 0
+            and stats.bytes > 0
+        ]
+        if not calls:
             continue
         size = int(statistics.median([stats.bytes / stats.count for stats in calls]))
         taken = statistics.median(
             [(stats.seconds - stats.waiting_s) / stats.count for stats in calls]
         )
-        if size < MIN_COLLECTIVE_BYTES or taken <= 0:
+        if size < MIN_COLLECTIVE_BYTES:
             continue
-        old = known.comm_speed(place) or CommSpeed(curves=MappingProxyType({}), day="", runs=0)
-        new = old.with_measurement(name, size, taken, cache.today())
-        plain = {"curves": new.curves, "day": new.day, "runs": new.runs}
-        if CommSpeed.from_json(plain) is not None:
-            known.store_comm_speed(place, new)
+        place = f"{name}, {cluster.describe()}"
+        if store.record("collective", place, {str(size): taken}) is not None:
             yield f"{name} of {format_bytes(size)} takes {format_seconds(taken)} here"
 
 
-def _of_kind(
-    traffic: Sequence[CollectiveStatsLike], name: Collective
-) -> Iterator[CollectiveStatsLike]:
-    """Filter by kind: "all_gather_into_tensor" and "_allgather_base" are all_gather."""
-    wanted = name.replace("_", "")
-    for stats in traffic:
-        name_in_torch = stats.name.replace("_", "")
-        if name_in_torch.startswith(wanted) and stats.count > 0 and stats.bytes > 0:
-            yield stats
-
-
 def _learn_loop(
-    figures: Sequence[RankProfileLike], spec: ModelSpec, options: Options, cluster: ClusterSpec
+    figures: Sequence[RankProfileLike],
+    spec: ModelSpec,
+    options: Options,
+    cluster: ClusterSpec,
+    store: MeasurementStore,
 ) -> Iterator[str]:
     """Store the speed at which `step_time` predicts the compute time of the ranks."""
-    trained, kind = figures[0].model, _kind(options)
-    taken = statistics.median([_computing(rank) for rank in figures])
-    if trained is None or taken <= 0 or cluster.measurement_store is None:
+    trained = figures[0].model
+    taken = statistics.median(
+        [rank.parts.get("forward", 0.0) + rank.parts.get("backward", 0.0) for rank in figures]
+    )
+    if trained is None or taken <= 0:
         return
+    precision = options.precision or "no"
+    kind = {"no": "fp32", "fp8": "bf16"}.get(precision, precision)
     try:
-        factor, plain = _factor(taken, trained, spec, options, cluster)
+        values = _fit_speed(taken, trained, spec, options, cluster, kind)
     except NbdistError:  # a model or an optimizer unknown to the planner
         return
-    if factor is None or plain.compute_speed is None:
+    if values is None:
         return
     place = cluster.compute_speed_key(cluster.slowest_device)
-    start = plain.compute_speed.loop_efficiency[kind]
-    old = (
-        None
-        if cluster.slowest_device.compute_speed is None
-        else cluster.slowest_device.compute_speed.loop_efficiency.get(kind)
-    )
-    loop = replace(start, flops=factor * start.flops, memory=factor * start.memory)
-    if old is not None:
-        weight = _WEIGHT_OF_NEW
-        loop = replace(
-            loop,
-            flops=old.flops + weight * (loop.flops - old.flops),
-            memory=old.memory + weight * (loop.memory - old.memory),
-            runs=old.runs + 1,
-        )
-    cluster.measurement_store.store_loop_efficiency(place, kind, loop)
-    yield f"a training loop in {kind} reaches {loop.flops / _TERA:.3g} TFLOP/s per rank here"
+    stored = store.record("loop", f"{place}, {kind}", values)
+    if stored is not None:
+        reached = stored.values["flops"] / _TERA
+        yield f"a training loop in {kind} reaches {reached:.3g} TFLOP/s per rank here"
 
 
-def _computing(figures: RankProfileLike) -> float:
-    """Seconds per step in the model's forward and backward."""
-    return figures.parts.get("forward", 0.0) + figures.parts.get("backward", 0.0)
-
-
-def _kind(options: Options) -> str:
-    """Data type of the matrix products."""
-    precision = options.precision or "no"
-    return {"no": "fp32", "fp8": "bf16"}.get(precision, precision)
-
-
-def _factor(
+def _fit_speed(
     taken: float,
     trained: ProfiledModelLike,
     spec: ModelSpec,
     options: Options,
     cluster: ClusterSpec,
-) -> tuple[float | None, Any]:
-    """Return the measured compute speed relative to the assumed one, and the assumed device.
+    kind: str,
+) -> dict[str, float] | None:
+    """Return the compute speed at which the predicted compute time is the measured one.
 
-    The factor is None if no speed explains the time: kernel launches dominate, or the
-    measurement contains more than compute.
+    None if no speed explains the time: kernel launches dominate, or the measurement contains more
+    than compute.
 
     Raises:
         NbdistError: the model cannot be planned.
     """
-    trained_with = replace(options, accumulate=trained.accumulate)
     setup = TrainingSetup(
-        options=trained_with,
+        options=replace(options, accumulate=trained.accumulate),
         world_size=cluster.world_size,
         optimizer=optimizers.optimizer_for_device(optimizers.find_optimizer("adamw"), cluster.kind),
         kind=cluster.kind,
@@ -307,40 +259,29 @@ def _factor(
         batch_size=trained.samples,
         seq_len=trained.seq_len,
         compute=compute_mode(setup),
-        activation_checkpointing=trained_with.activation_checkpointing,
+        activation_checkpointing=setup.options.activation_checkpointing,
         kind=cluster.kind,
     )
-    kind, device = _kind(options), cluster.slowest_device
-    bare = replace(
-        device,
-        compute_speed=device.compute_speed and replace(device.compute_speed, loop_efficiency={}),
-    )
-    base = LoopEfficiency(
-        flops=bare.sustained_flops(kind if kind != "fp32" else "no"),
-        memory=bare.sustained_memory_bandwidth(kind),
-        model=spec.name,
-        day=cache.today(),
-    )
+    assumed = replace(cluster.slowest_device, loop_speeds={})
+    flops = assumed.sustained_flops(kind if kind != "fp32" else "no")
+    memory = assumed.sustained_memory_bandwidth(kind)
 
-    def at(factor: float) -> Any:
-        loop = replace(base, flops=factor * base.flops, memory=factor * base.memory)
-        return replace(bare, compute_speed=ComputeSpeed(loop_efficiency={kind: loop}))
+    def speeds(factor: float) -> dict[str, float]:
+        return {"flops": factor * flops, "memory": factor * memory}
 
     def seconds(factor: float) -> float:
-        many = replace(cluster, devices=(at(factor),) * cluster.world_size)
-        return step_time.StepCostModel(spec, setup, many).cost_for(workload).compute_s
+        loop = Measurement(values=speeds(factor), day=cache.today())
+        device = replace(assumed, loop_speeds={kind: loop})
+        devices = (device,) * cluster.world_size
+        model = step_time.StepCostModel(spec, setup, replace(cluster, devices=devices))
+        return model.cost_for(workload).compute_s
 
     low, high = _FACTORS
     if not seconds(high) < taken < seconds(low):
-        return None, bare
-    for _ in range(_STEPS):
+        return None
+    for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if seconds(middle) > taken else (low, middle)
-    faster = seconds(2 * low)
-    if faster > _BINDS * taken:
-        return None, bare  # launches dominate: speeds would explain nothing
-    return low, at(1.0)
-
-
-_BINDS = 0.75
-"""Maximum time at twice the speed, relative to the measured time, if compute dominates."""
+    if seconds(2 * low) > _LAUNCH_BOUND * taken:
+        return None  # kernel launches dominate: speeds would explain nothing
+    return speeds(low)

@@ -6,14 +6,16 @@ Pure. A link's speed is for one direction; memory is in bytes, speeds are in byt
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+
+from nbdist.planner.measurements import DEFAULT_LOOP_EFFICIENCY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.measurements import ComputeSpeed
+    from nbdist.planner.measurements import Measurement
 
 GIB = 1 << 30
 GB = 1e9
@@ -65,8 +67,11 @@ class DeviceSpec:
     """Bandwidth to host memory for pinned copies."""
     source: str = ""
     """Source of the figures."""
-    compute_speed: ComputeSpeed | None = None
-    """Speed measured on this machine; takes precedence over the catalogue."""
+    compute_speed: Measurement | None = None
+    """Speeds measured on this machine by a calibration; take precedence over the catalogue."""
+    loop_speeds: Mapping[str, Measurement] = field(default_factory=dict)
+    """Data type -> speeds that a training loop reached on this machine; take precedence over
+    all others."""
 
     @property
     def has_bf16(self) -> bool:
@@ -80,11 +85,10 @@ class DeviceSpec:
     def sustained_flops(self, precision: str) -> float:
         """Return the FLOP/s that large matrix products reach in a training loop."""
         kind = _TYPE_OF.get(precision, precision)
-        if (
-            self.compute_speed is not None
-            and (measured := self.compute_speed.flops_for(kind)) is not None
-        ):
-            return measured
+        if kind in self.loop_speeds:
+            return self.loop_speeds[kind].values["flops"]
+        if self.compute_speed is not None and kind in self.compute_speed.values:
+            return self.compute_speed.values[kind] * DEFAULT_LOOP_EFFICIENCY
         if kind == "fp32" or kind not in self.flops:
             return self.flops["fp32"] * FP32_EFFICIENCY
         if kind == "fp8":
@@ -94,10 +98,10 @@ class DeviceSpec:
     def sustained_memory_bandwidth(self, precision: str) -> float:
         """Return the bytes/s that elementwise kernels read and write in a training loop."""
         kind = _computed_in(precision)
-        measured = (
-            None if self.compute_speed is None else self.compute_speed.memory_bandwidth_for(kind)
-        )
-        return ACHIEVABLE_MEMORY_FRACTION * self.memory_bandwidth if measured is None else measured
+        measured = self.loop_speeds.get(kind, self.compute_speed)
+        if measured is not None and "memory" in measured.values:
+            return measured.values["memory"]
+        return ACHIEVABLE_MEMORY_FRACTION * self.memory_bandwidth
 
     def scaled(self, factor: float) -> DeviceSpec:
         """Return the same device with its compute speed multiplied by a factor."""
@@ -106,25 +110,24 @@ class DeviceSpec:
             flops=MappingProxyType({kind: factor * peak for kind, peak in self.flops.items()}),
             memory_bandwidth=factor * self.memory_bandwidth,
             compute_speed=self.compute_speed and self.compute_speed.scaled(factor),
+            loop_speeds={kind: loop.scaled(factor) for kind, loop in self.loop_speeds.items()},
         )
 
     def measured_date(self, precision: str) -> str:
         """Return the date on which compute was measured here, or "" for catalogue figures."""
-        return (
-            ""
-            if self.compute_speed is None
-            else self.compute_speed.measured_date(_computed_in(precision))
-        )
+        kind = _computed_in(precision)
+        if kind in self.loop_speeds:
+            return self.loop_speeds[kind].day
+        if self.compute_speed is not None and kind in self.compute_speed.values:
+            return self.compute_speed.day
+        return ""
 
     def uncertainty(self, precision: str) -> float:
         """Return the relative uncertainty of the compute time."""
-        if self.compute_speed is None or not self.measured_date(precision):
-            return FITTED_DOUBT if self.has_published_efficiency else GUESSED_DOUBT
-        return (
-            LOOP_DOUBT
-            if _computed_in(precision) in self.compute_speed.loop_efficiency
-            else FITTED_DOUBT
-        )
+        if _computed_in(precision) in self.loop_speeds:
+            return LOOP_DOUBT
+        fitted = self.measured_date(precision) or self.has_published_efficiency
+        return FITTED_DOUBT if fitted else GUESSED_DOUBT
 
 
 def _computed_in(precision: str) -> str:

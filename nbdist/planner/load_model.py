@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from nbdist.errors import PlanError
 from nbdist.paths import expand_user
-from nbdist.planner.memory.training_setup import compute_modes
+from nbdist.planner.memory.timeline import compute_modes
 from nbdist.planner.model_spec import with_notes
-from nbdist.planner.models import analytic, parameter_count, traced
+from nbdist.planner.models import analytic, traced
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec
@@ -66,7 +66,8 @@ def load_model_spec(
     if _is_spec(given):
         return given, _length_of_spec(given, seq_len or DEFAULT_SEQ_LEN)
     if _is_module(given):
-        length = seq_len or _module_length(given)
+        config = _module_config(given)
+        length = seq_len or default_seq_len(config)
         spec = traced.spec_from_module(
             given,
             batch_size=batch_size,
@@ -75,33 +76,28 @@ def load_model_spec(
             progress=progress,
             kinds=(kind,),
         )
-        return _measured(spec, _module_config(given), _length_of_inputs(spec, seq_len) or length)
+        length = _length_of_spec(spec, _length_of_inputs(spec, seq_len) or length)
+        return with_notes(spec, seq_len_notes(config, length)), length
     # Path.exists() raises if a name is too long
     if (
-        isinstance(given, str)
-        and parameter_count.is_parameter_count(given)
-        and not os.path.exists(given)  # noqa: PTH110
+        isinstance(given, str) and analytic.is_parameter_count(given) and not os.path.exists(given)  # noqa: PTH110
     ):
-        return parameter_count.spec_from_parameter_count(given), seq_len or DEFAULT_SEQ_LEN
+        return analytic.spec_from_parameter_count(given), seq_len or DEFAULT_SEQ_LEN
     config = _config(given)
     length = seq_len or default_seq_len(config)
     if analytic.is_supported(config):
-        return with_notes(analytic.spec_from_config(config), seq_len_notes(config, length)), length
-    spec = traced.trace_config(
-        config,
-        batch_size=batch_size,
-        seq_len=length,
-        progress=progress,
-        kinds=(kind,),
-        computes=compute_modes(precision),
-    )
-    return _measured(spec, config, length)
-
-
-def _measured(spec: ModelSpec, config: Mapping[str, Any], length: int) -> tuple[ModelSpec, int]:
-    """Return a spec with its sequence length; add a note if that exceeds the positions."""
-    seq_len = _length_of_spec(spec, length)
-    return with_notes(spec, seq_len_notes(config, seq_len)), seq_len
+        spec = analytic.spec_from_config(config)
+    else:
+        spec = traced.trace_config(
+            config,
+            batch_size=batch_size,
+            seq_len=length,
+            progress=progress,
+            kinds=(kind,),
+            computes=compute_modes(precision),
+        )
+        length = _length_of_spec(spec, length)
+    return with_notes(spec, seq_len_notes(config, length)), length
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
@@ -133,11 +129,6 @@ def _is_module(given: object) -> bool:
     """True for an `nn.Module`; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.nn.Module)
-
-
-def _module_length(module: Any) -> int:
-    """Return the default tokens per sample of a module, from its config if it has one."""
-    return default_seq_len(_module_config(module))
 
 
 def _module_config(module: Any) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Speeds measured on this machine: collectives, compute, disk; pure.
+"""Measurements of this machine, in one file of the user's cache folder; pure.
 
-The catalogue holds typical speeds; this module holds those measured by ranks on request
-(`worker.benchmarks.calibration`) or while the user's loop was profiled (`fit_measurements`).
-`measurement_store` keeps them; each class parses its own entries and rejects implausible ones.
+The catalogue holds typical speeds. A calibration (`worker.benchmarks.calibration`), a profile of
+the user's loop and a session's third optimizer step measure this machine; `fit_measurements` turns
+their figures into a `Measurement`, and `MeasurementStore` keeps it.
 
 Sizes are in bytes of the full tensor (all_gather's output, reduce_scatter's input), times in
 seconds, speeds in bytes/s and FLOP/s.
@@ -10,26 +10,58 @@ seconds, speeds in bytes/s and FLOP/s.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+import importlib.metadata
+from dataclasses import dataclass, replace
+from functools import cache as once
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import cache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
+    from pathlib import Path
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 DTYPES = ("fp32", "bf16", "fp16")
 """Measured data types; fp8 is derived from bf16."""
-TimingCurve = tuple[tuple[int, float], ...]
-"""Size and time of one collective, in ascending order of size."""
+
+MeasurementKind = Literal["collective", "compute", "loop", "disk", "memory"]
+"""Kinds of measurements.
+
+collective: seconds by size of one collective between these ranks.
+compute: one rank while all ranks compute: FLOP/s of large matrix products by data type, bytes/s of
+    elementwise kernels ("memory"), bytes/s of pinned copies to a GPU ("host_link").
+loop: "flops" and "memory" that the user's training loop reached in one data type.
+disk: bytes/s of "read" and "write" of a file system while all ranks use it.
+memory: device memory beyond tensors of a device, backend and offload: "factor" of the allocator,
+    "context_bytes" of CUDA and the communicator.
+"""
+
+_LINK = (1e5, 1e14)
+_FLOPS = (1e8, 1e17)
+_BANDWIDTH = (1e7, 1e15)
+_DISK = (1e4, 1e12)
+_SECONDS = (1e-8, 600.0)
+ALLOCATOR_FACTOR_LIMITS = (1.0, 1.5)
+"""A factor outside this range is a measurement error, such as another process on the device."""
+_PLAUSIBLE: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    "compute": dict.fromkeys(DTYPES, _FLOPS) | {"memory": _BANDWIDTH, "host_link": _LINK},
+    "loop": {"flops": _FLOPS, "memory": _BANDWIDTH},
+    "disk": {"read": _DISK, "write": _DISK},
+    "memory": {"factor": ALLOCATOR_FACTOR_LIMITS, "context_bytes": (0, 1e13)},
+}
+"""Kind -> quantity -> range; a value outside of it is not believed."""
 
 DEFAULT_LOOP_EFFICIENCY = 0.75
 """Speed of a training loop relative to matrix products alone: 0.83 on A100 and 0.65 on H100 (the
 catalogue's `compute_efficiency`, against 271 and 792 TFLOP/s of stas00/ml-engineering's mamf)."""
+WEIGHT_OF_NEW = 0.5
+"""Weight of a new profile or session against all earlier ones: high, as drivers and libraries
+change."""
+MAX_ENTRIES = 64
+"""Entries of one kind that the file keeps; the oldest are dropped."""
 
 SMALL_COLLECTIVE_BYTES = 1 << 16
 """Collectives of fewer bytes take as long as one of this size."""
@@ -38,270 +70,278 @@ LARGE_COLLECTIVE_BYTES = 1 << 20
 _NEAR = 2.0
 """Sizes within this factor are one point of a curve."""
 _POINTS = 12
-_WEIGHT_OF_NEW = 0.5
-"""Weight of a profile against older values; a calibration replaces them."""
-
-# Values outside these ranges are implausible.
-_LINK = (1e5, 1e14)
-_FLOPS = (1e8, 1e17)
-_MEMORY = (1e7, 1e15)
-_DISK = (1e4, 1e12)
-_SECONDS = (1e-8, 600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommSpeed:
-    """Measured collectives between all ranks."""
+class Measurement:
+    """Quantities that were measured together."""
 
-    curves: Mapping[str, TimingCurve]
+    values: Mapping[str, float]
+    """Quantity -> value; see `MeasurementKind`. A collective's quantities are its sizes."""
     day: str
+    """Date of the last measurement, such as "2026-11-21"."""
     runs: int = 1
+    """Number of measurements so far."""
 
-    def collective_time_s(self, collective: str, size: float) -> float | None:
-        """Return the time of a collective, or None if its size is too far from measured ones."""
-        curve = self.curves.get(collective, ())
-        if not curve:
+    @classmethod
+    def from_json(cls, kind: MeasurementKind, entry: Any) -> Measurement | None:
+        """Parse an entry of the file; None if it is invalid, implausible or from the future."""
+        try:
+            values, runs, day = entry["values"], entry["runs"], cache.parse_date(entry["day"])
+            if not day or day > cache.today() or isinstance(runs, bool) or not 1 <= runs < 10**6:
+                return None
+            given = {str(name): value for name, value in values.items()}
+        except (TypeError, KeyError, ValueError, AttributeError):
             return None
+        plausible = _plausible_curve if kind == "collective" else _plausible_values
+        if not given or not plausible(kind, given):
+            return None
+        return cls(values=MappingProxyType(given), day=day, runs=int(runs))
+
+    def updated(self, kind: MeasurementKind, values: Mapping[str, float]) -> dict[str, float]:
+        """Return its values with new ones, each averaged with the same older quantity."""
+        merged = dict(self.values)
+        for name, new in values.items():
+            average, near = new, [name]
+            if kind == "collective":
+                size = int(name)
+                near = [known for known in merged if size / _NEAR < int(known) < size * _NEAR]
+            for old in [merged.pop(each) for each in near if each in merged]:
+                average = old + WEIGHT_OF_NEW * (average - old)
+            merged[name] = average
+        if kind == "collective":
+            merged = dict(sorted(merged.items(), key=lambda item: int(item[0]))[-_POINTS:])
+        return merged
+
+    @property
+    def curve(self) -> tuple[tuple[int, float], ...]:
+        """Size and time of a collective, in ascending order of size."""
+        return tuple(sorted((int(size), seconds) for size, seconds in self.values.items()))
+
+    def collective_time_s(self, size: float) -> float | None:
+        """Return the time of a collective, or None if its size is too far from measured ones."""
+        curve = self.curve
         first, last = curve[0], curve[-1]
         if size <= first[0]:
-            return (
-                first[1] if first[0] <= SMALL_COLLECTIVE_BYTES or size * _NEAR >= first[0] else None
-            )
+            near = first[0] <= SMALL_COLLECTIVE_BYTES or size * _NEAR >= first[0]
+            return first[1] if near else None
         if size >= last[0]:
-            near = size <= last[0] * _NEAR
-            return last[1] * size / last[0] if near or last[0] >= LARGE_COLLECTIVE_BYTES else None
+            near = size <= last[0] * _NEAR or last[0] >= LARGE_COLLECTIVE_BYTES
+            return last[1] * size / last[0] if near else None
         upper = next(index for index, (measured, _) in enumerate(curve) if measured >= size)
         (below, quick), (above, slow) = curve[upper - 1], curve[upper]
         return quick + (slow - quick) * (size - below) / (above - below)
 
-    def with_measurement(self, collective: str, size: int, seconds: float, day: str) -> CommSpeed:
-        """Return a copy with one more measurement, averaged with an older one of similar size."""
-        curve = dict(self.curves.get(collective, ()))
-        for near in [known for known in curve if known / _NEAR < size < known * _NEAR]:
-            old = curve.pop(near)
-            seconds = old + _WEIGHT_OF_NEW * (seconds - old)
-        points = sorted((curve | {size: seconds}).items())[-_POINTS:]
-        return CommSpeed(
-            curves=MappingProxyType({**self.curves, collective: tuple(points)}),
-            day=day,
-            runs=self.runs + 1,
-        )
-
-    @classmethod
-    def from_json(cls, entry: Any) -> Self | None:
-        """Parse an entry; None if it is invalid."""
-        try:
-            curves = {name: _curve(entry["curves"].get(name, ())) for name in COLLECTIVES}
-            links = cls(
-                curves=MappingProxyType({name: curve for name, curve in curves.items() if curve}),
-                **_noted(entry),
-            )
-        except _ODD:
-            return None
-        return links if links.curves else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopEfficiency:
-    """Compute speed reached in the user's training loop."""
-
-    flops: float
-    memory: float
-    model: str
-    """Name of the model that was trained."""
-    day: str
-    runs: int = 1
-
-    @classmethod
-    def from_json(cls, entry: Any) -> Self | None:
-        """Parse an entry; None if it is invalid."""
-        try:
-            return cls(
-                flops=_within(entry["flops"], _FLOPS),
-                memory=_within(entry["memory"], _MEMORY),
-                model=str(entry["model"])[:200],
-                **_noted(entry),
-            )
-        except _ODD:
-            return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeSpeed:
-    """Compute speed of one rank while all ranks compute."""
-
-    matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    """Data type (fp32, bf16, fp16) -> FLOP/s of large matrix products."""
-    memory_bandwidth: float | None = None
-    """Bytes/s that elementwise kernels read and write, each result in new memory."""
-    host_link: float | None = None
-    """Bytes/s of pinned copies to a GPU."""
-    loop_efficiency: Mapping[str, LoopEfficiency] = field(default_factory=dict)
-    """Data type -> speed reached in a training loop."""
-    day: str = ""
-    """Date of the matrix product and memory measurements."""
-    runs: int = 0
-
-    def flops_for(self, kind: str) -> float | None:
-        """Return the FLOP/s of a training loop in a data type, or None if not measured."""
-        if kind in self.loop_efficiency:
-            return self.loop_efficiency[kind].flops
-        return (
-            self.matmul_flops[kind] * DEFAULT_LOOP_EFFICIENCY if kind in self.matmul_flops else None
-        )
-
-    def memory_bandwidth_for(self, kind: str) -> float | None:
-        """Return the bytes/s of elementwise kernels of a loop in a data type."""
-        return (
-            self.loop_efficiency[kind].memory
-            if kind in self.loop_efficiency
-            else self.memory_bandwidth
-        )
-
-    def scaled(self, factor: float) -> ComputeSpeed:
-        """Return the speeds of a rank whose compute is faster by a factor."""
-        loops = {
-            kind: replace(loop, flops=factor * loop.flops, memory=factor * loop.memory)
-            for kind, loop in self.loop_efficiency.items()
+    def scaled(self, factor: float) -> Measurement:
+        """Return the measurement of a rank whose compute is faster by a factor."""
+        faster = {
+            name: value if name == "host_link" else factor * value
+            for name, value in self.values.items()
         }
-        return replace(
-            self,
-            matmul_flops={kind: factor * flops for kind, flops in self.matmul_flops.items()},
-            memory_bandwidth=None
-            if self.memory_bandwidth is None
-            else factor * self.memory_bandwidth,
-            loop_efficiency=loops,
-        )
+        return replace(self, values=faster)
 
-    def measured_date(self, kind: str) -> str:
-        """Return the date on which compute in a data type was measured, or ""."""
-        if kind in self.loop_efficiency:
-            return self.loop_efficiency[kind].day
-        return self.day if kind in self.matmul_flops else ""
 
-    @classmethod
-    def from_json(cls, entry: Any) -> Self | None:
-        """Parse an entry without loops; None if it is invalid."""
-        try:
-            products = {
-                kind: _within(entry["products"][kind], _FLOPS)
-                for kind in DTYPES
-                if kind in entry["products"]
-            }
-            pace = cls(
-                matmul_flops=MappingProxyType(products),
-                memory_bandwidth=_maybe(entry.get("memory"), _MEMORY),
-                host_link=_maybe(entry.get("host_link"), _LINK),
-                **_noted(entry),
-            )
-        except _ODD:
+def _plausible_values(kind: MeasurementKind, values: Mapping[str, Any]) -> bool:
+    ranges = _PLAUSIBLE[kind]
+    if not values.keys() <= ranges.keys():
+        return False
+    complete = values.keys() & set(DTYPES) if kind == "compute" else values.keys() == ranges.keys()
+    return bool(complete) and all(_is_within(values[name], *ranges[name]) for name in values)
+
+
+def _plausible_curve(_: MeasurementKind, values: Mapping[str, Any]) -> bool:
+    for text, seconds in values.items():
+        if (
+            not text.isdecimal()
+            or not 0 < int(text) < 1 << 50
+            or not _is_within(seconds, *_SECONDS)
+        ):
+            return False
+        if int(text) >= LARGE_COLLECTIVE_BYTES and not _is_within(int(text) / seconds, *_LINK):
+            return False
+    return len(values) <= 4 * _POINTS
+
+
+def _is_within(value: Any, low: float, high: float) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and low <= value <= high
+
+
+class MeasurementStore:
+    """All measurements of a machine, read once per plan.
+
+    Entries are keyed by kind, place, host processor and torch version, not by host name, so that a
+    folder shared by several hosts holds the entries of each.
+
+    Args:
+        host: distinguishes hosts with the same GPUs: processor and cores. Not needed for "memory",
+            which does not depend on it.
+        file: default: the user's file.
+    """
+
+    def __init__(self, host: str = "", file: Path | None = None) -> None:
+        """Read the file. An unreadable file counts as empty."""
+        self._file = file or store_path()
+        self._host = host
+        self._sections = cache.read_entries(self._file)
+
+    def get(self, kind: MeasurementKind, place: str) -> Measurement | None:
+        """Return what was measured at a place: the name of a device, ranks, a file system."""
+        return Measurement.from_json(kind, self._section(kind).get(self._key(kind, place)))
+
+    def latest(self, kind: MeasurementKind) -> tuple[str, Measurement] | None:
+        """Return the place and the measurement of this kind that was made last."""
+        suffix = self._key(kind, "")
+        entries = {
+            key.removesuffix(suffix): Measurement.from_json(kind, entry)
+            for key, entry in self._section(kind).items()
+            if key.endswith(suffix)
+        }
+        valid = [(place, entry) for place, entry in entries.items() if entry is not None]
+        return max(valid, key=lambda item: item[1].day, default=None)
+
+    def record(
+        self,
+        kind: MeasurementKind,
+        place: str,
+        values: Mapping[str, float],
+        *,
+        average: bool = True,
+    ) -> Measurement | None:
+        """Add a measurement of today; `save` writes it.
+
+        Args:
+            kind: what was measured.
+            place: as in `get`.
+            values: by quantity.
+            average: average with the older measurement; otherwise replace it.
+
+        Returns:
+            The stored measurement; None if it is implausible, and then nothing is stored.
+        """
+        old = self.get(kind, place)
+        entry = {"values": dict(values), "day": cache.today(), "runs": 1 + (old.runs if old else 0)}
+        if Measurement.from_json(kind, entry) is None:
             return None
-        return pace if pace.matmul_flops else None
+        if old is not None and average:
+            entry["values"] = old.updated(kind, values)
+        key = self._key(kind, place)
+        others = [item for item in self._section(kind).items() if item[0] != key]
+        self._sections[kind] = dict([*others[1 - MAX_ENTRIES :], (key, entry)])
+        return self.get(kind, place)
+
+    def save(self) -> None:
+        """Write the file."""
+        cache.write_entries(self._file, self._sections)
+
+    def _section(self, kind: MeasurementKind) -> dict[str, Any]:
+        section = self._sections.get(kind)
+        return section if isinstance(section, dict) else {}
+
+    def _key(self, kind: MeasurementKind, place: str) -> str:
+        host = "" if kind == "memory" else f" | {self._host}"
+        return f"{place}{host} | torch {_torch()}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskSpeed:
-    """Speed of a file system while all ranks use it."""
+def store_path() -> Path:
+    """Return the file: nbdist/measurements.json in XDG_CACHE_HOME, or ~/.cache."""
+    return cache.cache_dir() / "measurements.json"
 
-    read: float
-    write: float
-    filesystem: str
-    """Type and device, such as "ext4 on /dev/nvme0n1p1"."""
+
+@once
+def _torch() -> str:
+    """Return torch's version without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def is_memory_filesystem(filesystem: str) -> bool:
+    """Return whether a file system, such as "ext4 on /dev/nvme0n1p1", is in memory."""
+    return filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
+
+
+# -- device memory ---------------------------------------------------------------------------
+
+DEFAULT_ALLOCATOR_FACTOR = 1.04
+"""Default overhead of the caching allocator in a steady training loop."""
+CUDA_CONTEXT_BYTES = 600 << 20
+"""Default size of a CUDA context with torch's kernels loaded (0.4-0.6 GiB by generation)."""
+COMMUNICATOR_BYTES = 450 << 20
+"""Default size of NCCL's buffers and channels for a process group of two or more ranks."""
+CPU_CONTEXT_BYTES = 600 << 20
+"""Default resident memory of a rank's process with torch, before any model."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOverhead:
+    """Conversion from tensor bytes to device bytes.
+
+    The allocator rounds up and caches blocks, CUDA and the communicator need memory:
+    `device = factor * allocated + context`.
+    """
+
+    factor: float = DEFAULT_ALLOCATOR_FACTOR
+    context_bytes: int = CUDA_CONTEXT_BYTES
+    runs: int = 0
+    """Number of measured sessions; 0 for the defaults."""
     day: str = ""
-    runs: int = 1
+    """Date of the last session; empty for the defaults."""
 
-    @property
-    def mixed_bandwidth(self) -> float:
-        """Bytes/s if as much is read as written."""
-        return 2 / (1 / self.read + 1 / self.write)
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if the file system is in memory, not on a disk."""
-        return self.is_memory_filesystem(self.filesystem)
-
-    @staticmethod
-    def is_memory_filesystem(filesystem: str) -> bool:
-        """Return whether a file system is in memory, not on a disk."""
-        return filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
-
-    @classmethod
-    def from_json(cls, entry: Any) -> Self | None:
-        """Parse an entry; None if it is invalid."""
-        try:
-            return cls(
-                read=_within(entry["read"], _DISK),
-                write=_within(entry["write"], _DISK),
-                filesystem=str(entry["filesystem"])[:200],
-                **_noted(entry),
-            )
-        except _ODD:
-            return None
+    def device_bytes(self, allocated_bytes: int) -> int:
+        """Return the device bytes for tensors of `allocated_bytes`."""
+        return int(allocated_bytes * self.factor) + self.context_bytes
 
 
-# ----------------------------------------------------------------- merging of all ranks
+def default_overhead(kind: str, world_size: int) -> DeviceOverhead:
+    """Return the overhead that is assumed without measurements."""
+    if kind == "cpu":
+        return DeviceOverhead(context_bytes=CPU_CONTEXT_BYTES)
+    communicator = COMMUNICATOR_BYTES if world_size > 1 else 0
+    return DeviceOverhead(context_bytes=CUDA_CONTEXT_BYTES + communicator)
 
 
-def slowest_curves(
-    everyone: Iterable[Mapping[str, Iterable[tuple[int, float]]]],
-) -> Mapping[str, TimingCurve]:
-    """Merge the curves of all ranks: for each size the slowest rank's time."""
-    times: dict[str, dict[int, float]] = {}
-    for curves in everyone:
-        for name, curve in curves.items():
-            for size, seconds in curve:
-                slowest = times.setdefault(name, {})
-                slowest[size] = max(seconds, slowest.get(size, 0.0))
-    return {name: tuple(sorted(points.items())) for name, points in times.items()}
+def device_overhead(
+    store: MeasurementStore,
+    device: str,
+    backend: str,
+    offload: str,
+    *,
+    kind: str,
+    world_size: int,
+) -> DeviceOverhead:
+    """Return the overhead of a device and strategy, or the default if it was not measured."""
+    measured = store.get("memory", f"{device}, {backend}, {offload}")
+    if measured is None:
+        return default_overhead(kind, world_size)
+    factor, context = measured.values["factor"], int(measured.values["context_bytes"])
+    return DeviceOverhead(factor, context, measured.runs, measured.day)
 
 
-# -------------------------------------------------------------------------- parsing
+def record_device_memory(
+    device: str,
+    backend: str,
+    offload: str,
+    *,
+    allocated_bytes: int,
+    reserved_bytes: int,
+    device_bytes: int,
+    store: MeasurementStore | None = None,
+) -> None:
+    """Store the device memory of one measured session, averaged with earlier ones.
 
-_ODD = (TypeError, KeyError, ValueError, OverflowError, AttributeError)
-
-
-def _within(given: Any, limits: tuple[float, float]) -> float:
-    """Validate a number.
-
-    Raises:
-        ValueError: not a number within the limits.
+    Args:
+        device: name of the device as reported by the driver.
+        backend: canonical name.
+        offload: none, cpu or nvme.
+        allocated_bytes: peak of tensors.
+        reserved_bytes: peak reserved by the allocator.
+        device_bytes: peak of the device used by this process; the rest is context.
+        store: default: the user's.
     """
-    low, high = limits
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not low <= given <= high:
-        raise ValueError(given)
-    return float(given)
-
-
-def _maybe(given: Any, limits: tuple[float, float]) -> float | None:
-    return None if given is None else _within(given, limits)
-
-
-def _noted(entry: Any) -> dict[str, Any]:
-    """Return date and number of runs of an entry.
-
-    Raises:
-        ValueError: an invalid date, one in the future, or an invalid number.
-    """
-    runs, day = entry["runs"], cache.parse_date(entry["day"])
-    if not day or day > cache.today() or isinstance(runs, bool) or not 1 <= int(runs) < 10**6:
-        raise ValueError(entry)
-    return {"day": day, "runs": int(runs)}
-
-
-def _curve(points: Any) -> TimingCurve:
-    """Parse the points of a curve.
-
-    Raises:
-        ValueError: implausible points.
-    """
-    curve = []
-    for size, seconds in points:
-        valid_s = _within(seconds, _SECONDS)
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 1 << 50:
-            raise ValueError(size)
-        if size >= LARGE_COLLECTIVE_BYTES:
-            _within(size / valid_s, _LINK)
-        curve.append((size, valid_s))
-    if len(curve) > 4 * _POINTS or any(not math.isfinite(valid_s) for _, valid_s in curve):
-        raise ValueError(points)
-    return tuple(sorted(curve))
+    store = store or MeasurementStore()
+    low, high = ALLOCATOR_FACTOR_LIMITS
+    factor = min(high, max(low, reserved_bytes / max(1, allocated_bytes)))
+    values = {"factor": factor, "context_bytes": max(0, device_bytes - reserved_bytes)}
+    store.record("memory", f"{device}, {backend}, {offload}", values)
+    store.save()

@@ -171,11 +171,8 @@ def find_optimizer(name: object) -> OptimizerSpec:
 def optimizer_for_device(optimizer: OptimizerSpec, kind: Literal["cuda", "cpu"]) -> OptimizerSpec:
     """Return the variant that a device kind uses by default."""
     # torch's foreach default is for GPUs only.
-    return replace(optimizer, implementation="loop") if _loops(optimizer, kind) else optimizer
-
-
-def _loops(optimizer: OptimizerSpec, kind: Literal["cuda", "cpu"]) -> bool:
-    return optimizer.implementation == "foreach" and kind == "cpu"
+    loops = optimizer.implementation == "foreach" and kind == "cpu"
+    return replace(optimizer, implementation="loop") if loops else optimizer
 
 
 def optimizer_from_torch(
@@ -192,13 +189,7 @@ def optimizer_from_torch(
             f" {', '.join(OPTIMIZERS)}."
         )
         raise PlanError(message)
-    return _flagged(OPTIMIZERS[_CLASSES[class_name]], defaults, kind)
-
-
-def _flagged(
-    row: OptimizerSpec, defaults: Mapping[str, Any], kind: Literal["cuda", "cpu"]
-) -> OptimizerSpec:
-    """Apply the options of an optimizer to its row."""
+    row = OPTIMIZERS[_CLASSES[class_name]]
     # amsgrad keeps the largest second moment, RMSprop and SGD a momentum, Adafactor a first moment.
     further = ("amsgrad", "momentum", "beta1")
     state = row.state_bytes_per_element + 4 * sum(bool(defaults.get(option)) for option in further)

@@ -35,15 +35,17 @@ class Plan(PlanTable):
             PlanError: the plan has no such row.
         """
         name = strategies.canonical_backend(backend)
+        fixed = self.question.fixed_options
+        # As fixed by the user, or the default.
+        config = fixed.get("fsdp_config")
+        resharded = strategies.Options(backend=name, fsdp_config=config).reshard_after_forward
         wanted = {
             "offload": "none",
             "offload_params": False,
             "activation_checkpointing": False,
             "replicate_across": "none",
-            "reshard_after_forward": _resharded(name, self.question.fixed_options),
-            **{
-                key: value for key, value in self.question.fixed_options.items() if key in _DISTINCT
-            },
+            "reshard_after_forward": resharded,
+            **{key: value for key, value in fixed.items() if key in _DISTINCT},
             **options,
         }
         size = self.question.batch_sizes[0] if batch_size is None else batch_size
@@ -106,12 +108,6 @@ class Plan(PlanTable):
 
 _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
 """Options that distinguish rows of one backend."""
-
-
-def _resharded(backend: str, fixed: Mapping[str, Any]) -> bool:
-    """Return `reshard_after_forward` as fixed by the user, or its default."""
-    config = fixed.get("fsdp_config")
-    return strategies.Options(backend=backend, fsdp_config=config).reshard_after_forward
 
 
 def _has(row: PlanRow, wanted: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 `search` makes a row for each backend and offload, with and without activation checkpointing, at
 each requested micro-batch; about 30 rows per micro-batch. The best row is the fastest that fits
 with a margin; if a simpler row is within 3 % of it, the simplest is chosen. Every row explains why
-it was chosen or not.
+it was chosen or not. If nothing fits, single changes are searched that would help.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display.units import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import memory_model, step_time, suggestions
-from nbdist.planner.memory.training_setup import MEMORY_PARTS, TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import MemoryCalibration
+from nbdist.planner import memory, step_time
+from nbdist.planner.measurements import MeasurementStore, device_overhead
+from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_request import PlanRequest, hardware_for_cluster
-from nbdist.planner.plan_table import PlanRow
+from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
 if TYPE_CHECKING:
@@ -33,6 +32,13 @@ FREE_MEMORY_MARGIN = 0.05
 """Fraction of a row's memory that must stay free in addition: the memory model's error."""
 SIMPLER_PLAN_TOLERANCE = 0.03
 """Fraction of the fastest row's speed that a simpler row may lose."""
+MAX_SUGGESTED_RANKS = 1024
+SUGGESTED_LORA_RANK = 16
+NO_CHANGE_FITS = (
+    "No tested change makes it fit: neither a micro-batch of 1, nor LoRA, nor"
+    f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
+    " devices."
+)
 _IN_PERCENT = 1.2
 """Speed ratios below this are shown in percent."""
 
@@ -44,10 +50,14 @@ def search_plan(question: PlanRequest) -> Plan:
         PlanError: no row can be planned for this model.
     """
     rows = evaluate_rows(question)
-    _check_planned(rows, question)
+    if all(row.cost is None for row in rows):
+        # The model refuses every row that its backend allows.
+        refused = [row.why for row in rows if not _refusal(row.options, question)]
+        if refused:
+            raise PlanError(refused[0])
     best = _best(rows)
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
-    advice = () if best else tuple(suggestions.suggest_changes(question, fastest_row))
+    advice = () if best else tuple(suggest_changes(question)) or (NO_CHANGE_FITS,)
     return Plan(
         question=question,
         rows=tuple(replace(row, why=_why(row, best, question, top_speed)) for row in rows),
@@ -67,8 +77,9 @@ def validate_options(
     given = {"precision": precision, **fixed}
     if given.get("offload") == "nvme":
         given["offload"] = "nvme:PATH"
-    of_fsdp = fixed.get("fsdp_config") is not None or _replicates(fixed)
-    able = strategies.canonical_backend("fsdp") if of_fsdp else _ABLE
+    replicates = fixed.get("replicate_across", "none") != "none"
+    needs_fsdp = fixed.get("fsdp_config") is not None or replicates
+    able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
     requested = strategies.Options.from_fields({"backend": able, **given})
     validated = requested.validate(hardware_for_cluster(cluster))
     from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
@@ -86,14 +97,9 @@ _ABLE = max(
 """The most capable backend: options that it refuses, all refuse."""
 
 
-def _replicates(fixed: Mapping[str, Any]) -> bool:
-    """True if replicas across nodes were requested."""
-    return bool(fixed.get("replicate_across", "none") != "none")
-
-
 def evaluate_rows(question: PlanRequest) -> list[PlanRow]:
     """Evaluate all rows of a request, without explanations."""
-    learned = MemoryCalibration()
+    learned = MeasurementStore()
     return [row for options in _variants(question) for row in _rows(question, options, learned)]
 
 
@@ -125,8 +131,16 @@ def _variants(question: PlanRequest) -> Iterator[Options]:
             agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
             if agrees and _makes_a_difference(strategy, options):
                 yield options
-                if question.world_size > 1 and _may_keep_gathered(options):
-                    yield _kept_gathered(options)
+                config = options.fsdp_config or {}
+                # Kept gathered from forward to backward; with an offload that would use the
+                # memory that the offload saves.
+                if (
+                    question.world_size > 1
+                    and strategy.can_skip_resharding
+                    and offload == "none"
+                    and "reshard_after_forward" not in config
+                ):
+                    yield replace(options, fsdp_config={**config, "reshard_after_forward": False})
 
 
 def _backends(fixed: Mapping[str, Any]) -> list[str]:
@@ -136,24 +150,12 @@ def _backends(fixed: Mapping[str, Any]) -> list[str]:
     engines = {
         engine for engine in ("fsdp", "deepspeed") if fixed.get(f"{engine}_config") is not None
     }
+    replicates = fixed.get("replicate_across", "none") != "none"
     return [
         name
         for name, strategy in strategies.STRATEGIES.items()
-        if {strategy.engine} >= engines and (strategy.can_replicate or not _replicates(fixed))
+        if {strategy.engine} >= engines and (strategy.can_replicate or not replicates)
     ]
-
-
-def _may_keep_gathered(options: Options) -> bool:
-    """True if keeping parameters gathered is an option to search."""
-    decided = "reshard_after_forward" in (options.fsdp_config or {})
-    # With an offload it would use the memory that the offload saves.
-    return options.strategy.can_skip_resharding and options.offload == "none" and not decided
-
-
-def _kept_gathered(options: Options) -> Options:
-    """The same options with parameters kept gathered from forward to backward."""
-    config = {**(options.fsdp_config or {}), "reshard_after_forward": False}
-    return replace(options, fsdp_config=config)
 
 
 _PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
@@ -195,7 +197,7 @@ def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
 # ---------------------------------------------------------------- rows of a variant
 
 
-def _rows(question: PlanRequest, options: Options, learned: MemoryCalibration) -> Iterator[PlanRow]:
+def _rows(question: PlanRequest, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
     """One row per micro-batch, with an explanation if the backend or the model refuses."""
     refusal, variant = _refusal(options, question), None
     if not refusal:
@@ -213,17 +215,6 @@ def _rows(question: PlanRequest, options: Options, learned: MemoryCalibration) -
             yield PlanRow(options=options, batch_size=batch_size, why=str(error))
 
 
-def _check_planned(rows: Sequence[PlanRow], question: PlanRequest) -> None:
-    """Check that the model did not refuse every row that its backend allows.
-
-    Raises:
-        PlanError: with the first refusal.
-    """
-    refused = [row.why for row in rows if row.cost is None and not _refusal(row.options, question)]
-    if refused and all(row.cost is None for row in rows):
-        raise PlanError(refused[0])
-
-
 class _PlanVariant:
     """Options on a request's cluster; caches what does not depend on the micro-batch.
 
@@ -231,7 +222,7 @@ class _PlanVariant:
         PlanError: the model does not support this engine's compute mode; also raised by `row`.
     """
 
-    def __init__(self, question: PlanRequest, options: Options, learned: MemoryCalibration) -> None:
+    def __init__(self, question: PlanRequest, options: Options, learned: MeasurementStore) -> None:
         cluster = question.cluster
         setup = TrainingSetup(
             options=options,
@@ -242,9 +233,10 @@ class _PlanVariant:
         )
         self._question, self._options = question, options
         self._compute = compute_mode(setup)
-        self._story = memory_model.build_timeline(question.model, setup)
+        self._story = memory.build_timeline(question.model, setup)
         self._costs = step_time.StepCostModel(question.model, setup, cluster)
-        self._calibration = learned.overhead_for(
+        self._overhead = device_overhead(
+            learned,
             cluster.smallest_device.name,
             options.backend,
             options.offload_device,
@@ -262,8 +254,8 @@ class _PlanVariant:
             kind=self._question.cluster.kind,
         )
         peak = self._story.peak_memory(self._question.model.micro_batch_activations(workload))
-        allocated, context = peak.device_bytes, self._calibration.context_bytes
-        device_bytes = self._calibration.device_bytes(allocated)
+        allocated, context = peak.device_bytes, self._overhead.context_bytes
+        device_bytes = self._overhead.device_bytes(allocated)
         extra = {"context": context, "margin": device_bytes - allocated - context}
         row = PlanRow(
             options=self._options,
@@ -275,7 +267,7 @@ class _PlanVariant:
             host_bytes=sum(peak.host_parts.values()),
             nvme_bytes=peak.nvme_bytes,
             peak_moment=peak.name,
-            learned=self._calibration.day,
+            learned=self._overhead.day,
             cost=self._costs.cost_for(workload),
         )
         return replace(row, fits=not _shortage(row, self._question))
@@ -402,3 +394,53 @@ def _reason(row: PlanRow, best: PlanRow, question: PlanRequest) -> str:
         return float(mine / tokens[id(row)] - theirs / tokens[id(best)])
 
     return causes[max(causes, key=lost)]
+
+
+# ------------------------------------------------------------------------ suggestions
+
+
+def suggest_changes(question: PlanRequest) -> Iterator[str]:
+    """Yield the single changes that make the model fit, smallest first.
+
+    Tries a smaller micro-batch, searching activation checkpointing, offload and backend if the
+    user fixed them, LoRA, and more devices of the same kind.
+    """
+    # The largest smaller micro-batch; accumulation keeps the batch size of an optimizer step.
+    size = before = min(question.batch_sizes)
+    while size > 1:
+        size //= 2
+        row = fastest_row(replace(question, batch_sizes=(size,)))
+        if row is not None:
+            accumulate = -(-before // size) * row.options.accumulate
+            yield f"micro-batch {size} with --accumulate {accumulate}: {_fits_with(row)}"
+            break
+    for change, changed in _single_changes(question):
+        row = fastest_row(changed)
+        if row is not None:
+            yield f"{change}: {_fits_with(row)}"
+    ranks = question.world_size
+    while ranks * 2 <= MAX_SUGGESTED_RANKS:
+        ranks *= 2
+        row = fastest_row(replace(question, cluster=question.cluster.with_num_ranks(ranks)))
+        if row is not None:
+            yield f"{ranks} of these devices instead of {question.world_size}: {_fits_with(row)}"
+            return
+
+
+def _single_changes(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Each option that the user fixed set free; then LoRA."""
+    names = {"activation_checkpointing": "activation checkpointing", "offload": "offload"}
+    for key in ("activation_checkpointing", "offload", "backend"):
+        if key in question.fixed_options:
+            freed = {name: value for name, value in question.fixed_options.items() if name != key}
+            yield f"another choice of {names.get(key, key)}", replace(question, fixed_options=freed)
+    # Low-rank adapters (Hu et al. 2021) need an analytic spec.
+    with_lora = getattr(question.model, "with_lora", None)
+    if with_lora is not None:
+        adapted = replace(question, model=with_lora(SUGGESTED_LORA_RANK))
+        yield f"LoRA of rank {SUGGESTED_LORA_RANK} instead of all parameters", adapted
+
+
+def _fits_with(row: PlanRow) -> str:
+    """Describe the result of a change: "zero3, offload cpu fits with 18.4 GiB a device"."""
+    return f"{row.variant} fits with {format_gib(row.device_bytes, unit=True)} a device"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.cluster_spec import ClusterSpec, CollectiveScope
     from nbdist.planner.measurements import Collective
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import TrainingSetup
     from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, Workload
 
 StepBound = Literal["compute", "communication", "optimizer", "offload"]
@@ -114,20 +114,6 @@ class StepCost:
         return max(parts, key=lambda name: parts[name])
 
 
-def estimate_step_cost(
-    model: ModelSpec, workload: Workload, setup: TrainingSetup, cluster: ClusterSpec
-) -> StepCost:
-    """Return the cost of one optimizer step of a model on a cluster.
-
-    Args:
-        model: analytic or traced spec.
-        workload: micro-batch of one rank.
-        setup: strategy and options; its `world_size` is used.
-        cluster: devices and the links between them.
-    """
-    return StepCostModel(model, setup, cluster).cost_for(workload)
-
-
 class StepCostModel:
     """Cost of optimizer steps of a model on a cluster, for micro-batches of any size."""
 
@@ -147,46 +133,37 @@ class StepCostModel:
 
     def cost_for(self, workload: Workload) -> StepCost:
         """Return the cost of an optimizer step of such micro-batches."""
-        setup, cluster, each, last = self._setup, self._cluster, self._each, self._last
-        work = _work(self._model, workload, setup, cluster, self._traffic)
-        steps = self._steps
-        exposed = self._exposed(work.seconds)
-        optimizer, offload = self._optimizer, self._offload
-        compute = steps * work.seconds
+        setup, device = self._setup, self._cluster.slowest_device
+        each, last, steps, traffic = self._each, self._last, self._steps, self._traffic
+        precision = setup.options.precision or "no"
+        micro_s, flops = _work(self._model, workload, setup, self._cluster, traffic)
+        # Communication that the compute of the micro-batches does not hide.
+        window = traffic.window * micro_s
+        if traffic.last_window:
+            exposed = steps * each.exposed(window) + last.exposed(traffic.last_window * micro_s)
+        else:
+            exposed = (steps - 1) * each.exposed(window) + (each + last).exposed(window)
+        compute = steps * micro_s
         communication = (steps - 1) * each.total + (each + last).total
-        total = compute + exposed + optimizer + offload
+        rest = self._optimizer + self._offload
+        total = compute + exposed + self._optimizer + self._offload
         tokens = steps * workload.num_tokens
+        link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
+        doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
         return StepCost(
             step_time_s=total,
             compute_s=compute,
             communication_s=communication,
             exposed_communication_s=exposed,
-            optimizer_s=optimizer,
-            offload_s=offload,
+            optimizer_s=self._optimizer,
+            offload_s=self._offload,
             tokens_per_s=tokens * setup.world_size / total,
             tokens_per_gpu_s=tokens / total,
             bytes_on_wire=self._wire,
-            mfu=steps
-            * work.flops
-            / total
-            / cluster.slowest_device.peak_flops(setup.options.precision or "no"),
+            mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
-            uncertainty=self._uncertainty(compute, exposed, optimizer + offload) / total,
+            uncertainty=doubt / total,
         )
-
-    def _uncertainty(self, compute: float, exposed: float, rest: float) -> float:
-        """Uncertainty of a step in seconds: the sum over its parts."""
-        known = self._cluster.slowest_device.uncertainty(self._setup.options.precision or "no")
-        link = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
-        return known * compute + link * exposed + _REST_DOUBT * rest
-
-    def _exposed(self, seconds: float) -> float:
-        """Communication that micro-batches of this duration do not hide, in seconds."""
-        steps, traffic, each, last = self._steps, self._traffic, self._each, self._last
-        window = traffic.window * seconds
-        if traffic.last_window:
-            return steps * each.exposed(window) + last.exposed(traffic.last_window * seconds)
-        return (steps - 1) * each.exposed(window) + (each + last).exposed(window)
 
 
 def threshold_text(cost: StepCost, workload: Workload) -> str:
@@ -194,27 +171,20 @@ def threshold_text(cost: StepCost, workload: Workload) -> str:
     threshold, tokens = cost.threshold_tokens, workload.num_tokens
     if not threshold:
         return "A single device does not communicate, so the batch size does not affect the links."
+    rounded = f"{float(f'{threshold:.2g}'):,.0f}"  # the accuracy of a threshold
     comparison = (
-        f"Communication takes as long as compute at T* = {_rounded(threshold)} tokens per GPU "
+        f"Communication takes as long as compute at T* = {rounded} tokens per GPU "
         f"and micro-batch; yours has {tokens:,}"
     )
-    waiting = f"{_percent(cost.exposed_communication_s / cost.step_time_s)} of the time is waiting"
+    fraction = cost.exposed_communication_s / cost.step_time_s
+    percent = f"{fraction:.0%}" if fraction >= _ONE_PERCENT else "less than 1%"
+    waiting = f"{percent} of the time is waiting"
     if tokens > threshold:
         return f"{comparison}, {tokens / threshold:.1f} times that: {waiting}."
     return (
         f"{comparison}, so communication limits the speed and {waiting}: more tokens, accumulation "
         "or a strategy that moves less would help."
     )
-
-
-def _percent(fraction: float) -> str:
-    """Format a fraction; small ones as "less than 1%" rather than 0 %."""
-    return f"{fraction:.0%}" if fraction >= _ONE_PERCENT else "less than 1%"
-
-
-def _rounded(number: float) -> str:
-    """Round to two digits, the accuracy of a threshold."""
-    return f"{float(f'{number:.2g}'):,.0f}"
 
 
 # ---------------------------------------------------------------------------- compute
@@ -246,22 +216,14 @@ class _ModelSize(NamedTuple):
         )
 
 
-class _ComputeTime(NamedTuple):
-    """Compute of one micro-batch."""
-
-    seconds: float
-    flops: float
-    """Without recomputation."""
-
-
 def _work(
     model: ModelSpec,
     workload: Workload,
     setup: TrainingSetup,
     cluster: ClusterSpec,
     traffic: _EngineTraffic,
-) -> _ComputeTime:
-    """Roofline of one micro-batch's forward and backward."""
+) -> tuple[float, float]:
+    """Seconds of one micro-batch's forward and backward, and its FLOPs without recomputation."""
     options, device = setup.options, cluster.slowest_device
     checkpointed = workload.activation_checkpointing
     plain = replace(workload, activation_checkpointing=False) if checkpointed else workload
@@ -276,7 +238,7 @@ def _work(
     launches = repeats * _LAUNCHES * load.blocks
     floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.compile else 1)
     rest = _LOSS_PASSES * load.loss + traffic.copied
-    return _ComputeTime(max(repeats * blocks, floor) + rest / bandwidth, load.flops)
+    return max(repeats * blocks, floor) + rest / bandwidth, load.flops
 
 
 class _ComputeLoad(NamedTuple):
@@ -298,10 +260,14 @@ def _load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
     run = model.micro_batch_activations(workload)
     if run not in _loads:
         groups = model.groups
-        flops = model.flops(workload)
+        flops, attention = model.flops(workload), 0.0
+        if model.depth == "closed form":
+            # The same tokens as samples of one token each.
+            apart = replace(workload, batch_size=workload.num_tokens, seq_len=1)
+            attention = flops - model.flops(apart)
         _loads[run] = _ComputeLoad(
             flops=flops,
-            attention=_attention(model, workload, flops),
+            attention=attention,
             saved=sum(
                 group.count * part.saved_bytes
                 for group, part in zip(groups, run.layers, strict=True)
@@ -313,14 +279,6 @@ def _load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
 
 
 _loads: WeakKeyDictionary[MicroBatchActivations, _ComputeLoad] = WeakKeyDictionary()
-
-
-def _attention(model: ModelSpec, workload: Workload, flops: float) -> float:
-    """Return the FLOPs that grow with the square of the sequence length, for analytic specs."""
-    if model.depth != "closed form":
-        return 0.0
-    apart = replace(workload, batch_size=workload.num_tokens, seq_len=1)
-    return flops - model.flops(apart)
 
 
 # ---------------------------------------------------------------------- communication
@@ -503,15 +461,16 @@ def _seconds(
     transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup, cluster: ClusterSpec
 ) -> _CommunicationTime:
     """Time of collectives that run one after another."""
-    if setup.world_size == 1:
-        return _CommunicationTime(0.0, 0.0)
-    times = [
-        (transfer.overlaps, _transfer_s(transfer, cluster.subcluster(transfer.ring)))
-        for transfer in transfers
-        if transfer.size
-    ]
-    beside = sum(seconds for overlaps, seconds in times if overlaps)
-    return _CommunicationTime(beside, sum(seconds for _, seconds in times) - beside)
+    total = beside = 0.0
+    for transfer in transfers if setup.world_size > 1 else ():
+        if transfer.size:
+            message = min(transfer.message, transfer.size)
+            ranks = cluster.subcluster(transfer.ring)
+            one_s = collective_time_s(transfer.collective, message, ranks)
+            seconds = transfer.size / message * one_s
+            total += seconds
+            beside += seconds if transfer.overlaps else 0.0
+    return _CommunicationTime(beside, total - beside)
 
 
 def collective_time_s(collective: Collective, size: float, cluster: ClusterSpec) -> float:
@@ -531,86 +490,61 @@ def collective_time_s(collective: Collective, size: float, cluster: ClusterSpec)
     return cluster.latency_s + slowed
 
 
-def _transfer_s(traffic: _CollectiveTraffic, cluster: ClusterSpec) -> float:
-    """Time of all messages of a transfer."""
-    message = min(traffic.message, traffic.size)
-    return traffic.size / message * collective_time_s(traffic.collective, message, cluster)
-
-
 # --------------------------------------------------------------- optimizer and offload
 
 
 def _update(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> tuple[float, float]:
     """Seconds of the optimizer, and of the copies of an offload."""
-    options = setup.options
-    if options.offload_device == "none":
-        return _on_device(shape, setup, cluster), 0.0
-    optimizer = _on_host(shape, setup, cluster)
-    copies = _copied(shape, setup) / cluster.slowest_device.host_link
-    return optimizer, copies + _nvme_s(shape, setup, cluster)
-
-
-def _owned(shape: _ModelSize, setup: TrainingSetup) -> float:
-    """Trainable elements whose optimizer state is on one rank."""
-    sharded = "optimizer" in setup.options.strategy.shards
-    return shape.trainable / (setup.num_shards if sharded else 1)
-
-
-def _touched(shape: _ModelSize, setup: TrainingSetup, *, in_place: bool) -> float:
-    """Bytes per element that the optimizer reads and writes: parameter, gradient, state."""
-    width = 4 if setup.is_half_precision else shape.element
-    once = 3 * width + 2 * setup.optimizer.state_bytes_per_element * width / 4
-    return once if in_place else once * _FOREACH_PASSES
-
-
-def _on_device(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> float:
-    """Seconds of an optimizer step on the device, which is limited by memory bandwidth."""
-    in_place = setup.optimizer.implementation == "fused"
-    size = _owned(shape, setup) * _touched(shape, setup, in_place=in_place)
-    bandwidth = cluster.slowest_device.sustained_memory_bandwidth(setup.options.precision or "no")
-    return _STEP_S[setup.options.strategy.engine] + size / bandwidth
-
-
-def _on_host(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> float:
-    """Seconds of an optimizer step on the CPU, where a node's ranks share memory bandwidth."""
-    # DeepSpeed's own Adam makes one pass through memory, torch's loops several.
-    in_place = (
-        setup.options.strategy.engine == "deepspeed" or setup.optimizer.implementation == "fused"
-    )
-    size = _owned(shape, setup) * _touched(shape, setup, in_place=in_place)
-    return (
-        _STEP_S[setup.options.strategy.engine]
-        + size * cluster.ranks_per_node / cluster.host_bandwidth
-    )
-
-
-def _copied(shape: _ModelSize, setup: TrainingSetup) -> float:
-    """Bytes that one rank copies between device and host in a step."""
     options, strategy = setup.options, setup.options.strategy
-    steps, owned = options.accumulate, _owned(shape, setup)
-    used = 2 if setup.is_half_precision else shape.element
+    is_offloaded = options.offload_device != "none"
+    # Trainable elements whose optimizer state is on this rank.
+    sharded = "optimizer" in strategy.shards
+    owned = shape.trainable / (setup.num_shards if sharded else 1)
+    # Bytes per element that the optimizer reads and writes: parameter, gradient, state. DeepSpeed's
+    # own Adam on the CPU makes one pass through memory, torch's loops several.
+    width = 4 if setup.is_half_precision else shape.element
+    touched = 3 * width + 2 * setup.optimizer.state_bytes_per_element * width / 4
+    has_cpu_adam = is_offloaded and strategy.engine == "deepspeed"
+    if setup.optimizer.implementation != "fused" and not has_cpu_adam:
+        touched *= _FOREACH_PASSES
+    fixed_s = _STEP_S[strategy.engine]
+    if not is_offloaded:
+        device = cluster.slowest_device
+        bandwidth = device.sustained_memory_bandwidth(options.precision or "no")
+        return fixed_s + owned * touched / bandwidth, 0.0
+    # A node's ranks share the bandwidth of its memory and of its disk.
+    optimizer_s = fixed_s + owned * touched * cluster.ranks_per_node / cluster.host_bandwidth
+    copies_s = _copied_bytes(shape, setup, owned) / cluster.slowest_device.host_link
+    disk_bytes = _disk_bytes(shape, setup, owned) * cluster.ranks_per_node
+    return optimizer_s, copies_s + disk_bytes / cluster.nvme_bandwidth
+
+
+def _copied_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
+    """Bytes that one rank copies between device and host in a step."""
+    options, strategy, steps = setup.options, setup.options.strategy, setup.options.accumulate
     shard = shape.params / setup.num_shards
     if strategy.engine == "fsdp":
         # FSDP copies the fp32 shard and casts it on the device, before each gather.
-        gathers = 2 if setup.options.reshard_after_forward else 1
+        gathers = 2 if options.reshard_after_forward else 1
         return shape.element * (steps * gathers * shard + owned)
     # DeepSpeed casts gradients to fp32 on the device and copies updated parameters back.
+    used = 2 if setup.is_half_precision else shape.element
     reductions = steps if "gradients" in strategy.shards else 1
     params: float = 2 * steps * used * shard if options.offload_params else used * owned
     return 4 * reductions * owned + params
 
 
-def _nvme_s(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> float:
-    """Seconds of disk reads and writes of a node.
+def _disk_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
+    """Bytes that one rank reads and writes on NVMe in a step.
 
     Master copy and state are read and written once; offloaded parameters are read for each
     forward and backward and written once.
     """
     if setup.options.offload_device != "nvme":
         return 0.0
-    size = 2 * (4 + setup.optimizer.state_bytes_per_element) * _owned(shape, setup)
+    size = 2 * (4 + setup.optimizer.state_bytes_per_element) * owned
     if setup.options.offload_params:
         used = 2 if setup.is_half_precision else shape.element
         times = 2 * setup.options.accumulate + 1
         size += times * used * shape.params / setup.world_size
-    return size * cluster.ranks_per_node / cluster.nvme_bandwidth
+    return size

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.display.units import format_bytes
-from nbdist.planner import memory_model, optimizers
-from nbdist.planner.memory.timeline import MemoryUsage
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import DeviceOverhead, MemoryCalibration
+from nbdist.planner import memory, optimizers
+from nbdist.planner.measurements import MeasurementStore, device_overhead
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode, sum_parts
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from nbdist.planner.memory.timeline import MemoryUsage
     from nbdist.planner.model_spec import ModelSpec
     from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.strategies import Options
@@ -202,13 +202,18 @@ def validate_plan(
         for name in (*fullest.distinct_part_names, OTHER_MODELS_PART, REMAINING_PART)
         if parts.get(name) or seen.get(name)
     ]
-    calibration = MemoryCalibration().overhead_for(
+    overhead = device_overhead(
+        MeasurementStore(),
         fullest.device_name,
         options.backend,
         options.offload_device,
         kind=fullest.kind,
         world_size=len(measured),
     )
+    device = PartComparison("resident memory", None, fullest.rss_bytes)
+    if fullest.kind == "cuda":
+        predicted = overhead.device_bytes(expected)
+        device = PartComparison("the device", predicted, fullest.device_bytes)
     return PlanValidation(
         title=(
             f"{model.name}, {options.describe()}, {len(measured)} ranks, micro-batch"
@@ -218,20 +223,23 @@ def validate_plan(
         peak_moment=moment.name,
         lines=tuple(PartComparison(name, parts.get(name, 0), seen.get(name)) for name in names),
         allocated=PartComparison("all tensors", expected, fullest.allocated_bytes),
-        device=_device_line(fullest, calibration, expected),
+        device=device,
         measured_by_rank=dict(measured),
         output_bytes=model.micro_batch_activations(
             workload_from_measurement(setup, fullest)
         ).output_bytes,
-        num_calibration_runs=calibration.runs,
+        num_calibration_runs=overhead.runs,
     )
 
 
 def predict_peak(model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory) -> MemoryUsage:
     """Predict the peak of a rank's tensors; on CPU ranks offloaded parts are in the same memory."""
-    moments = memory_model.step_memory_usage(model, workload_from_measurement(setup, found), setup)
+    moments = memory.step_memory_usage(model, workload_from_measurement(setup, found), setup)
     if found.kind == "cpu":
-        moments = map(_with_host, moments)
+        moments = (
+            moment._replace(parts=sum_parts((moment.parts, moment.host_parts)), host_parts={})
+            for moment in moments
+        )
     return max(moments, key=lambda moment: moment.device_bytes)
 
 
@@ -272,22 +280,6 @@ def merge_parts(parts: Mapping[str, int], names: Iterable[str]) -> dict[str, int
     """Return the named parts, with all others summed up as one part."""
     known = {name: parts.get(name, 0) for name in names}
     return known | {REMAINING_PART: sum(parts.values()) - sum(known.values())}
-
-
-def _with_host(moment: MemoryUsage) -> MemoryUsage:
-    """Merge the host's parts into a moment's own."""
-    names: Iterable[str] = dict.fromkeys((*moment.parts, *moment.host_parts))
-    parts = {name: moment.parts.get(name, 0) + moment.host_parts.get(name, 0) for name in names}
-    return MemoryUsage(name=moment.name, parts=parts)
-
-
-def _device_line(
-    found: MeasuredMemory, calibration: DeviceOverhead, allocated: int
-) -> PartComparison:
-    """Line for the memory of the whole device."""
-    if found.kind == "cpu":
-        return PartComparison("resident memory", None, found.rss_bytes)
-    return PartComparison("the device", calibration.device_bytes(allocated), found.device_bytes)
 
 
 def _cells(line: PartComparison) -> tuple[str, str, str]:

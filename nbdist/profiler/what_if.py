@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbdist.errors import NbdistError, PlanError
 from nbdist.planner import optimizers, search, validation
 from nbdist.planner.cluster_spec import ClusterSpec
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:

@@ -19,23 +19,14 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_push_request/_reply    shell    bind variables from a payload file
     nbdist_pull_request/_reply    shell    write variables into a payload file
     nbdist_model_request/_reply   shell    describe a model for the planner
-    nbdist_switch_request/_reply  shell    move the prepared models to another engine
-    nbdist_leave_request/_reply   shell    resize: write the whole state for new ranks
-    nbdist_arrive_request/_reply  shell    resize: restore the state of the previous ranks
-    nbdist_export_request/_reply  shell    export the prepared model as a folder
-    nbdist_gather_request/_reply  shell    gather the prepared model into a payload file
-    nbdist_save_request/_reply    shell    start to save a checkpoint
-    nbdist_load_request/_reply    shell    load a checkpoint into the prepared models
-    nbdist_foreign_request/_reply  shell   import a checkpoint of another tool
-    nbdist_bandwidth_request/_reply  shell  benchmark links, devices and a disk
     nbdist_measured_request/_reply  control  measured peak memory of a rank
     nbdist_model_request/_reply   control  describe the prepared model while a cell runs
     nbdist_where_request/_reply   control  current source line and collective of a rank
     nbdist_hold_request/_reply    control  pause before the next optimizer step, on an interrupt
     nbdist_release_request/_reply  control  abort a collective that blocks a rank
-    nbdist_renew_request/_reply   shell    rebuild models and a broken process group
     nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
     nbdist_profile_request/_reply  control  record steps of the running or the next cell
+    nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
     interrupt_request             control  Jupyter's own, with the id of the execute_request
     nbdist_report                 iopub    metrics of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -59,22 +50,12 @@ JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
 MODEL = "nbdist_model_request"
-RESIZE_SAVE = "nbdist_leave_request"
-RESIZE_LOAD = "nbdist_arrive_request"
-SWITCH = "nbdist_switch_request"
-EXPORT = "nbdist_export_request"
-GATHER_MODEL = "nbdist_gather_request"
-IMPORT = "nbdist_foreign_request"
-CALIBRATE = "nbdist_bandwidth_request"
 MEASURED_MEMORY = "nbdist_measured_request"
 RANK_ACTIVITY = "nbdist_where_request"
 PAUSE = "nbdist_hold_request"
 ABORT_COLLECTIVES = "nbdist_release_request"
-REBUILD_MODELS = "nbdist_renew_request"
 STACKS = "nbdist_stacks_request"
 PROFILE = "nbdist_profile_request"
-SAVE = "nbdist_save_request"
-LOAD = "nbdist_load_request"
 METRICS_REPORT = "nbdist_report"
 SENT_VALUE = "nbdist_send"
 AUTO_DECISION = "nbdist_chosen"
@@ -205,25 +186,6 @@ class ModelReply(TypedDict, total=False):
     """One sentence."""
 
 
-class CalibrateRequest(TypedDict):
-    """Benchmark links, devices and a disk, on all ranks together."""
-
-    kinds: list[str]
-    """Dtypes of the matrix products: fp32, bf16, fp16."""
-    disk: str | None
-    """Folder for the disk benchmark; None: no disk benchmark."""
-
-
-class CalibrateReply(TypedDict, total=False):
-    """Results of a rank's benchmarks."""
-
-    status: Literal["ok", "error"]
-    figures: dict[str, Any]
-    """Result of ``worker.benchmarks.calibration.run_benchmark``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
 class MeasuredMemoryReply(TypedDict):
     """Memory in use in a rank's third training step; None before it."""
 
@@ -281,25 +243,6 @@ class AbortCollectivesReply(TypedDict):
     closed: int
 
 
-class RebuildModelsRequest(TypedDict):
-    """Rebuild the prepared models and, if needed, the process groups."""
-
-    era: int
-    """Number of this rebuild."""
-    groups: bool
-    """True to rebuild the process groups too: they are broken, or the ranks out of sync."""
-
-
-class RebuildModelsReply(TypedDict, total=False):
-    """Result of a rebuild on a rank."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.recover.RankRecoveryReport``."""
-    error: str
-    """One sentence."""
-
-
 class StacksReply(TypedDict):
     """Python stacks of all threads of a rank, as text."""
 
@@ -345,78 +288,6 @@ class ProfileResult(TypedDict, total=False):
     """One sentence; replaces the figures."""
 
 
-class SwitchRequest(TypedDict):
-    """Move the prepared models to another engine."""
-
-    options: dict[str, Any]
-    """Validated `strategies.Options.to_json()`."""
-    reset_optimizer: bool
-
-
-class SwitchReply(TypedDict, total=False):
-    """Result of a switch on a rank. On an error the previous state is restored."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.switch.RankSwitchReport``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
-class ExportRequest(TypedDict):
-    """Export the prepared model as a folder for other tools."""
-
-    folder: str
-    """Absolute path."""
-    dtype: str | None
-    """torch name of the dtype for floating-point tensors; None: as trained."""
-    max_shard_size: str
-    """Maximum file size: "5GB"."""
-    overwrite: bool
-    model: str | None
-    """Variable that holds the model; None: the only prepared model."""
-
-
-class ExportReply(TypedDict, total=False):
-    """Result of an export on a rank, or an error."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.export.RankExportReport``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
-class GatherModelRequest(TypedDict):
-    """Gather the state dict of a prepared model into one payload file.
-
-    The reply is a ``PayloadFileReply``.
-    """
-
-    name: str
-    folders: list[str]
-
-
-class SaveRequest(TypedDict):
-    """Start to save a checkpoint."""
-
-    root: str
-    """Absolute path."""
-    name: str
-    overwrite: bool
-    keep: int | None
-
-
-class SaveReply(TypedDict, total=False):
-    """Reply once the state is copied and writing has started, or an error."""
-
-    status: Literal["ok", "error"]
-    id: str
-    """As in ``SaveStatus``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
 class SaveStatus(TypedDict, total=False):
     """Status of a save. A failed save leaves no files behind."""
 
@@ -439,76 +310,6 @@ class SaveStatus(TypedDict, total=False):
     """Parts of the state that the checkpoint does not contain."""
     error: str
     """One sentence that names the rank."""
-
-
-class LoadRequest(TypedDict):
-    """Load a checkpoint into the prepared models."""
-
-    path: str
-    id: str
-    """Id in the manifest, to detect that the checkpoint was replaced."""
-    weights_only: bool
-
-
-class LoadReply(TypedDict, total=False):
-    """Result of a load on a rank. On an error the previous state is restored."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.load.RankLoadReport``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
-class ResizeSaveRequest(TypedDict):
-    """Write the state for new ranks, without changing it."""
-
-    options: dict[str, Any]
-    """Validated `strategies.Options.to_json()` of the new ranks."""
-    world_size: int
-    """Number of new ranks."""
-    reset_optimizer: bool
-    folders: list[str]
-    """Private, empty folders; the first with enough space is used."""
-
-
-class ResizeLoadRequest(TypedDict):
-    """Restore the state written by the previous ranks."""
-
-    folder: str
-    world_size: int
-    """Number of previous ranks."""
-
-
-class ResizeReply(TypedDict, total=False):
-    """Result of a resize on a rank."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.resize.RankResizeReport``."""
-    error: str
-    """One sentence, the same on all ranks."""
-
-
-class ImportRequest(TypedDict):
-    """Import a checkpoint of another tool into the prepared model."""
-
-    path: str
-    """Absolute path of a folder or a file."""
-    trust: bool
-    """True to allow pickled code in it to run."""
-    model: str | None
-    """Variable that holds the model; None: the only prepared model."""
-
-
-class ImportReply(TypedDict, total=False):
-    """Result of an import on a rank. On an error the previous state is restored."""
-
-    status: Literal["ok", "error"]
-    report: dict[str, Any]
-    """Fields of ``worker.operations.import_checkpoint.RankImportReport``."""
-    error: str
-    """One sentence, the same on all ranks."""
 
 
 class RankProgress(TypedDict):

@@ -17,7 +17,7 @@ from nbdist.errors import CellInterrupted
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import FinishedCellSink, RunningCellSink
 from nbdist.protocol import messages
-from nbdist.session import recovery
+from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nbdist.output.rank_log import RankLog
     from nbdist.output.renderer import ShownRanks
     from nbdist.session.profiler import SessionProfiler
-    from nbdist.session.rank_activity import RankActivityPoller
+    from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64
@@ -203,7 +203,7 @@ class CellRunner:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:
             return ""
-        problem = recovery.resync_ranks(
+        problem = collective_request.resync_ranks(
             self.escalation, self._workers, world_size=self._workers.world_size
         )
         self.escalation = None

@@ -10,31 +10,31 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
-from nbdist.checkpoint import Url, UrlStorage, names
+from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, names
 from nbdist.display.units import format_bytes
 from nbdist.errors import CheckpointError
 from nbdist.output.sink import FinishedCellSink
-from nbdist.output.status_line import StatusLine
 from nbdist.paths import expand_user
-from nbdist.protocol import messages
-from nbdist.session.recovery import TransactionalRequest
+from nbdist.protocol.operations import SAVE
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     import torch
 
-    from nbdist.checkpoint import CheckpointSummary, PendingCheckpoint
+    from nbdist.checkpoint import PendingCheckpoint
+    from nbdist.protocol import messages
+    from nbdist.protocol.operations import SaveRequest
     from nbdist.session.worker_group import WorkerGroup
-
-    Listen = Callable[[Callable[[str], object] | None], None]
 
 DEFAULT_FOLDER = "checkpoints"
 """Default root of checkpoints, beside the notebook."""
@@ -48,17 +48,14 @@ EXIT_TIMEOUT_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A complete checkpoint on disk or at a URL."""
+class Checkpoint(CheckpointSummary):
+    """A complete checkpoint on disk or at a URL.
 
-    name: str
-    step: int
-    """Optimizer steps taken."""
-    size_bytes: int
-    backend: str
-    """Backend that wrote it; any backend can load it."""
-    created: datetime
-    path: Path | Url
+    Attributes:
+        step: optimizer steps taken.
+        backend: backend that wrote it; any backend can load it.
+    """
+
     seconds: float | None = None
     """Time that this session took to write it; None if another session wrote it."""
 
@@ -66,13 +63,7 @@ class Checkpoint:
     def of(cls, entry: CheckpointSummary, seconds: float | None = None) -> Checkpoint:
         """Create from a catalog entry."""
         return cls(
-            name=entry.name,
-            step=entry.step,
-            size_bytes=entry.size_bytes,
-            backend=entry.backend,
-            created=entry.created,
-            path=entry.path,
-            seconds=seconds,
+            seconds=seconds, **{item.name: getattr(entry, item.name) for item in fields(entry)}
         )
 
     def state_dict(self, prefix: str = "model.") -> dict[str, torch.Tensor]:
@@ -271,29 +262,22 @@ class Checkpoints(Sequence[Checkpoint]):
     def _now(self) -> list[Checkpoint]:
         """List the checkpoints; a folder is read again only if its mtime changed."""
         if isinstance(self.root, Url):
-            return self._at(self.root)
-        try:
-            stamp = self.root, self.root.stat().st_mtime_ns
-        except OSError:
-            return []
-        if stamp != self._seen:
-            entries = checkpoint.storage_for(self.root).list_checkpoints()
-            self._entries = [
-                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
-            ]
-            self._seen = stamp
-        return self._entries
-
-    def _at(self, url: Url) -> list[Checkpoint]:
-        try:
-            entries = checkpoint.storage_for(url).list_checkpoints()
-        except CheckpointError as error:
-            self.list_error = str(error)
-        else:
-            self._entries = [
-                Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries
-            ]
+            try:
+                entries = checkpoint.storage_for(self.root).list_checkpoints()
+            except CheckpointError as error:
+                self.list_error = str(error)
+                return self._entries
             self.list_error = ""
+        else:
+            try:
+                stamp = self.root, self.root.stat().st_mtime_ns
+            except OSError:
+                return []
+            if stamp == self._seen:
+                return self._entries
+            self._seen = stamp
+            entries = checkpoint.storage_for(self.root).list_checkpoints()
+        self._entries = [Checkpoint.of(entry, self._seconds.get(entry.path)) for entry in entries]
         return self._entries
 
     @property
@@ -404,45 +388,34 @@ class BackgroundSaves:
         save.receive(content)
         if save.done:
             self.checkpoints.add_save(save)
-            self._forget_oldest()
+            with self._lock:  # keep the last ones: `start_save` may ask for a save after its end
+                finished = [number for number, other in self._saves.items() if other.done]
+                for number in finished[:-REMEMBERED]:
+                    del self._saves[number]
             if not self.running_saves():
                 atexit.unregister(self.wait_for_running)
 
-    def start_save(
-        self, request: messages.SaveRequest, ranks: Sequence[int], workers: WorkerGroup
-    ) -> Save:
+    def start_save(self, request: SaveRequest, workers: WorkerGroup, world_size: int) -> Save:
         """Have the ranks copy their state and start to write it.
 
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {names.check_name(request['name'])}"
+        title = f"nbdist: checkpoint {names.check_name(request.name)}"
         with StatusLine() as line:
-            work = TransactionalRequest(
-                workers,
-                ranks,
-                messages.SAVE,
-                raises=CheckpointError,
-                show=lambda text: line.show(f"{title}: {text}"),
-            )
-            replies = work.send_and_wait(request)
+            reports = CollectiveRequest(
+                workers, SAVE, world_size, lambda text: line.show(f"{title}: {text}")
+            ).run(request)
         with self._lock:
-            save = self._saves.setdefault(replies[0]["id"], Save())
+            save = self._saves.setdefault(reports[0].id, Save())
         if not save.name:
-            save.name, save.root = request["name"], checkpoint.parse_location(request["root"])
+            save.name, save.root = request.name, checkpoint.parse_location(request.root)
         return save
 
     def running_saves(self) -> list[Save]:
         """Return the saves that have not finished."""
         with self._lock:
             return [save for save in self._saves.values() if not save.done]
-
-    def _forget_oldest(self) -> None:
-        """Drop the oldest finished saves; `start_save` may ask for one after its end."""
-        with self._lock:
-            over = [number for number, save in self._saves.items() if save.done]
-            for number in over[:-REMEMBERED]:
-                del self._saves[number]
 
     def wait_for_running(self, within_s: float = FINISH_TIMEOUT_S) -> None:
         """Wait for running saves before the ranks are ended; an interrupt ends the wait."""
@@ -500,9 +473,6 @@ def make_async_warning() -> Callable[[str], object]:
     return complain
 
 
-# -- load
-
-
 def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
     """Return how to continue from a checkpoint; "" for None."""
     if checkpoint is None:
@@ -542,100 +512,3 @@ def check_root(given: str | os.PathLike[str]) -> Path | Url:
 def is_not_checkpoint_folder(path: Path) -> bool:
     """Return whether the path exists and was not written by nbdist."""
     return path.exists() and not (path / names.MANIFEST_NAME).exists()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """Result of a load."""
-
-    name: str
-    step: int
-    written: str
-    """Backend and number of ranks that wrote it."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, of the slowest rank."""
-    read_bytes: int = 0
-    """Sum over all ranks."""
-    verified: int = 0
-    """Number of tensors whose digest matches the saved one."""
-    loaded: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    """Differences from the saved state, with reasons."""
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
-    def __str__(self) -> str:
-        """Return a summary of a few lines."""
-        lines = [
-            f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
-            f"  loaded: {'; '.join(self.loaded)}",
-            f"  {self.verified} tensors verified; {format_bytes(self.read_bytes)} read",
-        ]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("LoadReport(...)" if cycle else str(self))
-
-
-def load_checkpoint(
-    name: str,
-    root: Path | Url,
-    ranks: Sequence[int],
-    workers: WorkerGroup,
-    listen: Listen,
-    *,
-    weights_only: bool,
-) -> LoadReport:
-    """Load a checkpoint into the prepared models of the ranks.
-
-    Raises:
-        CheckpointError: the models are unchanged, or the message says otherwise.
-    """
-    with (
-        checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
-        StatusLine() as line,
-    ):
-        title = f"nbdist: loading {name}"
-        content = messages.LoadRequest(
-            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
-        )
-
-        def show(text: str) -> None:
-            line.show(f"{title}: {text}")
-
-        listen(show)
-        try:
-            work = TransactionalRequest(
-                workers, ranks, messages.LOAD, raises=CheckpointError, show=show
-            )
-            replies = work.send_and_wait(content)
-        except CheckpointError:
-            show("failed")
-            raise
-        finally:
-            listen(None)
-        reports = [replies[rank]["report"] for rank in ranks]
-        report = _merge_reports(name, reports)
-        line.show(f"{title}: done in {report.total_s:.1f} s")
-    return report
-
-
-def _merge_reports(name: str, reports: Sequence[Mapping[str, Any]]) -> LoadReport:
-    """Merge the reports of all ranks."""
-    first = reports[0]
-    return LoadReport(
-        name=name,
-        step=first["step"],
-        written=f"{first['backend']} on {first['world_size']} ranks",
-        seconds={
-            phase: max(report["seconds"].get(phase, 0.0) for report in reports)
-            for phase in first["seconds"]
-        },
-        read_bytes=sum(report["read_bytes"] for report in reports),
-        verified=first["verified"],
-        loaded=tuple(first["loaded"]),
-        notes=tuple(dict.fromkeys(note for report in reports for note in report["notes"])),
-    )

@@ -1,4 +1,4 @@
-"""A request that all ranks carry out together; runs in the notebook's kernel.
+"""A request for an operation of all ranks; runs in the notebook's kernel.
 
 Watched like a cell: blocked ranks are reported after a few seconds, ranks that wait for a failed
 one are interrupted, and interrupts escalate in stages (`session.interrupt`). Ranks handle an
@@ -8,61 +8,65 @@ cut short.
 A second interrupt returns the prompt even if the ranks continue. The request is then `detached`:
 it stays the worker group's current request, the reader thread watches it, a third interrupt ends
 the ranks, and `conclude` handles its end before the ranks are used again.
+
+After an interrupt or an error the ranks are resynchronized. If one rank has begun a collective and
+another has not, the next collective would be matched with it. The ranks' counts are compared, and
+if they differ, or a connection was lost, new process groups are created. Backends that were
+interrupted during a training step are rebuilt too.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Generic
 
 from nbdist import rank_sets as rank_names
-from nbdist.errors import CellInterrupted
+from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.output import tracebacks
-from nbdist.protocol import messages
-from nbdist.session.interrupt import InterruptEscalation
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.protocol import messages, operations
+from nbdist.protocol.operations import ReportT, RequestT
+from nbdist.session.hang_detection import have_collectives_diverged
+from nbdist.session.interrupt import InterruptEscalation, Stage, release_request
+from nbdist.session.progress import StatusLine
+from nbdist.session.rank_polling import RankActivityPoller
 from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nbdist.cluster.rank_channels import Channel, Message
-    from nbdist.errors import NbdistError, RankDied
-    from nbdist.session.interrupt import Kind
     from nbdist.session.worker_group import WorkerGroup
 
 TICK_S = 0.2
+ANSWER_S = 10.0
+"""Timeout for a rank's control thread; only a stopped rank, or one that holds the GIL, is slow."""
+_eras = itertools.count(1)
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-class CollectiveRequest:
+class CollectiveRequest(Generic[RequestT, ReportT]):
     """One request to all ranks.
 
     Args:
         workers: the worker group.
-        ranks: all ranks.
-        kind: message type of the request.
-        raises: error type for failures.
-        show: called with a line when ranks block others, or after an interrupt.
+        operation: what the ranks do.
+        world_size: number of ranks.
+        show: called with the name of each phase, and with a line when ranks block others, or
+            after an interrupt; on any thread.
         stoppable: whether the first interrupt has an effect beyond a message.
-        alone: a failing rank replies immediately, and the others need not finish.
     """
 
     def __init__(
         self,
         workers: WorkerGroup,
-        ranks: Sequence[int],
-        kind: str,
-        *,
-        raises: type[NbdistError],
+        operation: operations.Operation[RequestT, ReportT],
+        world_size: int,
         show: Callable[[str], object],
+        *,
         stoppable: bool = True,
-        alone: bool = False,
     ) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks = tuple(range(world_size))
         self.requests: dict[int, str] = {}
         self.errors: dict[int, messages.RankError] = {}
         self.finished = threading.Event()
@@ -72,14 +76,16 @@ class CollectiveRequest:
         self.notice = ""
         self.detached = False
         """True if the prompt was returned before all ranks had replied."""
-        self.late: Callable[[], object] = _nothing
+        self.late: Callable[[], object] | None = None
         """Called by `conclude` if a detached request succeeded on all ranks."""
-        self.worker_group, self._kind, self._raises, self._show = workers, kind, raises, show
-        self._alone = alone
+        self._workers, self._operation, self._show = workers, operation, show
         self._rank_activity = RankActivityPoller(workers)
-        watched: Kind = "request" if stoppable else "repair"
         self.escalation = InterruptEscalation(
-            self, workers, self._rank_activity, world_size=len(self.ranks), kind=watched
+            self,
+            workers,
+            self._rank_activity,
+            world_size=world_size,
+            kind="request" if stoppable else "repair",
         )
         self._replies: dict[int, Any] = {}
         self._pressed = self._taken = 0
@@ -92,29 +98,28 @@ class CollectiveRequest:
 
     running = pending
 
-    @property
-    def what(self) -> str:
-        """Name of the request in messages: "the switch"."""
-        return f"the {self._kind.split('_')[1]}"
-
-    def send_and_wait(self, content: Any) -> dict[int, Any]:
-        """Send the request; return the replies when all ranks have finished.
+    def run(self, content: RequestT) -> list[ReportT]:
+        """Send the request; return the reports of all ranks, in rank order.
 
         Raises:
-            NbdistError: of type `raises`: the first error, and its rank.
+            NbdistError: of type `Operation.raises`: the first error, and its rank.
             CellInterrupted: an interrupt ended the request, or returned the prompt.
             RankDied: a rank ended.
         """
-        self.worker_group.collective_request = self
+        self._workers.collective_request = self
         try:
             with suppress_interrupt(self._press):
-                request = self.worker_group.queue_request(
-                    self.ranks, "shell", self._kind, content, self._take
+                request = self._workers.queue_request(
+                    self.ranks,
+                    "shell",
+                    self._operation.message_type,
+                    asdict(content),
+                    self._take,
                 )
                 self.requests.update(dict.fromkeys(self.ranks, request))
-                self.worker_group.wake()
+                self._workers.wake()
                 self._wait()
-                problem = "" if self.detached else self._problem()
+                problem = "" if self.detached else self._resync()
         finally:
             if not self.detached:
                 self._forget()
@@ -122,22 +127,22 @@ class CollectiveRequest:
             raise CellInterrupted(self.busy_message())
         if self.errors:
             self._raise(problem)
-        return self._replies
+        return [self._operation.report(**self._replies[rank]["report"]) for rank in self.ranks]
 
     def busy_message(self) -> str:
         """Return an error message: the request is still running, and what to do."""
         where = self.escalation.where() or f"{rank_names.describe_ranks(self.pending)} did not stop"
         return (
-            f"{self.what.capitalize()} is still running: {where}. The ranks are busy until it ends."
-            " Use %nbdist interrupt to end the ranks, or %nbdist restart to start new ones and"
-            " %nbdist load to load the last checkpoint."
+            f"The {self._operation.name} is still running: {where}. The ranks are busy until it"
+            " ends. Use %nbdist interrupt to end the ranks, or %nbdist restart to start new ones"
+            " and %nbdist load to load the last checkpoint."
         )
 
     def conclude(self) -> None:
         """Handle the end of a detached request; resynchronize the ranks if needed."""
         self._forget()
-        self._problem()
-        if not self.errors:
+        self._resync()
+        if not self.errors and self.late is not None:
             self.late()
 
     def tick(self) -> None:
@@ -148,6 +153,11 @@ class CollectiveRequest:
         """Handle an interrupt; callable from any thread."""
         self.escalation.escalate()
 
+    def show_progress(self, text: str) -> None:
+        """Show a progress text of rank 0; on the reader thread."""
+        if not self.detached:
+            self._show(text)
+
     def _press(self) -> None:
         """Count an interrupt; this may run while the waiting thread holds any lock."""
         self._pressed += 1
@@ -156,11 +166,11 @@ class CollectiveRequest:
         """Return when all ranks have replied, or when a second interrupt returns the prompt."""
         shown = ""
         while not self.finished.wait(TICK_S):
-            self.worker_group.cancel_unanswerable(self._kind)
+            self._workers.cancel_unanswerable(self._operation.message_type)
             while self._taken < self._pressed:
                 self._taken += 1
                 self.escalation.escalate()
-            self.worker_group.wake()  # lets the reader thread tick
+            self._workers.wake()  # lets the reader thread tick
             if self.notice and self.notice != shown:
                 shown = self.notice
                 self._show(shown)
@@ -169,10 +179,10 @@ class CollectiveRequest:
                 return
 
     def _forget(self) -> None:
-        self.worker_group.drop_requests(set(self.requests.values()))
+        self._workers.drop_requests(set(self.requests.values()))
         self._rank_activity.clear()
-        if self.worker_group.collective_request is self:
-            self.worker_group.collective_request = None
+        if self._workers.collective_request is self:
+            self._workers.collective_request = None
 
     def _take(self, rank: int, channel: Channel, message: Message) -> None:
         if channel != "shell":
@@ -181,18 +191,32 @@ class CollectiveRequest:
         if reply["status"] == "error":
             self.errors[rank] = messages.RankError(
                 rank=rank,
-                ename=reply.get("ename", self._raises.__name__),
+                ename=reply["ename"],
                 evalue=reply["error"],
-                traceback=[f"{reply.get('ename', '')}: {reply['error']}"],
+                traceback=[f"{reply['ename']}: {reply['error']}"],
                 at=message["header"]["date"].timestamp(),
             )
         self._replies[rank] = reply
-        if not self.pending or (self._alone and self.errors):
+        if not self.pending or (self._operation.fails_alone and self.errors):
             self.finished.set()
 
-    def _problem(self) -> str:
+    def _resync(self) -> str:
         """Resynchronize the ranks after a failure. Returns an error message, or ""."""
-        return ""
+        running = self.escalation.stage is Stage.RUNNING
+        if not self._operation.resync or (running and not self.errors):
+            return ""
+        if self.errors:
+            first = tracebacks.group_errors(list(self.errors.values()))[0]
+            if running and first.ranks == self.ranks and first.kind == "cause":
+                return ""  # all ranks raised it in agreement
+        try:
+            return resync_ranks(
+                self.escalation, self._workers, world_size=len(self.ranks), midway=False
+            )
+        except RankDied:
+            raise
+        except SessionError as error:
+            return f"{error} Use %nbdist restart to start new ranks"
 
     def _raise(self, problem: str) -> None:
         """Raise the first error; others are usually its consequence."""
@@ -201,9 +225,95 @@ class CollectiveRequest:
         if {error.evalue for error in self.errors.values()} == {first.evalue}:
             words = first.evalue
         if first.is_interrupt:
-            words = f"{self.what.capitalize()} was interrupted"
+            words = f"The {self._operation.name} was interrupted"
         if problem:
             words = f"{words.removesuffix('.')}; {problem}"
         if self.escalation.stops and threading.current_thread() is threading.main_thread():
             raise CellInterrupted(words)
-        raise self._raises(words)
+        raise self._operation.raises(words)
+
+
+def resync_ranks(
+    escalation: InterruptEscalation, workers: WorkerGroup, *, world_size: int, midway: bool = True
+) -> str:
+    """Resynchronize the ranks if needed. Returns an error message, or "".
+
+    Args:
+        escalation: escalation of the cell or request.
+        workers: the worker group.
+        world_size: number of ranks.
+        midway: also rebuild a backend that was interrupted during a training step.
+
+    Raises:
+        RankDied: a rank ended.
+        SessionError: a rank does not reply.
+    """
+    work = escalation.work
+    stopped = escalation.stage is not Stage.RUNNING
+    if work.failure is not None or not (work.errors or stopped):
+        return ""
+    broken = escalation.stage is Stage.ABORTED or any(
+        group.kind == "secondary" for group in tracebacks.group_errors(list(work.errors.values()))
+    )
+    answers = workers.request_all(
+        range(world_size), messages.RANK_ACTIVITY, {}, channel="control", patience_s=ANSWER_S
+    ).values()
+    broken = broken or have_collectives_diverged(answers)
+    if not broken and not (midway and any(answer["standing"]["midway"] for answer in answers)):
+        return ""
+    return rebuild_models(workers, world_size=world_size, groups=broken)
+
+
+def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> str:
+    """Rebuild the prepared models of all ranks, and with `groups` the process groups.
+
+    Returns an error message, or "". On failure cells still run, without collectives, so that
+    variables can be saved.
+    """
+    with StatusLine() as line:
+        line.show("nbdist: recovering the ranks")
+        request = CollectiveRequest(
+            workers,
+            operations.REBUILD_MODELS,
+            world_size,
+            lambda text: line.show(f"nbdist: recovering the ranks: {text}"),
+            stoppable=False,
+        )
+        try:
+            if groups:
+                # On all ranks first: under NCCL an unmatched collective would block the stream
+                # on which the new group is tested. Aborting twice is safe.
+                workers.request_all(
+                    range(world_size),
+                    messages.ABORT_COLLECTIVES,
+                    release_request(workers),
+                    channel="control",
+                    patience_s=ANSWER_S,
+                )
+            report = request.run(operations.RebuildRequest(era=next(_eras), groups=groups))[0]
+        except RankDied:
+            raise
+        except (SessionError, SwitchError, CellInterrupted) as error:
+            # The group failed, and not the ranks in agreement: these raise a SwitchError.
+            is_group_broken = bool(request.errors) and all(
+                rank_error.ename not in {"SwitchError", "KeyboardInterrupt"}
+                for rank_error in request.errors.values()
+            )
+            if is_group_broken and not groups and not request.detached:
+                return rebuild_models(workers, world_size=world_size, groups=True)
+            problem = (
+                f"the ranks could not be recovered: {str(error).removesuffix('.')}. Plain variables"
+                " are kept; use %nbdist restart to start new ranks and %nbdist load to load the"
+                " last checkpoint"
+            )
+            line.show(f"nbdist: {problem}")
+            return problem
+        done = []
+        if groups:
+            done += [f"new process group created and tested in {report.seconds:.1f} s"]
+        if report.bound:
+            done += [f"{', '.join(report.bound)} rebuilt"]
+        if report.stale:
+            done += [f"{', '.join(report.stale)} use the old process group: create them again"]
+        line.show(f"nbdist: {'; '.join(done) or 'the ranks are ready'}")
+        return ""

@@ -3,7 +3,7 @@
     interrupted   KeyboardInterrupt on every rank, during training after the same optimizer step;
                   ends Python code and collectives that Python waits for; nothing is broken
     aborted       the process groups of all ranks are aborted, which ends waits in C code;
-                  `session.recovery` creates new groups afterwards
+                  `session.collective_request` creates new groups afterwards
     ended         the ranks are ended; their variables are lost
 
 Each interrupt permits one more stage whatever the ranks do: the second returns the prompt, the
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
     from nbdist.session.hang_detection import Hang
-    from nbdist.session.rank_activity import RankActivityPoller
+    from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3

@@ -25,18 +25,16 @@ from nbdist.errors import (
 )
 from nbdist.hardware import discovery
 from nbdist.output.rank_log import RankLog
-from nbdist.output.status_line import StatusLine
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_runner import CellRunner
 from nbdist.session.config import FIXED_OPTIONS, ClusterOptions, SessionConfig
 from nbdist.session.locking import exclusive, show_wait_reason
 from nbdist.session.metrics import Metrics
-from nbdist.session.model_query import PreparedModelQuery
 from nbdist.session.placement import check_usable, mixed_gpus_warning
 from nbdist.session.profiler import SessionProfiler, build_profile
-from nbdist.session.progress import CurrentOperation
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.session.progress import CurrentOperation, StatusLine
+from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 
@@ -100,7 +98,6 @@ class SessionLifecycle:
         """True if the ranks were ended by an interrupt."""
         self._pid = os.getpid()
         self._at_stop: list[Callable[[], object]] = []
-        self._on_phase: Callable[[str], object] | None = None
         self._saves = checkpoints.BackgroundSaves(checkpoint_root)
         self._saving: dict[str, TrainingEvent] = {}
         """Events of saves that are not finished."""
@@ -113,7 +110,7 @@ class SessionLifecycle:
             on_notice=lambda line: self._cells.print_line(line),  # noqa: PLW0108 - made below
         )
         self.rank_activity = RankActivityPoller(self._workers)
-        self.model_query = PreparedModelQuery(self._workers)
+        self.model_query = PreparedModelPoller(self._workers)
         self._profiler = SessionProfiler(
             self._workers, lambda run: build_profile(self, self._workers, run)
         )
@@ -521,11 +518,9 @@ class SessionLifecycle:
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:
-            (self._on_phase or self._profiler.update_progress)(content["text"])
-
-    def _listen(self, on_phase: Callable[[str], object] | None) -> None:
-        """Set the callback for progress messages of a long request."""
-        self._on_phase = on_phase
+            request = self._workers.collective_request
+            show = self._profiler.update_progress if request is None else request.show_progress
+            show(content["text"])
 
     def _take_saved(self, content: messages.SaveStatus) -> None:
         self._saves.update_status(content)

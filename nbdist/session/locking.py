@@ -11,8 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from nbdist.errors import CellInterrupted, RankDied
-from nbdist.output.status_line import StatusLine
-from nbdist.session import progress
+from nbdist.session.progress import StatusLine, current_operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +71,6 @@ def exclusive_for_current_ranks(method: _M) -> _M:
 def show_wait_reason(activity: CurrentOperation, more: str = "") -> None:
     """Show below the cell which operation of another thread has to finish first."""
     work = activity.progress
-    if work is not None and progress.current_operation() is not activity:
+    if work is not None and current_operation() is not activity:
         with StatusLine() as line:
             line.show(f"nbdist: waiting for a command of the panel: {work.text}{more}")

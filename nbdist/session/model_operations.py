@@ -1,4 +1,4 @@
-"""What a session does with the models and variables of its ranks: push, pull, switch, save, load.
+"""Operations of a session on models and variables of its ranks: push, pull, switch, save, load.
 
 Runs in the notebook's kernel. The methods check their arguments and the state of the session; the
 work is in `operations` and in `session.checkpoints`.
@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets as rank_names
 from nbdist.checkpoint import Url, location_with_password
-from nbdist.errors import CellInterrupted, RankDied, SwitchError
+from nbdist.errors import RankDied, SwitchError
 from nbdist.operations import export as operations_export
 from nbdist.operations import import_checkpoint, resize
+from nbdist.operations import load as operations_load
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
 from nbdist.output.rank_log import RankLog
-from nbdist.output.status_line import StatusLine
-from nbdist.protocol import messages
+from nbdist.protocol.operations import SaveRequest
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import lifecycle, push_pull
 from nbdist.session.config import SessionConfig
 from nbdist.session.locking import exclusive_for_current_ranks
+from nbdist.session.progress import StatusLine
 from nbdist.session.training_events import TrainingEvent
 
 if TYPE_CHECKING:
     from nbdist.operations.export import ExportReport
     from nbdist.operations.import_checkpoint import ForeignReport
-    from nbdist.session.checkpoints import LoadReport, Save
+    from nbdist.operations.load import LoadReport
+    from nbdist.session.checkpoints import Save
 
 
 class ModelOperations(lifecycle.SessionLifecycle):
@@ -66,15 +68,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
         (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
-        everyone = range(self.world_size)
         values = push_pull.pull_variables(
-            names,
-            chosen,
-            self._workers,
-            as_numpy=as_numpy,
-            gather=lambda name, folders: operations_export.gather_model(
-                name, folders, everyone, self._workers, self._listen
-            ),
+            names, chosen, self._workers, world_size=self.world_size, as_numpy=as_numpy
         )
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
@@ -131,26 +126,18 @@ class ModelOperations(lifecycle.SessionLifecycle):
             report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
             self._requested_options = requested
             return report
-        with StatusLine() as line:
-            request = operations_switch.BackendSwitch(
-                before=self._choice,
-                after=new_config,
-                reset_optimizer=reset_optimizer,
-                status_line=line,
-            )
 
-            def switched() -> None:
-                self._requested_options, self._choice = requested, new_config
-                self._mark_ready()
+        def switched() -> None:
+            self._requested_options, self._choice = requested, new_config
+            self._mark_ready()
 
-            try:
-                report = request.run(self._workers, self._listen)
-            except CellInterrupted:
-                if (collective_request := self._workers.collective_request) is not None:
-                    collective_request.late = (
-                        switched  # the prompt returns while the switch continues
-                    )
-                raise
+        report = operations_switch.switch_backend(
+            self._workers,
+            self._choice,
+            new_config,
+            reset_optimizer=reset_optimizer,
+            on_late_success=switched,
+        )
         switched()
         return report
 
@@ -162,18 +149,17 @@ class ModelOperations(lifecycle.SessionLifecycle):
         )
         with StatusLine() as line:
             change = resize.RankResize(
-                worker_group=self._workers,
+                workers=self._workers,
                 before=self._choice,
                 after=new_config,
                 reset_optimizer=reset_optimizer,
                 status_line=line,
-                subscribe_progress=self._listen,
                 start_ranks=self._start_ranks,
             )
             try:
                 report = change.run()
             except SwitchError as error:
-                if change.are_ranks_lost:
+                if change.kept_folder is not None:
                     self.state, self._death = "dead", RankDied(str(error))
                     self._ended_by_stop = False
                 else:
@@ -232,11 +218,11 @@ class ModelOperations(lifecycle.SessionLifecycle):
         root = self._folder(folder)
         if isinstance(root, Path):
             self._workers.launcher_group.check_shared_folder(root)
-        request = messages.SaveRequest(
+        request = SaveRequest(
             root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
-            save = self._saves.start_save(request, range(self.world_size), self._workers)
+            save = self._saves.start_save(request, self._workers, self.world_size)
             if wait:
                 save.wait_shown()
         return save
@@ -275,10 +261,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
-        ranks = range(self.world_size)
         with self.operation.track("loading", f"loading {last}"):
-            report = session_checkpoints.load_checkpoint(
-                last, root, ranks, self._workers, self._listen, weights_only=weights_only
+            report = operations_load.load_checkpoint(
+                self._workers, self.world_size, last, root, weights_only=weights_only
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
         return report
@@ -318,16 +303,14 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 left.
             SessionBusy: a cell is still running.
         """
-        content = operations_export.make_export_request(
+        request = operations_export.make_export_request(
             folder, dtype, model=model, max_shard_size=max_shard_size, overwrite=overwrite
         )
         self._ensure_free()
         self.start()
-        self._workers.launcher_group.check_shared_folder(Path(content["folder"]).parent)
+        self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            return operations_export.export(
-                content, range(self.world_size), self._workers, self._listen
-            )
+            return operations_export.export(self._workers, self.world_size, request)
 
     @exclusive_for_current_ranks
     def load_foreign(
@@ -352,8 +335,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         """
         self._ensure_free()
         self.start()
-        ranks = range(self.world_size)
         with self.operation.track("loading", f"loading {path}"):
             return import_checkpoint.import_checkpoint(
-                path, ranks, self._workers, self._listen, trust=trust, model=model
+                self._workers, self.world_size, path, trust=trust, model=model
             )

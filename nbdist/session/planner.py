@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.errors import PlanError
 from nbdist.hardware.telemetry import UsageSnapshot
-from nbdist.output.status_line import StatusLine
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,22 +83,22 @@ def plan_model(
     Args:
         session: session whose ranks hold the model.
         name: a variable of the ranks that holds an nn.Module.
-        quick: use the closed form only; takes milliseconds.
+        quick: use the closed form or a cached trace only; takes milliseconds.
         arguments: of `nbdist.plan`.
 
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.planner import local_devices
+    from nbdist.planner import devices
 
     cluster = (
-        local_devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
+        devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
         if "devices" in arguments
         else cluster_spec(session)
     )
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
-        line.show("nbdist: inspecting the model")
+        line.show("nbdist: inspecting the model (tracing an unknown one takes some seconds)")
         description = session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
@@ -146,14 +146,12 @@ def plan_described_model(
 
 def cluster_spec(session: SessionView) -> ClusterSpec:
     """Return the session's devices for the planner; memory used by its own ranks counts as free."""
-    from nbdist.planner import local_devices
+    from nbdist.planner import devices
 
     nodes = session.nodes
     if not nodes:
         own = {rank["pid"] for rank in session.status()["ranks"]}
-        return local_devices.detect_local_cluster(
-            session.world_size, kind=session.hardware.kind, own=own
-        )
+        return devices.detect_local_cluster(session.world_size, kind=session.hardware.kind, own=own)
     now = session.nodes_now()
     silent = {
         node.name: UsageSnapshot(node.machine.memory_bytes)
@@ -161,7 +159,7 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
         if node.name not in now
     }
     now = silent | now
-    return local_devices.cluster_for_session_nodes(
+    return devices.cluster_for_session_nodes(
         [
             (node, now[node.name].gpu_memory_usage(node), now[node.name].host_free_bytes)
             for node in nodes

@@ -1,7 +1,7 @@
-"""The current long operation of a session besides cells; runs in the notebook's kernel.
+"""Progress of long operations besides cells; runs in the notebook's kernel.
 
-`StatusLine` prints the progress of long operations. It also updates the session's
-`CurrentOperation`, which the panel reads.
+`StatusLine` shows it below the cell. It also updates the session's `CurrentOperation`, which the
+panel reads.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import threading
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
+from uuid import uuid4
+
+from nbdist.output.sink import RunningCellSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
 OperationKind = Literal[
     "starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"
@@ -94,11 +98,6 @@ def current_operation() -> CurrentOperation | None:
     return _heard_by.get()
 
 
-def is_status_line_shown() -> bool:
-    """Return whether status lines of this thread are printed below the cell."""
-    return _shown.get()
-
-
 @contextlib.contextmanager
 def suppress_status_lines() -> Iterator[None]:
     """Suppress status lines for work that was not started by a cell."""
@@ -107,3 +106,43 @@ def suppress_status_lines() -> Iterator[None]:
         yield
     finally:
         _shown.reset(token)
+
+
+class StatusLine:
+    """A line below a cell that is updated in place during a long operation.
+
+    Shows the last text given; without updatable displays, each text on its own line. Operations
+    that no cell started (a button of the panel) have no line; the panel shows them.
+    """
+
+    def __init__(self) -> None:
+        self._screen = RunningCellSink() if _shown.get() else None
+        self._operation = _heard_by.get()
+        self._display_id = f"nbdist-{uuid4().hex}"
+        self._shown_text = ""
+
+    def show(self, text: str) -> None:
+        """Replace the text of the line."""
+        if text == self._shown_text:
+            return
+        if self._screen is not None:
+            self._screen.display(
+                {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown_text)
+            )
+        if self._operation is not None:
+            self._operation.set_text(text)
+        self._shown_text = text
+
+    def __enter__(self) -> Self:
+        """Return the status line."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Flush the output."""
+        if self._screen is not None:
+            self._screen.flush()

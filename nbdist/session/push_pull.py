@@ -1,23 +1,31 @@
-"""push, pull and send: move variables through files in shared memory, not through messages."""
+"""push, pull and send: move variables through files in shared memory, not through messages.
+
+To and from the nodes of a cluster the files are copied, with a status line.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.errors import PayloadError
+from nbdist.display.units import format_bytes
+from nbdist.errors import CellInterrupted, PayloadError
 from nbdist.protocol import messages, serialization
-from nbdist.session.file_transfer_status import FileTransferStatus
+from nbdist.protocol.operations import PULL_MODEL, PullModelRequest
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+    from types import TracebackType
 
     from nbdist.cluster.interfaces import TransferCallback
     from nbdist.session.worker_group import WorkerGroup
 
-
-def _no_progress(_done: int, _total: int) -> None:
-    """Show nothing: send() runs while the cell's output is shown."""
+SHOW_AFTER_S = 0.5
+"""Shorter transfers show no status line."""
+PROGRESS_INTERVAL_S = 0.25
 
 
 def push_variables(values: Mapping[str, object], ranks: Sequence[int], workers: WorkerGroup) -> int:
@@ -27,7 +35,7 @@ def push_variables(values: Mapping[str, object], ranks: Sequence[int], workers: 
     )
     size = file.stat().st_size
     with (
-        FileTransferStatus("push") as callback,
+        _TransferStatus("push") as callback,
         workers.launcher_group.ship_file(file, ranks, callback) as paths,
     ):
         requests = {rank: messages.PushRequest(path=path) for rank, path in paths.items()}
@@ -40,38 +48,47 @@ def pull_variables(
     rank: int,
     workers: WorkerGroup,
     *,
+    world_size: int,
     as_numpy: bool,
-    gather: Callable[[str, Sequence[str]], str],
 ) -> dict[str, Any]:
-    """Fetch variables of one rank, by name.
+    """Fetch variables of one rank, by name; of a prepared model, its state dict.
 
     Args:
         names: names of the variables.
         rank: rank to fetch from.
         workers: the worker group.
+        world_size: number of ranks: together they have the weights of a prepared model.
         as_numpy: return arrays instead of tensors.
-        gather: lets all ranks write a prepared model into one file of rank 0, which no rank can
-            do alone.
     """
-    request = messages.PullRequest(
-        names=list(names), folders=workers.launcher_group.payload_folders(rank)
-    )
-    reply: messages.PayloadFileReply = workers.request_all(
-        [rank], messages.PULL, request, raises=PayloadError
-    )[rank]
-    if "prepared" not in reply:
-        return _pulled(rank, reply["path"], workers, as_numpy=as_numpy)
     values: dict[str, Any] = {}
-    for name in reply["prepared"]:
-        gathered = gather(name, workers.launcher_group.payload_folders(0))
-        values |= _pulled(0, gathered, workers, as_numpy=as_numpy)
-    if others := [name for name in names if name not in values]:
-        values |= pull_variables(others, rank, workers, as_numpy=as_numpy, gather=gather)
+    while others := [name for name in names if name not in values]:
+        request = messages.PullRequest(
+            names=others, folders=workers.launcher_group.payload_folders(rank)
+        )
+        reply: messages.PayloadFileReply = workers.request_all(
+            [rank], messages.PULL, request, raises=PayloadError
+        )[rank]
+        if "prepared" not in reply:
+            return values | _pull_file(rank, reply["path"], workers, as_numpy=as_numpy)
+        for name in reply["prepared"]:
+            path = _write_model(name, workers, world_size)
+            values |= _pull_file(0, path, workers, as_numpy=as_numpy)
     return values
 
 
-def _pulled(rank: int, path: str, workers: WorkerGroup, *, as_numpy: bool) -> dict[str, Any]:
-    with FileTransferStatus("pull") as callback:
+def _write_model(name: str, workers: WorkerGroup, world_size: int) -> str:
+    """Have all ranks write a prepared model into one payload file of rank 0; return its path."""
+    request = PullModelRequest(name=name, folders=workers.launcher_group.payload_folders(0))
+    with StatusLine() as line:
+        reports = CollectiveRequest(
+            workers, PULL_MODEL, world_size, lambda text: line.show(f"nbdist: pull: {text}")
+        ).run(request)
+        line.show("nbdist: pull: done")
+    return reports[0].path
+
+
+def _pull_file(rank: int, path: str, workers: WorkerGroup, *, as_numpy: bool) -> dict[str, Any]:
+    with _TransferStatus("pull") as callback:
         return read_payload_file(rank, path, workers, callback, as_numpy=as_numpy)
 
 
@@ -79,7 +96,7 @@ def read_payload_file(
     rank: int,
     path: str,
     workers: WorkerGroup,
-    on_progress: TransferCallback = _no_progress,
+    on_progress: TransferCallback = lambda _done, _total: None,
     *,
     as_numpy: bool = False,
 ) -> dict[str, Any]:
@@ -87,3 +104,60 @@ def read_payload_file(
     file: Path = workers.launcher_group.fetch_file(rank, path, on_progress)
     values: dict[str, Any] = serialization.read_payload(file, as_numpy=as_numpy, delete=True)
     return values
+
+
+class _TransferStatus:
+    """Status line of a file on its way to or from a node; called with each chunk."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._line = StatusLine()
+        self._began = time.monotonic()
+        self._due = self._began + SHOW_AFTER_S
+        self._shown = False
+        self._done = self._total = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """Update the number of transferred bytes."""
+        self._done, self._total = done, total
+        now = time.monotonic()
+        if now >= self._due and done < total:
+            self._due, self._shown = now + PROGRESS_INTERVAL_S, True
+            self._show(
+                f"{format_bytes(done)} of {format_bytes(total)}, {self._rate(now)},"
+                f" {done / total:.0%}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Show the result if progress was shown.
+
+        Raises:
+            CellInterrupted: the transfer was interrupted.
+        """
+        half_way = self._done < self._total
+        stopped = "interrupted"
+        if half_way:
+            stopped = f"interrupted after {format_bytes(self._done)} of {format_bytes(self._total)}"
+        if self._shown:
+            now = time.monotonic()
+            done = f"{format_bytes(self._done)} in {now - self._began:.1f} s, {self._rate(now)}"
+            self._show(stopped if half_way else done)
+        with self._line:
+            if kind is KeyboardInterrupt:
+                late = self._doing == "push" and not half_way
+                kept = "the ranks may have the values" if late else "no variable was changed"
+                raise CellInterrupted(f"The {self._doing} was {stopped}; {kept}.") from None
+
+    def _rate(self, now: float) -> str:
+        return f"{format_bytes(int(self._done / max(now - self._began, 1e-6)))}/s"
+
+    def _show(self, text: str) -> None:
+        self._line.show(f"nbdist: {self._doing}: {text}")

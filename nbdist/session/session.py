@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbdist import rank_sets as rank_names
 from nbdist.cluster.local import LocalLauncherProvider
 from nbdist.errors import PlanError
-from nbdist.operations import calibrate as operations_calibrate
-from nbdist.output.status_line import StatusLine
-from nbdist.planner.validation import MeasuredMemory
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import lifecycle, panel_loader, planner, stacks
@@ -21,6 +18,7 @@ from nbdist.session.cell import CellResult, check_code
 from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.interfaces import LauncherProvider
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.output.renderer import ShownRanks
+    from nbdist.planner.validation import MeasuredMemory
     from nbdist.session.checkpoints import Save
 
 TURN_S = 1.0
@@ -229,6 +228,8 @@ class Session(ModelOperations):
 
         Ranks measure automatically, once for each `prepare()`. Works while a cell runs.
         """
+        from nbdist.planner.validation import MeasuredMemory
+
         self._ensure_alive()
         self.start()
         ranks = range(self.world_size)
@@ -258,7 +259,7 @@ class Session(ModelOperations):
             seq_len: tokens per sample. Default: those of the last forward pass, or the model's
                 maximum.
             kind: device type to plan for.
-            quick: use the closed form only; no child process.
+            quick: use the closed form or a cached trace; no child process.
 
         Raises:
             PlanError: no such model, or one that cannot be described.
@@ -290,14 +291,16 @@ class Session(ModelOperations):
             SessionError: the measurement failed; nothing was stored.
             SessionBusy: a cell is still running.
         """
+        # The planner is not needed to run cells.
+        from nbdist.operations import calibrate as operations_calibrate
+
         self._ensure_free()
         self.start()
         with self.operation.track("calibrating", "measuring links and devices"):
             return operations_calibrate.calibrate(
                 self._workers,
-                self._listen,
+                self.world_size,
                 options=self.options,
-                world_size=self.world_size,
                 hardware=self.hardware,
                 cluster=planner.cluster_spec(self),
                 disk=disk,

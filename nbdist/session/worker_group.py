@@ -73,13 +73,16 @@ class RunningRequest(Protocol):
 
     notice: str
     finished: threading.Event
-    late: Callable[[], object]
+    late: Callable[[], object] | None
 
     def interrupt(self) -> None:
         """Interrupt it; from any thread."""
 
     def tick(self) -> None:
         """Watch its interrupt; on the reader thread."""
+
+    def show_progress(self, text: str) -> None:
+        """Show a progress text of rank 0; on the reader thread."""
 
     def conclude(self) -> None:
         """Take note of its end, after it was detached."""

@@ -1,7 +1,7 @@
 """Collectives for training state: all-gather of values, all-reduce and all-to-all of bytes.
 
-The group None means all ranks, or this process alone without a process group. All collectives
-on state go through this module, so that tests can replace it.
+They use the default process group; without one, this process is alone. All collectives on state
+go through this module, so that tests can replace it.
 
 Each collective begins with a small all-gather of a tag, over gloo even on GPUs. A failed rank
 that reports its error therefore never matches the all-to-all of the other ranks, in which NCCL
@@ -31,35 +31,34 @@ SUMS, EXCHANGE = -1, -2
 
 
 def group_size(group: OptionalGroup = None) -> int:
-    """Return the number of ranks in a group."""
+    """Return the number of ranks in a group; None means the default group."""
     return distributed.get_world_size(group) if distributed.is_initialized() else 1
 
 
 def rank(group: OptionalGroup = None) -> int:
-    """Return this process's rank in a group."""
+    """Return this process's rank in a group; None means the default group."""
     return distributed.get_rank(group) if distributed.is_initialized() else 0
 
 
-def comm_device(group: OptionalGroup = None) -> torch.device:
+def comm_device() -> torch.device:
     """Return the device for ``all_to_all_bytes``: the GPU with NCCL, otherwise the CPU."""
-    nccl = "nccl" in str(distributed.get_backend_config(group))
+    nccl = "nccl" in str(distributed.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _agreeing(group: OptionalGroup) -> torch.device:
+def _agreeing() -> torch.device:
     """Return the device for the other collectives: the CPU, unless the group has only NCCL."""
-    gloo = "gloo" in str(distributed.get_backend_config(group))
-    return torch.device("cpu") if gloo else comm_device(group)
+    gloo = "gloo" in str(distributed.get_backend_config())
+    return torch.device("cpu") if gloo else comm_device()
 
 
-def all_gather_values(value: Any, group: OptionalGroup = None, *, about: int = 0) -> list[Any]:
+def all_gather_values(value: Any, *, about: int = 0) -> list[Any]:
     """All-gather a value; return the values of all ranks in rank order; a collective.
 
     Supports plain values and dataclasses of nbdist that contain plain values.
 
     Args:
         value: value of this rank.
-        group: process group.
         about: tag of the collective, the same on all ranks.
 
     Raises:
@@ -68,37 +67,36 @@ def all_gather_values(value: Any, group: OptionalGroup = None, *, about: int = 0
     """
     # Not torch's all_gather_object: it unpickles, and so runs, whatever arrives over the
     # connections of gloo and NCCL, which are not authenticated.
-    if group_size(group) == 1:
+    if group_size() == 1:
         return [value]
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = _heads(packed.numel(), about, group)
-    room = torch.zeros(max(lengths), dtype=torch.uint8, device=_agreeing(group))
+    lengths = _heads(packed.numel(), about)
+    room = torch.zeros(max(lengths), dtype=torch.uint8, device=_agreeing())
     room[: packed.numel()] = packed
-    every = _gathered(room, group)
     return [
         unpickle_values(packed_values[:length])
-        for packed_values, length in zip(every, lengths, strict=True)
+        for packed_values, length in zip(_gathered(room), lengths, strict=True)
     ]
 
 
-def _heads(number: int, about: int, group: OptionalGroup) -> list[int]:
+def _heads(number: int, about: int) -> list[int]:
     """All-gather a number and check that all ranks use the same tag.
 
     Raises:
         CollectiveMismatch: the tags differ; no other collective has begun.
     """
-    own_head = torch.tensor([number, about], device=_agreeing(group))
-    numbers, abouts = zip(*(head.tolist() for head in _gathered(own_head, group)), strict=True)
+    own_head = torch.tensor([number, about], device=_agreeing())
+    numbers, abouts = zip(*(head.tolist() for head in _gathered(own_head)), strict=True)
     if len(set(abouts)) > 1:
         message = "The ranks are out of sync: they entered different collectives."
         raise CollectiveMismatch(message)
     return list(numbers)
 
 
-def _gathered(tensor: torch.Tensor, group: OptionalGroup) -> list[torch.Tensor]:
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All-gather a tensor that has the same shape on all ranks."""
-    gathered = [torch.empty_like(tensor) for _ in range(group_size(group))]
-    distributed.all_gather(gathered, tensor, group=group)
+    gathered = [torch.empty_like(tensor) for _ in range(group_size())]
+    distributed.all_gather(gathered, tensor)
     return gathered
 
 
@@ -136,37 +134,33 @@ _PLAIN = {
 }
 
 
-def all_reduce_sum(numbers: Sequence[int], group: OptionalGroup = None) -> list[int]:
+def all_reduce_sum(numbers: Sequence[int]) -> list[int]:
     """Sum each number over the ranks, modulo 2**64, in [-2**63, 2**63); a collective.
 
     Raises:
         CollectiveMismatch: the ranks are in different collectives, as a rule after an error.
     """
-    _heads(len(numbers), SUMS, group)
-    added = torch.tensor(numbers, dtype=torch.int64, device=_agreeing(group))
-    distributed.all_reduce(added, group=group)
+    _heads(len(numbers), SUMS)
+    added = torch.tensor(numbers, dtype=torch.int64, device=_agreeing())
+    distributed.all_reduce(added)
     totals: list[int] = added.tolist()
     return totals
 
 
 def all_to_all_bytes(
-    outgoing: torch.Tensor,
-    sizes: Sequence[int],
-    expected: Sequence[int],
-    group: OptionalGroup = None,
+    outgoing: torch.Tensor, sizes: Sequence[int], expected: Sequence[int]
 ) -> torch.Tensor:
     """All-to-all of bytes; return the concatenated bytes from all ranks; a collective.
 
     Args:
-        outgoing: concatenated bytes for all ranks, on ``comm_device(group)``.
+        outgoing: concatenated bytes for all ranks, on ``comm_device()``.
         sizes: number of bytes for each rank.
         expected: number of bytes from each rank.
-        group: process group.
 
     Raises:
         CollectiveMismatch: a rank failed, usually out of memory; nothing was sent.
     """
     incoming = torch.empty(sum(expected), dtype=torch.uint8, device=outgoing.device)
-    _heads(0, EXCHANGE, group)
-    distributed.all_to_all_single(incoming, outgoing, list(expected), list(sizes), group=group)
+    _heads(0, EXCHANGE)
+    distributed.all_to_all_single(incoming, outgoing, list(expected), list(sizes))
     return incoming

@@ -58,31 +58,21 @@ def local_digests(
 
 
 def global_digests(
-    shards: ShardMap,
-    group: collectives.OptionalGroup = None,
-    *,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    shards: ShardMap, *, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, int]:
     """Return the digests of whole tensors, the same on every rank; a collective.
 
     Args:
         shards: owned pieces: each element on exactly one rank. A key may be missing on ranks
             without elements of it.
-        group: process group; default: all ranks.
         dtypes: as for ``local_digests``.
     """
     local = local_digests(shards, dtypes=dtypes)
-    if collectives.group_size(group) == 1:
+    if collectives.group_size() == 1:
         return local
-    keys = sorted(
-        {
-            key
-            for rank_keys in collectives.all_gather_values(sorted(local), group)
-            for key in rank_keys
-        }
-    )
+    keys = sorted(set().union(*collectives.all_gather_values(sorted(local))))
     signed = np.array([local.get(key, 0) for key in keys], dtype=np.uint64).view(np.int64)
-    sums = collectives.all_reduce_sum(signed.tolist(), group)
+    sums = collectives.all_reduce_sum(signed.tolist())
     return {key: total % _WRAP for key, total in zip(keys, sums, strict=True)}
 
 

@@ -84,7 +84,16 @@ def plan_export(
     Raises:
         CheckpointError: the model cannot be exported. The message has the reason.
     """
-    _check_exportable(model)
+    kind = type(model).__name__
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise CheckpointError(
+            f"{kind} is quantized and can only be saved by its own save_pretrained."
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(
+            f"{kind} has adapters inside (add_adapter). Wrap it with peft.get_peft_model, or pull"
+            " its state dict with %nbdist pull."
+        )
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     provenance = _ProvenanceMode(model, tensors, keys)
@@ -94,7 +103,7 @@ def plan_export(
             outputs = _convert(model, dict(provenance.state), adapter=adapter)
     except Exception as error:  # a model's own weight conversion may raise anything
         raise CheckpointError(
-            f"transformers failed to plan the save of {type(model).__name__}"
+            f"transformers failed to plan the save of {kind}"
             f" ({type(error).__name__}: {error}). Pull its state dict with %nbdist pull and save"
             " that."
         ) from error
@@ -192,20 +201,6 @@ def is_adapter_only(model: nn.Module) -> bool:
         base.__name__ == "PeftModel" and base.__module__.split(".")[0] == "peft"
         for base in type(model).__mro__
     )
-
-
-def _check_exportable(model: nn.Module) -> None:
-    """Raise for models whose export needs more than the weights."""
-    kind = type(model).__name__
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise CheckpointError(
-            f"{kind} is quantized and can only be saved by its own save_pretrained."
-        )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise CheckpointError(
-            f"{kind} has adapters inside (add_adapter). Wrap it with peft.get_peft_model, or pull"
-            " its state dict with %nbdist pull."
-        )
 
 
 def _saved_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterable[str]:

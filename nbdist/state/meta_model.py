@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from nbdist.errors import SwitchError
+from nbdist.state.layouts import base
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 log = logging.getLogger(__name__)
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
-"""Name components that torch.compile, activation checkpointing, FSDP1 and DDP insert."""
 _OURS = frozenset({"forward", "gradient_checkpointing"})
 """Attributes that an engine or an option sets and that are not carried to the next engine."""
 _LOOKED_AT = 10_000
@@ -71,16 +70,11 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Raises:
         SwitchError: the module contains an object that cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-        memo[id(tensor)] = _as(tensor, empty)
     try:
-        copied: nn.Module = copy.deepcopy(model, memo)
+        return _copy_without_data(model, "meta")
     except Exception as error:  # a module may contain anything, even locks and sockets
         message = f"{type(model).__name__} cannot be copied: {error}"
         raise SwitchError(message) from error
-    return copied
 
 
 def try_meta_copy(model: nn.Module) -> nn.Module | None:
@@ -113,30 +107,29 @@ def materialize(meta_model: MetaModel) -> nn.Module:
     The memory of parameters is allocated but not touched, so it is not resident until an engine
     accesses it.
     """
-    memo: dict[int, Any] = {}
-    for tensor in (*meta_model.model.parameters(), *meta_model.model.buffers()):
-        empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        memo[id(tensor)] = _as(tensor, empty)
-    model: nn.Module = copy.deepcopy(meta_model.model, memo)
+    model = _copy_without_data(meta_model.model, "cpu")
     buffers = dict(model.named_buffers())
     for name, value in meta_model.buffers.items():
         buffers[name].copy_(value)
     return model
 
 
-def _as(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Return `empty`, as a parameter if `tensor` is one."""
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
+    """Copy a module with uninitialized parameters and buffers on a device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def bare_name(name: str) -> str:
-    """Return the name of a module or parameter in the bare model."""
-    for part in _WRAPPERS[:-1]:
-        name = name.replace(part, "").removesuffix("." + part[:-1])
-    name = name.removeprefix(_WRAPPERS[-1])
-    return "" if name in {part[:-1] for part in _WRAPPERS} else name
+    """Return the name in the bare model of a module or parameter of a prepared one."""
+    name = base.bare_name(name).removeprefix("module.")  # of DDP or DeepSpeed
+    return "" if name == "module" else name
 
 
 def named_modules(prepared: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -170,18 +163,6 @@ def restore_attributes(model: nn.Module, found: Mapping[str, Mapping[str, object
     """Set the attributes of a bare model's modules, as returned by ``module_attributes``."""
     for name, values in found.items():
         vars(model.get_submodule(name)).update(values)
-
-
-def requires_grad_by_name(prepared: nn.Module) -> dict[str, bool]:
-    """Return the current `requires_grad` of each parameter, by bare name."""
-    named = prepared.named_parameters(remove_duplicate=False)
-    return {bare_name(name): parameter.requires_grad for name, parameter in named}
-
-
-def set_requires_grad(model: nn.Module, found: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of a bare model's parameters."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(found.get(name, parameter.requires_grad))
 
 
 def _is_data(value: object) -> bool:

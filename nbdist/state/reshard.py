@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
+from nbdist.state.shards import TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +32,6 @@ _MAY_BE_ZERO = "optim"
 """Prefix of keys of optimizer state, which becomes zero if no rank owns it."""
 
 Interval = tuple[int, int]
-
-
-class GlobalTensor(NamedTuple):
-    """Global shape and dtype of a key."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _KeyIntervals(NamedTuple):
@@ -68,23 +61,21 @@ class _TransferSegment(NamedTuple):
     view: torch.Tensor
 
 
-def gather_keys(
-    shards: ShardMap, group: collectives.OptionalGroup = None
-) -> dict[str, GlobalTensor]:
+def gather_keys(shards: ShardMap) -> dict[str, TensorEntry]:
     """Return the keys of all ranks in order, the same on every rank; a collective.
 
     Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
     """
-    entries = [(key, GlobalTensor(shard.shape, shard.dtype)) for key, shard in shards.items()]
+    entries = [(key, TensorEntry(shard.shape, shard.dtype)) for key, shard in shards.items()]
     return {
         key: entry
-        for rank_entries in collectives.all_gather_values(entries, group)
+        for rank_entries in collectives.all_gather_values(entries)
         for key, entry in rank_entries
     }
 
 
 @torch.no_grad()
-def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGroup = None) -> int:
+def reshard(source: ShardMap, target: ShardMap) -> int:
     """Fill this rank's target shards from the source shards of all ranks; a collective.
 
     Values are cast if the dtype of a key differs. Keys that are in no target are ignored.
@@ -94,7 +85,6 @@ def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGr
     Args:
         source: owned pieces: each element on exactly one rank. On any device.
         target: pieces to fill, in place. Ranks may need the same elements.
-        group: process group; default: all ranks.
 
     Returns:
         Bytes that this rank sent to other ranks.
@@ -103,25 +93,21 @@ def reshard(source: ShardMap, target: ShardMap, *, group: collectives.OptionalGr
         SwitchError: a target key is missing or has another shape, or its elements are not owned
             exactly once; raised on all ranks, before anything is written.
     """
-    plan = _ReshardPlan(source, target, group)
+    plan = _ReshardPlan(source, target)
     for key in plan.zeros & target.keys():
         for piece in target[key].pieces:
             piece.view.zero_()
     for key in plan.keys:
         if key in target and key in source:
-            _copy_own(source[key], target[key])
+            # what this rank both owns and needs
+            for piece in target[key].pieces:
+                for start, stop, view in _cut(source[key].pieces, piece.start, piece.stop):
+                    room = piece.view[start - piece.start : stop - piece.start]
+                    room.copy_(view, non_blocking=True)
     sent = sum(plan.exchange(batch) for batch in plan.busy()) if plan.world > 1 else 0
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return sent
-
-
-def _copy_own(source: Shard, target: Shard) -> None:
-    """Copy the elements that this rank both owns and needs."""
-    for target_piece in target.pieces:
-        for start, stop, view in _cut(source.pieces, target_piece.start, target_piece.stop):
-            room = target_piece.view[start - target_piece.start : stop - target_piece.start]
-            room.copy_(view, non_blocking=True)
 
 
 def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSegment]:
@@ -132,26 +118,15 @@ def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSe
             yield _TransferSegment(low, high, piece.view[low - piece.start : high - piece.start])
 
 
-@dataclass(slots=True)
-class _SendBuffer:
-    """Send buffer with the concatenated segments for all ranks."""
-
-    buffer: torch.Tensor
-    splits: list[int]
-    """Number of bytes for each rank."""
-
-
 class _ReshardPlan:
     """Owned and needed intervals of all ranks; the same on every rank."""
 
-    def __init__(
-        self, source: ShardMap, target: ShardMap, group: collectives.OptionalGroup
-    ) -> None:
+    def __init__(self, source: ShardMap, target: ShardMap) -> None:
         """All-gather the intervals; a collective. Raises SwitchError if they do not match."""
-        self._source, self._target, self._group = source, target, group
-        self.world, self._rank = collectives.group_size(group), collectives.rank(group)
+        self._source, self._target = source, target
+        self.world, self._rank = collectives.group_size(), collectives.rank()
         rows = {key: _row(source.get(key), target.get(key)) for key in {*source, *target}}
-        self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows, group)
+        self._tables: list[dict[str, _KeyIntervals]] = collectives.all_gather_values(rows)
         wanted = {key for table in self._tables for key, row in table.items() if row.wanted}
         self.zeros = {
             key
@@ -189,7 +164,7 @@ class _ReshardPlan:
         """Return the batches in which any rank sends elements; a collective."""
         batches = list(self._batches())
         crosses = [any(map(any, self._sends(batch))) for batch in batches]
-        flags = collectives.all_reduce_sum(list(map(int, crosses)), self._group)
+        flags = collectives.all_reduce_sum(list(map(int, crosses)))
         return [batch for batch, flag in zip(batches, flags, strict=True) if flag]
 
     def _batches(self) -> Iterator[list[_TransferWindow]]:
@@ -243,7 +218,7 @@ class _ReshardPlan:
 
     def exchange(self, batch: Sequence[_TransferWindow]) -> int:
         """Send and receive a batch; return the bytes that this rank sent. A collective."""
-        outgoing, sent = self._packed(batch)
+        outgoing, sizes, sent = self._packed(batch)
         rooms = [
             [
                 (part, self._dtypes[window.key])
@@ -254,9 +229,7 @@ class _ReshardPlan:
             for rank in range(self.world)
         ]
         splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
-        incoming = collectives.all_to_all_bytes(
-            outgoing.buffer, outgoing.splits, splits, self._group
-        )
+        incoming = collectives.all_to_all_bytes(outgoing, sizes, splits)
         offset = 0
         for part, dtype in (segment for parts in rooms for segment in parts):
             size = (part.stop - part.start) * dtype.itemsize
@@ -264,20 +237,22 @@ class _ReshardPlan:
             offset += _padded(part, dtype)
         return sent
 
-    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[_SendBuffer, int]:
-        """Pack this rank's segments for others; return the buffer and its bytes without padding."""
+    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[torch.Tensor, list[int], int]:
+        """Pack this rank's segments for others.
+
+        Returns:
+            The buffer, its bytes for each rank, and its bytes without padding.
+        """
         sends = self._sends(batch)
         splits = [sum(_padded(part, part.view.dtype) for part in parts) for parts in sends]
-        buffer = torch.empty(
-            sum(splits), dtype=torch.uint8, device=collectives.comm_device(self._group)
-        )
+        buffer = torch.empty(sum(splits), dtype=torch.uint8, device=collectives.comm_device())
         offset = sent = 0
         for part in (segment for parts in sends for segment in parts):
             size = (part.stop - part.start) * part.view.element_size()
             buffer[offset : offset + size].view(part.view.dtype).copy_(part.view, non_blocking=True)
             offset += _padded(part, part.view.dtype)
             sent += size
-        return _SendBuffer(buffer, splits), sent
+        return buffer, splits, sent
 
 
 def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:

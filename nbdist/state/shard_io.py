@@ -20,8 +20,14 @@ from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.names import printable
 from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
-from nbdist.state.chunks import Chunk, chunk_to_intervals, interval_to_chunks
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import (
+    Chunk,
+    Piece,
+    Shard,
+    chunk_to_intervals,
+    interval_to_chunks,
+    joined_intervals,
+)
 from nbdist.state.tensor_index import TensorIndex, open_safetensors, part_of, tensor_as_bytes
 
 if TYPE_CHECKING:
@@ -112,13 +118,7 @@ def _owned_chunks(shard: Shard, rank: int) -> Iterator[tuple[int, Chunk]]:
     """Yield the chunks of a shard, each with the index of its first element."""
     if 0 in shard.shape and rank == 0:
         yield 0, Chunk((0,) * len(shard.shape), shard.shape)
-    joined: list[list[int]] = []
-    for start, stop, _ in sorted(shard.pieces, key=lambda piece: piece.start):
-        if joined and joined[-1][1] == start:
-            joined[-1][1] = stop
-        else:
-            joined.append([start, stop])
-    for start, stop in joined:
+    for start, stop in joined_intervals(shard):
         position = start
         for chunk in interval_to_chunks(shard.shape, start, stop):
             yield position, chunk

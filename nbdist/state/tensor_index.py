@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
+from nbdist.state.shards import TensorEntry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,13 +38,6 @@ class TensorPart(NamedTuple):
     fetch: FetchElements
     file: str = ""
     """Name of the file that contains it."""
-
-
-class TensorEntry(NamedTuple):
-    """Shape and dtype of a tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(slots=True, kw_only=True)

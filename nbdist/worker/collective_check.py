@@ -160,10 +160,6 @@ class CollectiveLog:
             place = self._place(self.rank, key, number)
             _CALL.pack_into(self._page(self.rank), place, 0, 0, b"", 0)
 
-    def last_number(self, group: str) -> int:
-        """Return the number of this rank's last call in a group, 0 if there is none."""
-        return self._own.get(_hash(group), 0)
-
     def call_at(self, rank: int, group: str, number: int) -> LoggedCall | None:
         """Return a rank's call by number; None if it is not logged yet or was overwritten."""
         key = _hash(group)

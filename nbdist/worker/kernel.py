@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -24,21 +24,17 @@ from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
 from traitlets import DottedObjectName, Float, Type
 from traitlets.config import Config
 
-from nbdist.checkpoint import parse_location
-from nbdist.errors import (
-    PayloadError,
-    SessionError,
-    StartError,
-)
+from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
+from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
-from nbdist.strategies import Options
 from nbdist.worker import stacks
-from nbdist.worker.error_replies import error_reply, reply_to
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_probe, model_description, oom_advice
+from nbdist.worker.operations import run_operation
+from nbdist.worker.operations.transaction import error_text
 from nbdist.worker.profiling import window
 from nbdist.worker.stacks import MainThreadMonitor
 from nbdist.worker.stream import MAX_ERROR_CHARS, log_to_launcher, truncate
@@ -48,9 +44,9 @@ if TYPE_CHECKING:
 
     import zmq
 
+    from nbdist.protocol.operations import Operation
     from nbdist.worker.collective_check import CollectiveBarrier
-    from nbdist.worker.initial_namespace import InitialNamespace
-    from nbdist.worker.operations.save import CheckpointSaver
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.profiling.window import ProfileContext
 
 log = logging.getLogger(__name__)
@@ -118,8 +114,6 @@ class RankKernel(IPythonKernel):
     """Kernel that runs cells and handles the requests of `nbdist.protocol.messages`."""
 
     shell: RankShell
-    saver: CheckpointSaver
-    """Set by ``namespace.add_kernel_functions``."""
     session: MessageSigner  # traitlets types both as optional; on a rank they are always set
     shell_class = Type(RankShell)
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
@@ -134,13 +128,14 @@ class RankKernel(IPythonKernel):
             [BaseException | None], Callable[[], messages.OomAdvice] | None
         ] = _no_advice
         """Inspects an error while its frames exist; the result is called after their release."""
-        self.initial_namespace: InitialNamespace
-        """Namespace before the first cell; set by ``namespace.add_kernel_functions``."""
         self.collective_barrier: CollectiveBarrier | None = None
         """Barrier of CPU ranks before each collective; set by `for_rank`."""
         self.main_thread_monitor = MainThreadMonitor(None)
+        # The following are set by ``namespace.add_kernel_functions``.
         self.profile_context: ProfileContext
-        """What the profiler needs from this rank; set by ``namespace.add_kernel_functions``."""
+        self.operation_context: RankContext
+        self.set_checkpoint_root: Callable[[str], object]
+        """Sets the default folder of `save`."""
         self.running_request: str | None = None
         """Message id of the request that is running."""
         self.finished_request: str | None = None
@@ -152,16 +147,12 @@ class RankKernel(IPythonKernel):
             messages.PUSH: self.on_main_thread(self.push),
             messages.PULL: self.on_main_thread(self.pull),
             messages.MODEL: self.on_main_thread(self.describe_model),
-            messages.SAVE: self.on_main_thread(self.save),
-            messages.REBUILD_MODELS: self.on_main_thread(self.rebuild_engines, in_phases=True),
-            messages.SWITCH: self.on_main_thread(self.switch, in_phases=True),
-            messages.LOAD: self.on_main_thread(self.load, in_phases=True),
-            messages.RESIZE_SAVE: self.on_main_thread(self.save_for_resize, in_phases=True),
-            messages.RESIZE_LOAD: self.on_main_thread(self.load_after_resize, in_phases=True),
-            messages.EXPORT: self.on_main_thread(self.export, in_phases=True),
-            messages.GATHER_MODEL: self.on_main_thread(self.gather_model, in_phases=True),
-            messages.IMPORT: self.on_main_thread(self.import_checkpoint, in_phases=True),
-            messages.CALIBRATE: self.on_main_thread(self.run_benchmarks),
+        }
+        self.shell_handlers |= {
+            operation.message_type: self.on_main_thread(
+                partial(self.run_operation, operation), in_phases=operation.in_phases
+            )
+            for operation in OPERATIONS
         }
         self.control_handlers |= {
             messages.MEASURED_MEMORY: self.on_control_thread(self.measured_memory),
@@ -231,7 +222,7 @@ class RankKernel(IPythonKernel):
         note = request["metadata"].get(messages.CELL_METADATA_KEY)
         if note:
             self.shell.execution_count = note["count"]
-            self.saver.set_root(note["checkpoints"])
+            self.set_checkpoint_root(note["checkpoints"])
         step_gate.begin_cell()
         self.running_request = request["header"]["msg_id"]
         if self.running_request == self.interrupted_request:
@@ -314,102 +305,17 @@ class RankKernel(IPythonKernel):
 
     def pull(self, request: messages.PullRequest) -> messages.PayloadFileReply:
         """Write variables of the user's namespace to a payload file."""
-        from nbdist.worker.operations import pull as operations_pull
+        from nbdist.worker.operations.pull import write_variables
 
-        values = self._find_variables(request["names"])
-        if prepared := operations_pull.prepared_names(values):
-            return messages.PayloadFileReply(status="ok", prepared=prepared)
-        plain = {name: operations_pull.to_state_dict(value) for name, value in values.items()}
-        path = serialization.write_payload_where_room(plain, request["folders"])
-        return messages.PayloadFileReply(status="ok", path=str(path))
+        return write_variables(request, self.shell.user_ns)
 
     def describe_model(self, request: messages.ModelRequest) -> messages.ModelReply:
         """Describe a model from the user's namespace, or the prepared one, for the planner."""
         return model_description.model_reply(request, self.shell.user_ns)
 
-    def switch(self, request: messages.SwitchRequest) -> messages.SwitchReply:
-        """Rebuild the prepared models under another engine; collective."""
-        from nbdist.worker.operations import switch
-
-        change = switch.EngineSwitch(
-            Options.from_json(request["options"]),
-            self.shell.user_ns,
-            on_phase=self.publish_phase,
-            reset_optimizer=request["reset_optimizer"],
-        )
-        return messages.SwitchReply(status="ok", report=change.run().to_json())
-
-    def export(self, request: messages.ExportRequest) -> messages.ExportReply:
-        """Export the prepared model to a folder; collective."""
-        from nbdist.worker.operations.export import ModelExport
-
-        export = ModelExport(
-            request["folder"],
-            names=self.shell.user_ns,
-            on_phase=self.publish_phase,
-            dtype=request["dtype"],
-            max_shard_size=request["max_shard_size"],
-            overwrite=request["overwrite"],
-            model=request["model"],
-        )
-        return messages.ExportReply(status="ok", report=export.run().to_json())
-
-    def gather_model(self, request: messages.GatherModelRequest) -> messages.PayloadFileReply:
-        """Gather a prepared model and write it to a payload file; collective."""
-        from nbdist.worker.operations import pull as operations_pull
-
-        name = request["name"]
-        value, folders = self.shell.user_ns.get(name), request["folders"]
-        path = operations_pull.pull(name, value, folders, on_phase=self.publish_phase)
-        return messages.PayloadFileReply(status="ok", path=str(path))
-
-    def save_for_resize(self, request: messages.ResizeSaveRequest) -> messages.ResizeReply:
-        """Save everything that the ranks after a resize need; collective."""
-        from nbdist.worker.operations import resize
-
-        leaving = resize.ResizeSave(
-            Options.from_json(request["options"]),
-            self.shell.user_ns,
-            self.initial_namespace,
-            on_phase=self.publish_phase,
-            world_size=request["world_size"],
-            reset_optimizer=request["reset_optimizer"],
-        )
-        folders = [Path(folder) for folder in request["folders"]]
-        report = asdict(leaving.run(folders))
-        return messages.ResizeReply(status="ok", report=report)
-
-    def load_after_resize(self, request: messages.ResizeLoadRequest) -> messages.ResizeReply:
-        """Restore what the ranks before a resize saved; collective."""
-        from nbdist.worker.operations import resize
-
-        arriving = resize.ResizeRestore(
-            Path(request["folder"]),
-            self.shell.user_ns,
-            self.initial_namespace,
-            on_phase=self.publish_phase,
-            old_world_size=request["world_size"],
-        )
-        return messages.ResizeReply(status="ok", report=asdict(arriving.run()))
-
-    def save(self, request: messages.SaveRequest) -> messages.SaveReply:
-        """Copy the training state and start writing a checkpoint; collective."""
-        from nbdist.worker.operations.save import SaveOptions
-
-        return messages.SaveReply(status="ok", id=self.saver.begin(SaveOptions(**request)))
-
-    def load(self, request: messages.LoadRequest) -> messages.LoadReply:
-        """Load a checkpoint into the prepared models; collective."""
-        from nbdist.worker.operations.load import CheckpointLoad
-
-        load = CheckpointLoad(
-            parse_location(request["path"]),
-            request["id"],
-            folder=self.profile_context.folder,
-            on_phase=self.publish_phase,
-            weights_only=request["weights_only"],
-        )
-        return messages.LoadReply(status="ok", report=load.run().to_json())
+    def run_operation(self, operation: Operation[Any, Any], content: Any) -> dict[str, Any]:
+        """Carry out a request to all ranks; collective."""
+        return run_operation(operation, content, self.operation_context)
 
     def warn_async(self) -> Callable[[str], None]:
         """Return a function that writes to stderr below the current cell.
@@ -424,35 +330,10 @@ class RankKernel(IPythonKernel):
 
         return write_stderr
 
-    def import_checkpoint(self, request: messages.ImportRequest) -> messages.ImportReply:
-        """Import a checkpoint that another program wrote; collective."""
-        from nbdist.worker.operations import import_checkpoint
-
-        report = import_checkpoint.load(
-            request["path"],
-            names=self.shell.user_ns,
-            on_phase=self.publish_phase,
-            trust=request["trust"],
-            model=request["model"],
-        )
-        return messages.ImportReply(status="ok", report=report.to_json())
-
     def publish_phase(self, text: str) -> None:
         """Publish the progress of a long request from rank 0."""
         if os.environ["NBDIST_RANK"] == "0":  # during a rebuild there may be no process group
             self.publish(messages.PROGRESS, messages.RankProgress(text=text))
-
-    def run_benchmarks(self, request: messages.CalibrateRequest) -> messages.CalibrateReply:
-        """Benchmark links, devices and a disk; collective."""
-        from nbdist.worker.benchmarks import calibration
-
-        figures = calibration.run_benchmark(
-            memory_probe.probe_state.device,
-            kinds=request["kinds"],
-            disk=request["disk"],
-            on_phase=self.publish_phase,
-        )
-        return messages.CalibrateReply(status="ok", figures=figures)
 
     def measured_memory(self, _: object) -> messages.MeasuredMemoryReply:
         """Return the measured memory; runs on the control thread, also during a cell."""
@@ -481,18 +362,6 @@ class RankKernel(IPythonKernel):
         closed = abort_collectives.abort_collectives(request["pids"], request["id"])
         return messages.AbortCollectivesReply(closed=closed)
 
-    def rebuild_engines(
-        self, request: messages.RebuildModelsRequest
-    ) -> messages.RebuildModelsReply:
-        """Recreate the process groups and rebuild the engines; collective."""
-        from nbdist.worker.operations import recover
-
-        renewal = recover.EngineRebuild(
-            self.shell.user_ns, self.collective_barrier, on_phase=self.publish_phase
-        )
-        report = renewal.run(request["era"], groups=request["groups"])
-        return messages.RebuildModelsReply(status="ok", report=report.to_json())
-
     def stacks(self, _: object) -> messages.StacksReply:
         """Return the stacks of all threads; runs on the control thread."""
         text = stacks.format_stacks(self.shell.compile.format_code_name)
@@ -503,15 +372,6 @@ class RankKernel(IPythonKernel):
         return window.start_profile(
             request, self.profile_context, running=self.running_request, over=self.finished_request
         )
-
-    def _find_variables(self, names: list[str]) -> dict[str, object]:
-        missing = [name for name in names if name not in self.shell.user_ns]
-        if missing:
-            msg = (
-                f"No variable {', '.join(missing)} on this rank. Define it in a %%distribute cell."
-            )
-            raise PayloadError(msg)
-        return {name: self.shell.user_ns[name] for name in names}
 
     def publish(self, kind: str, content: Any) -> None:
         """Send a message on iopub with the running cell as its parent; thread-safe."""
@@ -574,6 +434,29 @@ class RankApp(IPKernelApp):
         """Open iopub without a high-water mark."""
         context.SNDHWM = 0  # ZMQ silently drops messages above the mark
         super().init_iopub(context)
+
+
+def reply_to(work: Callable[[Any], Any], request: Any) -> Any:
+    """Do the work and return its reply, or an error reply if it raises anything.
+
+    Without a reply the kernel would wait for its whole timeout.
+    """
+    try:
+        return work(request)
+    except BaseException as error:  # noqa: BLE001 - a model's own code may even call sys.exit
+        return error_reply(error)
+
+
+def error_reply(error: BaseException) -> messages.ErrorReply:
+    """Return the error reply for an exception; unexpected exceptions are logged in full."""
+    text = error_text(error) or ""
+    if isinstance(error, NbdistError):
+        text = str(error)
+    else:
+        log.error("a request of the kernel failed", exc_info=error)
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted before it finished"
+    return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
 
 
 def refuse_breakpoint(*_: object, **__: object) -> NoReturn:

@@ -29,7 +29,6 @@ from nbdist.worker import (
 from nbdist.worker.collective_check import CollectiveLog
 from nbdist.worker.engines import accelerator, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
-from nbdist.worker.initial_namespace import initial_names
 from nbdist.worker.kernel import RankApp
 from nbdist.worker.memory import memory_probe
 
@@ -97,7 +96,7 @@ def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
     hardware = strategies.Hardware.from_json(launch.hardware)
     nodes = discovery.nodes_from_json(launch.machines)
     chooser = None if launch.auto is None else AutoStrategy(launch.auto, options, hardware, nodes)
-    names = initial_names(
+    names = namespace.initial_names(
         rank=rank,
         local_rank=local_rank,
         world_size=launch.world_size,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from IPython.display import display
 
 from nbdist.errors import OptionError
 from nbdist.protocol import messages, serialization
 from nbdist.worker.engines import accelerator as accelerators
-from nbdist.worker.initial_namespace import InitialNamespace
 from nbdist.worker.memory import memory_probe, oom_advice
+from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.profiling import kineto, window
 from nbdist.worker.report import Reporter
@@ -20,12 +21,28 @@ from nbdist.worker.report import Reporter
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from accelerate import Accelerator
+
     from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
     from nbdist.worker.kernel import RankKernel
 
 FLUSH_S = 10.0
 """Time that the end of a cell waits for copies of reported device tensors."""
+
+
+def initial_names(
+    *, rank: int, local_rank: int, world_size: int, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Return the predefined names of a rank; the user may overwrite any of them."""
+    return {
+        "accelerator": accelerator,
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": world_size,
+        "device": accelerator.device,
+        "torch": torch,
+    }
 
 
 def add_kernel_functions(
@@ -51,10 +68,18 @@ def add_kernel_functions(
     )
     kernel.oom_advice_for = oom_advice.advice_for
     sender = Sender(kernel, [bulk, spare])
-    kernel.saver = CheckpointSaver(checkpoints, cwd, Publisher(kernel).saved, kernel.warn_async)
-    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": kernel.saver.save})
-    kernel.initial_namespace = InitialNamespace(
-        names=dict(kernel.shell.user_ns), environ=dict(os.environ), reporter=reporter
+    saver = CheckpointSaver(checkpoints, cwd, Publisher(kernel).saved, kernel.warn_async)
+    kernel.set_checkpoint_root = saver.set_root
+    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": saver.save})
+    kernel.operation_context = RankContext(
+        variables=kernel.shell.user_ns,
+        predefined=dict(kernel.shell.user_ns),
+        initial_environ=dict(os.environ),
+        reporter=reporter,
+        on_phase=kernel.publish_phase,
+        begin_save=saver.begin,
+        barrier=kernel.collective_barrier,
+        folder=run_dir,
     )
 
 

@@ -118,13 +118,10 @@ def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]
     def make_reducer(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(ddp, *args, **kwargs)
         for holder in (ddp.reducer, ddp.logger):
-            weakref.finalize(holder, _free, ddp.process_group).atexit = False
+            # The finalizer itself holds the reference.
+            weakref.finalize(holder, lambda _: None, ddp.process_group).atexit = False
 
     return make_reducer
-
-
-def _free(_: Group) -> None:
-    """Drop the reference, which is the argument itself."""
 
 
 def create_default_group(store: Store, *, on_gpu: bool) -> None:

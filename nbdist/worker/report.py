@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,16 +36,6 @@ _OWN_NAMES = frozenset({"step", "time"})
 _log = logging.getLogger(__name__)
 
 
-class PendingCopies(Protocol):
-    """Asynchronous device-to-host copies of one row's values."""
-
-    def is_ready(self) -> bool:
-        """Return whether all copies have completed."""
-
-    def values(self) -> dict[str, float]:
-        """Return the values by name; call it once, when they are ready."""
-
-
 class Reporter:
     """Implementation of the user's `report`, with the thread that publishes its rows.
 
@@ -56,7 +46,7 @@ class Reporter:
         self,
         publish: Callable[[list[dict[str, float]]], None],
         *,
-        copy: Callable[[Mapping[str, torch.Tensor]], PendingCopies] | None = None,
+        copy: Callable[[Mapping[str, torch.Tensor]], DeviceCopies] | None = None,
     ) -> None:
         """Start the thread that calls `publish` with batches of rows.
 
@@ -68,7 +58,7 @@ class Reporter:
         self._copy = copy or PinnedSlots().copy_async
         self.next_step = 0
         """Step of the next call without an explicit one."""
-        self._pending: deque[tuple[dict[str, float], PendingCopies | None]] = deque()
+        self._pending: deque[tuple[dict[str, float], DeviceCopies | None]] = deque()
         self._publishing = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbdist-report", daemon=True)
@@ -168,7 +158,7 @@ class PinnedSlots:
     def __init__(self) -> None:
         self._free: deque[torch.Tensor] = deque()
 
-    def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> PendingCopies:
+    def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> DeviceCopies:
         """Start the copies and return immediately."""
         if torch.cuda.is_current_stream_capturing():
             message = (
@@ -186,12 +176,12 @@ class PinnedSlots:
             slots[name] = self._free.popleft()
             slots[name].copy_(tensor.detach().reshape(()), non_blocking=True)
         events = [_event_behind(device) for device in {t.device for t in tensors.values()}]
-        return _DeviceCopies(slots, events, self._free)
+        return DeviceCopies(slots, events, self._free)
 
 
 @dataclass(slots=True)
-class _DeviceCopies:
-    """Copies of one row into pinned slots, with the events recorded after them."""
+class DeviceCopies:
+    """Asynchronous copies of one row into pinned slots, with the events recorded after them."""
 
     slots: dict[str, torch.Tensor]
     events: list[torch.cuda.Event]
@@ -210,7 +200,7 @@ class _DeviceCopies:
             return True
 
     def values(self) -> dict[str, float]:
-        """Read the slots and return them to the pool; NaN if the device failed."""
+        """Read the slots and return them to the pool; NaN if the device failed. Call it once."""
         if self.lost:  # do not reuse the slots: a copy may still write to them
             return dict.fromkeys(self.slots, math.nan)
         values = {name: slot.item() for name, slot in self.slots.items()}

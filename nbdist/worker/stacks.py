@@ -143,7 +143,10 @@ class MainThreadMonitor:
 
     def sample(self) -> messages.MainThreadStatus:
         """Return the status of the main thread."""
-        now, counts = time.monotonic(), collective_counts()
+        now = time.monotonic()
+        groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
+        # collectives that each group has started
+        counts = {name: group._get_sequence_number_for_group() for group, name in groups}  # noqa: SLF001
         # A rank that waits in the barrier stands still, although the barrier itself runs.
         frames = [
             (id(frame.f_code), frame.f_lasti)
@@ -173,9 +176,3 @@ def _is_sleeping() -> bool:
         states = re.findall(r"\) ([A-Z])", text)
         return bool(states) and states[-1] in "SDI"
     return False
-
-
-def collective_counts() -> dict[str, int]:
-    """Return the number of started collectives by name of this rank's process groups."""
-    groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())  # noqa: SLF001
-    return {name: group._get_sequence_number_for_group() for group, name in groups}  # noqa: SLF001

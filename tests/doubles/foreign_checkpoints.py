@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.state import importers
-    from nbdist.state.tensor_index import TensorEntry
+    from nbdist.state.shards import TensorEntry
 
 
 class Bomb:

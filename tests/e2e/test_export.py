@@ -73,7 +73,7 @@ def test_every_engine_exports_what_save_pretrained_would(
     trained.run("step()")
     trained.export(tmp_path / "stepped")
     code = (
-        f"again = LlamaForCausalLM.from_pretrained({str(tmp_path / 'stepped')!r}).eval();"
+        f"again = type(before).from_pretrained({str(tmp_path / 'stepped')!r}).eval();"
         "model.eval(); ids = torch.arange(20)[None];"
         "value = (again(ids).logits - model(input_ids=ids).logits).abs().max().item();"
         "value, len(again.state_dict()) == len(before.state_dict())"

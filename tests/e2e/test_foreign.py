@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
+from tests import engines
 from tests.e2e.cells import MODELS
 from tests.e2e.training import one
 
@@ -54,7 +55,7 @@ def trained() -> Iterator[Session]:
         yield session
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", engines.each("zero3"))
 def test_training_goes_on_under_another_engine(
     trained: Session, backend: str, tmp_path: Path
 ) -> None:

@@ -25,9 +25,9 @@ from nbdist.cluster import factory
 from nbdist.cluster.allocation import AllocatedNode, RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.hardware import discovery
-from nbdist.output.status_line import StatusLine
 from nbdist.panel.controller import PanelData
-from nbdist.session import file_transfer_status, planner, status
+from nbdist.session import planner, push_pull, status
+from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
 from tests.inside import workers
@@ -149,7 +149,7 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     session.push(given=given)
     session.pull("given", rank=2)
     assert "nbdist: pu" not in capsys.readouterr().out  # over before anybody wondered
-    monkeypatch.setattr(file_transfer_status, "SHOW_AFTER_S", 0)
+    monkeypatch.setattr(push_pull, "SHOW_AFTER_S", 0)
     session.push(given=given)  # to two nodes
     session.pull("given", rank=2)
     lines = capsys.readouterr().out.splitlines()
@@ -168,7 +168,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
 ) -> None:
     given = np.ones(10_000_000)
     session.push(given=given)
-    monkeypatch.setattr(file_transfer_status, "SHOW_AFTER_S", 0)
+    monkeypatch.setattr(push_pull, "SHOW_AFTER_S", 0)
     pressed: list[str] = []
 
     class Pressed(StatusLine):
@@ -177,7 +177,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
             if len(pressed) == 1:
                 os.kill(os.getpid(), signal.SIGINT)  # while chunks are on their way
 
-    monkeypatch.setattr(file_transfer_status, "StatusLine", Pressed)
+    monkeypatch.setattr(push_pull, "StatusLine", Pressed)
     ways = {
         "push": lambda: session.push(given=given * 2),
         "pull": lambda: session.pull("given", rank=2),

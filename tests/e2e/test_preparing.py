@@ -78,15 +78,15 @@ TRAINER = textwrap.dedent(
 )
 SHARED = textwrap.dedent(
     """
-    from tests import models
+    from tests import models as tiny
 
     def bert():
         torch.manual_seed(0)
-        return models.bert()
+        return tiny.bert()
 
     def t5():
         torch.manual_seed(0)
-        return models.t5()
+        return tiny.t5()
 
     def without_engine(model, optimizer, steps=4):
         model.train()

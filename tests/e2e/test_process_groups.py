@@ -13,7 +13,7 @@ import nbdist
 from nbdist import CellError
 from nbdist.errors import SwitchError
 from nbdist.protocol import messages
-from nbdist.session import recovery
+from nbdist.session import collective_request
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def release(session: Session, name: str) -> dict[int, Any]:
 
 def renew(session: Session) -> str:
     """Make the groups and engines again, as the end of such a cell does."""
-    return recovery.rebuild_models(session._workers, world_size=2, groups=True)
+    return collective_request.rebuild_models(session._workers, world_size=2, groups=True)
 
 
 @pytest.fixture(scope="module", params=EACH_ENGINE)

@@ -60,7 +60,12 @@ def begin(session: Session, build: str, backend: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("home", "away"), [("fsdp2", "fsdp2"), ("zero3", "fsdp1"), ("ddp", "zero2")]
+    ("home", "away"),
+    [
+        ("ddp", "zero2"),
+        pytest.param("fsdp2", "fsdp2", marks=pytest.mark.nightly),
+        pytest.param("zero3", "fsdp1", marks=pytest.mark.nightly),
+    ],
 )
 def test_masters_outlive_a_change_of_precision(trained: Session, home: str, away: str) -> None:
     for precision, other in (("bf16", "no"), ("no", "bf16")):
@@ -103,6 +108,7 @@ def goes_on(
     return told
 
 
+@pytest.mark.nightly
 def test_an_offload_comes_and_goes(trained: Session) -> None:
     """DeepSpeed's own Adam, which it needs, is compiled by the first switch on a machine."""
     walk = [
@@ -154,7 +160,13 @@ TORCHS_OWN = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("build", ["lambda: gpt2(0.1)", "Plain"], ids=["transformers", "torch"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param("lambda: gpt2(0.1)", id="transformers"),
+        pytest.param("Plain", id="torch", marks=pytest.mark.nightly),
+    ],
+)
 def test_activation_checkpointing_comes_and_goes(trained: Session, build: str) -> None:
     trained.run(TORCHS_OWN)
     walk = [
@@ -274,6 +286,7 @@ SEVERAL = textwrap.dedent(
 )
 
 
+@pytest.mark.nightly
 def test_several_optimizers_of_one_model(trained: Session) -> None:
     begin(trained, "", "ddp")
     trained.run("bare = model = optimizer = schedule = loader = batches = None")

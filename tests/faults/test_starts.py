@@ -71,7 +71,7 @@ def test_a_broken_module_of_the_users_is_told_with_its_traceback(
 
 @pytest.mark.fault("A2")
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("code", ["7", "0"])
+@pytest.mark.parametrize("code", ["7", pytest.param("0", marks=pytest.mark.nightly)])
 def test_a_rank_that_crashes_on_start_is_told_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
@@ -124,6 +124,7 @@ def test_an_error_of_the_launcher_reaches_the_cell(monkeypatch: pytest.MonkeyPat
     assert "Traceback" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("A1", "A5")
 def test_sessions_at_once_in_one_kernel_and_in_two(tmp_path: Path) -> None:
     with LiveKernel(tmp_path) as kernel:

@@ -11,7 +11,7 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, Session
-from nbdist.protocol import messages
+from nbdist.protocol import messages, operations
 from tests.conftest import eventually
 from tests.inside import num_stops, workers
 from tests.live_kernel import LiveKernel
@@ -301,9 +301,14 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
         plain.run(code)  # one collective has begun on rank 0 alone
     assert can_add(plain)
     made_anew = [
-        one for one in sent if one[0] in {messages.ABORT_COLLECTIVES, messages.REBUILD_MODELS}
+        one
+        for one in sent
+        if one[0] in {messages.ABORT_COLLECTIVES, operations.REBUILD_MODELS.message_type}
     ]
-    assert made_anew == [(messages.ABORT_COLLECTIVES, 2), (messages.REBUILD_MODELS, 2)]
+    assert made_anew == [
+        (messages.ABORT_COLLECTIVES, 2),
+        (operations.REBUILD_MODELS.message_type, 2),
+    ]
 
 
 @pytest.mark.fault("C3")

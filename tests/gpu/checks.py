@@ -288,7 +288,7 @@ for _backend in BACKENDS:
 
 def planned(lab: Lab, *, backend: str) -> Findings:
     """Compare the plan of a prepared model with the allocator's own figures."""
-    from nbdist.planner import memory_calibration
+    from nbdist.planner import measurements
     from nbdist.session import planner
 
     session = prepared(lab, lab.sizes, backend=backend, precision="bf16")
@@ -305,7 +305,7 @@ def planned(lab: Lab, *, backend: str) -> Findings:
         return
     same = peak >= figures.allocated_bytes
     yield same, f"torch's own peak {mib(peak)}, reserved {mib(figures.reserved_bytes or 0)}"
-    device = memory_calibration.default_overhead("cuda", session.world_size).device_bytes(predicted)
+    device = measurements.default_overhead("cuda", session.world_size).device_bytes(predicted)
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
     yield (

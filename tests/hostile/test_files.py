@@ -14,8 +14,7 @@ import pytest
 import nbdist
 from nbdist import strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
-from nbdist.planner import memory_calibration
-from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.state import importers
 from tests.doubles.foreign_checkpoints import read
 from tests.hostile import corpus
@@ -112,16 +111,11 @@ def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
 def test_a_cache_of_calibrations_is_only_json(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     file.write_bytes(content)
-    found = memory_calibration.MemoryCalibration(file).overhead_for(
-        "A", "ddp", "none", kind="cuda", world_size=2
-    )
-    assert found.runs == 0
-    speeds = MeasurementStore("host", file)
-    assert (
-        speeds.comm_speed("2 CPU ranks"),
-        speeds.compute_speed("CPU rank"),
-        speeds.disk_speed(),
-    ) == (None,) * 3
+    known = MeasurementStore("host", file)
+    assert device_overhead(known, "A", "ddp", "none", kind="cuda", world_size=2).runs == 0
+    assert known.get("collective", "all_reduce, 2 CPU ranks") is None
+    assert known.get("compute", "CPU rank") is None
+    assert known.latest("disk") is None
 
 
 NO_NETWORK = """

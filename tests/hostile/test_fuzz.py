@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from datetime import UTC, datetime
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -25,10 +25,9 @@ from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
 from nbdist.panel.snapshot import ProfileViewCache
-from nbdist.planner import cache, device_parser, memory_calibration
-from nbdist.planner.measurement_store import MeasurementStore
-from nbdist.planner.measurements import CommSpeed, ComputeSpeed, DiskSpeed
-from nbdist.planner.models import analytic, transformers_registry
+from nbdist.planner import devices
+from nbdist.planner.measurements import MeasurementStore, device_overhead
+from nbdist.planner.models import analytic, traced
 from nbdist.profiler.measurements import (
     CollectiveStats,
     DataLoaderStats,
@@ -245,7 +244,7 @@ CONFIG = {
 def test_configs_of_models(examples: int) -> None:
     def check(config: Any) -> None:
         def read() -> None:
-            transformers_registry.check_model_type(config)
+            traced.check_model_type(config)
             analytic.spec_from_config(config)
 
         with contextlib.suppress(PlanError):
@@ -261,7 +260,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: device_parser.parse_devices(text))
+        quietly(lambda: devices.parse_devices(text))
 
     hold(check, words, examples)
 
@@ -309,43 +308,29 @@ def test_config_files_of_engines(
 
 
 @often
-def test_what_was_learned_of_devices(examples: int, tmp_path: Path) -> None:
-    file = tmp_path / "learned.json"
-    good = {"A | ddp | none": {"factor": 1.2, "context_bytes": 10**9, "runs": 3}}
-
-    def check(tree: Any) -> None:
-        file.write_text(json.dumps(tree))
-        found = memory_calibration.MemoryCalibration(file).overhead_for(
-            "A", "ddp", "none", kind="cuda", world_size=2
-        )
-        assert found.factor > 0
-        assert found.context_bytes >= 0
-
-    hold(check, st.one_of(mutated(good), trees), examples)
-
-
-@often
 def test_what_was_measured_of_a_machine(examples: int, tmp_path: Path) -> None:
-    file = tmp_path / "speeds.json"
-    MeasurementStore("host", file).save()
+    file = tmp_path / "measurements.json"
     known = MeasurementStore("host", file)
-    day = cache.today()
-    curves = MappingProxyType({"all_reduce": ((4096, 1e-3), (1 << 26, 0.1))})
-    known.store_comm_speed("A", CommSpeed(curves=curves, day=day))
-    known.store_compute_speed(
-        "A", ComputeSpeed(matmul_flops={"fp32": 1e10}, memory_bandwidth=1e9, day=day, runs=1)
-    )
-    known.store_disk_speed(DiskSpeed(read=1e9, write=1e9, filesystem="ext4 on /dev/vda", day=day))
+    known.record("collective", "A", {"4096": 1e-3, str(1 << 26): 0.1})
+    known.record("compute", "A", {"fp32": 1e10, "memory": 1e9})
+    known.record("loop", "A", {"flops": 1e10, "memory": 1e9})
+    known.record("disk", "ext4 on /dev/vda", {"read": 1e9, "write": 1e9})
+    known.record("memory", "A, ddp, none", {"factor": 1.2, "context_bytes": 10**9})
     known.save()
     good = json.loads(file.read_text())
 
     def check(tree: Any) -> None:
         file.write_text(json.dumps(tree))
         found = MeasurementStore("host", file)
-        links, pace, disk = found.comm_speed("A"), found.compute_speed("A"), found.disk_speed()
-        assert links is None or (links.collective_time_s("all_reduce", 1 << 20) or 1.0) > 0
-        assert pace is None or (pace.flops_for("fp32") or 1.0) > 0
-        assert disk is None or disk.mixed_bandwidth > 0
+        links, (_, disk) = found.get("collective", "A"), found.latest("disk") or ("", None)
+        assert links is None or (links.collective_time_s(1 << 20) or 1.0) > 0
+        for kind in ("compute", "loop"):
+            speed = found.get(kind, "A")  # type: ignore[arg-type]
+            assert speed is None or min(speed.values.values()) > 0
+        assert disk is None or min(disk.values.values()) > 0
+        memory = device_overhead(found, "A", "ddp", "none", kind="cuda", world_size=2)
+        assert memory.factor > 0
+        assert memory.context_bytes >= 0
 
     hold(check, st.one_of(mutated(good), trees), examples)
 
@@ -358,7 +343,7 @@ def test_json_that_is_too_deep_or_odd_is_refused_everywhere(text: str, tmp_path:
     quietly(lambda: strategies.load_config("{" + text))
     quietly(lambda: Manifest.from_json(text.encode()))
     quietly(lambda: plan_of(f"{tmp_path}"))
-    memory_calibration.MemoryCalibration(file)
+    MeasurementStore("host", file)
     with pytest.raises(ValueError, match="is not a launcher message"):
         messages.decode_line(text.encode())
 
@@ -476,9 +461,7 @@ FIGURES = RankProfile(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = ProfiledConfig(
-        options=strategies.Options(), cluster=device_parser.parse_devices("2xcpu")
-    )
+    setting = ProfiledConfig(options=strategies.Options(), cluster=devices.parse_devices("2xcpu"))
     good = RankProfile.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:

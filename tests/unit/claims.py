@@ -230,7 +230,9 @@ def _twelve() -> Answer:
     setup = one.setup(checkpointing=True)
     config = {"reshard_after_forward": False}
     kept = replace(setup, options=replace(setup.options, fsdp_config=config))
-    other = step_time.estimate_step_cost(model, one.workload(checkpointing=True), kept, one.cluster)
+    other = step_time.StepCostModel(model, kept, one.cluster).cost_for(
+        one.workload(checkpointing=True)
+    )
     ratio = other.step_time_s / one.cost().step_time_s
     says = f"{tflops:.0f} TFLOP/s; keeping parameters gathered takes {ratio:.2f} of the time"
     return Answer(says, tflops < 5 or ratio > 1.2)

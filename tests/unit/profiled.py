@@ -6,8 +6,8 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.planner import cluster_spec, device_parser
-from nbdist.planner.models import parameter_count
+from nbdist.planner import cluster_spec, devices
+from nbdist.planner.models import analytic
 from nbdist.profiler.measurements import (
     STEP_PARTS,
     CollectiveStats,
@@ -105,14 +105,14 @@ def setting(devices_: str = "", **options: Any) -> ProfiledConfig:
     """Two CPU ranks under DDP with a small model, or other devices and options."""
     chosen = {"backend": "ddp", "precision": "no", **options}
     cluster = (
-        device_parser.parse_devices(devices_)
+        devices.parse_devices(devices_)
         if devices_
         else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
     )
     return ProfiledConfig(
         options=Options(**chosen),
         cluster=cluster,
-        model_spec=parameter_count.spec_from_parameter_count("7b" if devices_ else "1m"),
+        model_spec=analytic.spec_from_parameter_count("7b" if devices_ else "1m"),
     )
 
 

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.planner import (
     cluster_spec,
-    device_parser,
-    memory_calibration,
-    memory_model,
+    devices,
+    measurements,
+    memory,
     optimizers,
     search,
     step_time,
 )
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Setting:
     @property
     def cluster(self) -> cluster_spec.ClusterSpec:
         """The devices."""
-        return device_parser.parse_devices(self.devices)
+        return devices.parse_devices(self.devices)
 
     def setup(self, *, checkpointing: bool) -> TrainingSetup:
         """The same in the planner's terms."""
@@ -136,7 +136,7 @@ class Setting:
         """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
-        return step_time.estimate_step_cost(self.model, work, setup, self.cluster)
+        return step_time.StepCostModel(self.model, setup, self.cluster).cost_for(work)
 
     @property
     def tokens_per_s(self) -> float:
@@ -152,12 +152,12 @@ class Setting:
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
-        return memory_model.peak_memory(model, work, setup)
+        return memory.peak_memory(model, work, setup)
 
     @property
-    def calibration(self) -> memory_calibration.DeviceOverhead:
+    def calibration(self) -> measurements.DeviceOverhead:
         """The default one, of a device that was never measured."""
-        return memory_calibration.default_overhead("cuda", self.cluster.world_size)
+        return measurements.default_overhead("cuda", self.cluster.world_size)
 
     @property
     def reserved_gib(self) -> float:
@@ -190,9 +190,9 @@ class HalfRecomputed:
         model = self.plain
         kept = 2 * (
             2 * model.hidden
-            + model.num_q_features
-            + model.num_q_features
-            + model.num_kv_features
+            + model.heads * model.head_dim
+            + model.heads * model.head_dim
+            + model.kv_heads * model.head_dim
             + model.ff
         )
         kept += 4 * model.heads
@@ -457,7 +457,7 @@ class Pick:
     def _plan(self, fixed: dict[str, Any]) -> Plan:
         question = PlanRequest(
             model=self.model,
-            cluster=device_parser.parse_devices(self.devices),
+            cluster=devices.parse_devices(self.devices),
             batch_sizes=self.batch_sizes,
             seq_len=self.seq_len,
             precision=self.precision,

@@ -36,8 +36,7 @@ MAY_IMPORT = {
     "display": {"output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"},
-    # of "session" the settings of the notebook's own process
-    "output": {"protocol", "rank_sets", "session"},
+    "output": {"protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from nbdist.state.chunks import Chunk, chunk_to_intervals, interval_to_chunks
+from nbdist.state.shards import Chunk, chunk_to_intervals, interval_to_chunks
 
 RANDOM = random.Random(0)  # noqa: S311 - cases of a test
 SHAPES = [tuple(RANDOM.randint(1, 5) for _ in range(RANDOM.randint(1, 5))) for _ in range(200)]

@@ -16,7 +16,7 @@ from nbdist.doctor import training_run
 from nbdist.doctor.report import Diagnosis
 from nbdist.doctor.training_run import RunErrors
 from nbdist.magics.arguments import switch_parser
-from nbdist.planner import cluster_spec, device_parser
+from nbdist.planner import cluster_spec, devices
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.profiler.report import Profile
@@ -108,7 +108,7 @@ def only(run: RunErrors) -> tuple[Finding, dict[str, Any]]:
 def profile(backend: str, *ranks: RankProfile, hardware: Hardware = GPU, **options: Any) -> Profile:
     """A profile of a model that the planner does not know."""
     cluster = (
-        device_parser.parse_devices("2xH100-80GB,nvlink")
+        devices.parse_devices("2xH100-80GB,nvlink")
         if hardware is GPU
         else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.errors import PayloadError
-from nbdist.worker.error_replies import reply_to
+from nbdist.worker.kernel import reply_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,13 +10,10 @@ import pytest
 
 import nbdist
 from nbdist.errors import RankDied
-from nbdist.output import status_line
-from nbdist.output.status_line import StatusLine
-from nbdist.session import lifecycle, model_query, progress, rank_activity
+from nbdist.session import lifecycle, progress
 from nbdist.session.locking import exclusive
-from nbdist.session.model_query import PreparedModelQuery
-from nbdist.session.progress import CurrentOperation, parse_fraction_done
-from nbdist.session.rank_activity import RankActivityPoller
+from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
+from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
@@ -38,7 +35,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(status_line, "RunningCellSink", Screen)
+    monkeypatch.setattr(progress, "RunningCellSink", Screen)
     return shown
 
 
@@ -282,7 +279,7 @@ class Asked:
         route(rank, "control", message)
 
 
-def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_not_asked_again_before_it_answers() -> None:
     workers = Asked()
     places = RankActivityPoller(workers)  # type: ignore[arg-type]
     places.poll_ranks([0, 1])
@@ -293,15 +290,15 @@ def test_a_rank_is_not_asked_again_before_it_answers(monkeypatch: pytest.MonkeyP
     assert workers.sent[1:] == ["0.1"]
     assert {rank: one["line"] for rank, one in places.latest_replies().items()} == {0: 7}
     assert "0,1.0" in workers.routes  # rank 1 may answer it still
-    monkeypatch.setattr(rank_activity, "REPLY_TIMEOUT_S", 0.0)
+    places.timeout_s = 0.0
     places.poll_ranks([1])
     assert workers.sent[2:] == ["1.2"]
     assert "0,1.0" not in workers.routes
 
 
-def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_question_for_a_model_at_a_time() -> None:
     workers = Asked()
-    peek = PreparedModelQuery(workers)  # type: ignore[arg-type]
+    peek = PreparedModelPoller(workers)  # type: ignore[arg-type]
     peek.send_request("cpu")
     peek.send_request("cpu")
     assert workers.sent == ["0.0"]
@@ -310,7 +307,7 @@ def test_one_question_for_a_model_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert peek.poll_reply() is not None
     assert peek.poll_reply() is None  # told once
     peek.send_request("cpu")
-    monkeypatch.setattr(model_query, "REPLY_TIMEOUT_S", 0.0)
+    peek.timeout_s = 0.0
     peek.send_request("cpu")
     assert workers.sent == ["0.0", "0.1", "0.2"]
     assert list(workers.routes) == ["0.2"]

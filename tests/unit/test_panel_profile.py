@@ -18,7 +18,7 @@ from nbdist.panel.commands import Command, parse_message
 from nbdist.panel.controller import PanelData
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 from nbdist.panel.snapshot import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
-from nbdist.planner import device_parser
+from nbdist.planner import devices
 from nbdist.profiler.advice import Advice, Speedup
 from nbdist.profiler.measurements import (
     STEP_PARTS,
@@ -72,7 +72,7 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
     """A profile of two ranks."""
-    setting = ProfiledConfig(options=options, cluster=device_parser.parse_devices("2xcpu"))
+    setting = ProfiledConfig(options=options, cluster=devices.parse_devices("2xcpu"))
     return Profile.of([figures(0, **more), figures(1)], setting)
 
 

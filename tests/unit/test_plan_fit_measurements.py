@@ -10,15 +10,13 @@ import pytest
 import nbdist
 from nbdist.planner import (
     cache,
-    device_parser,
+    devices,
     fit_measurements,
-    local_devices,
     optimizers,
     step_time,
 )
-from nbdist.planner.measurement_store import MeasurementStore
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
-from nbdist.planner.memory_calibration import MemoryCalibration
+from nbdist.planner.measurements import MeasurementStore, record_device_memory
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
@@ -52,7 +50,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ranks(words: str = "2xcpu") -> ClusterSpec:
-    return device_parser.parse_devices(words).with_measurements(MeasurementStore(HOST))
+    return devices.parse_devices(words).with_measurements(MeasurementStore(HOST))
 
 
 def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.StepCost:
@@ -114,9 +112,7 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
             profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks()
         )
     assert once < predicted(ranks()).compute_s < 2 * once
-    pace = ranks().slowest_device.compute_speed
-    assert pace is not None
-    assert pace.loop_efficiency["fp32"].runs == 2
+    assert ranks().slowest_device.loop_speeds["fp32"].runs == 2
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
@@ -128,7 +124,7 @@ def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
         )
         == []
     )
-    assert ranks().slowest_device.compute_speed is None
+    assert not ranks().slowest_device.loop_speeds
 
 
 def test_a_step_that_launches_bind_teaches_no_speed() -> None:
@@ -150,15 +146,13 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
     )
     links = ranks().comm_speed
     assert links is not None
-    assert links.collective_time_s("all_reduce", 25 * MIB) == pytest.approx(0.2)
-    assert links.collective_time_s("all_reduce", 4096) is None, "far from that size"
-    assert links.collective_time_s("all_gather", 64) is None, (
-        "too small to tell a link from its latency"
-    )
+    assert links["all_reduce"].collective_time_s(25 * MIB) == pytest.approx(0.2)
+    assert links["all_reduce"].collective_time_s(4096) is None, "far from that size"
+    assert "all_gather" not in links, "too small to tell a link from its latency"
 
 
 def test_devices_in_words_learn_nothing() -> None:
-    words = device_parser.parse_devices("2xcpu")
+    words = devices.parse_devices("2xcpu")
     assert (
         fit_measurements.learn_from_profile(
             profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words
@@ -197,7 +191,7 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
     before = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = "sources: link and compute speed from the catalogue (%nbdist profile --calibrate"
     assert line in str(before)
-    calibrate(local_devices.detect_local_cluster(2))
+    calibrate(devices.detect_local_cluster(2))
     after = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = f"sources: link and compute speed measured here ({today})"
     assert line in str(after)
@@ -209,14 +203,14 @@ def test_a_plan_says_what_was_measured_here_and_when() -> None:
 
 
 def test_a_plan_for_devices_in_words_says_catalogue_whatever_was_measured() -> None:
-    calibrate(local_devices.detect_local_cluster(2))
+    calibrate(devices.detect_local_cluster(2))
     plan = nbdist.plan(LLAMA, devices="2xcpu", precision="no", **BATCH)
     assert "sources: link and compute speed from the catalogue\n" in str(plan)
 
 
 def test_memory_that_a_session_measured_on_this_gpu_is_said() -> None:
     found = ranks("2xA100-80GB")
-    MemoryCalibration().record_session(
+    record_device_memory(
         found.smallest_device.name,
         "ddp",
         "none",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.planner import memory_model, model_spec
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import memory, model_spec
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.optimizers import OPTIMIZERS
@@ -175,7 +175,7 @@ def _moments_of(model: Any, **given: Any) -> list[MemoryUsage]:
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    return list(memory_model.step_memory_usage(model, work, setup))
+    return list(memory.step_memory_usage(model, work, setup))
 
 
 def _setup(given: dict[str, Any]) -> TrainingSetup:

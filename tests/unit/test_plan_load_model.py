@@ -10,7 +10,7 @@ import pytest
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner import load_model, model_spec, optimizers
-from nbdist.planner.models import analytic, parameter_count, traced, transformers_registry
+from nbdist.planner.models import analytic, traced
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,10 +56,8 @@ def notes(config: object, **asked: Any) -> str:
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, plain: str) -> None:
-    assert parameter_count.is_parameter_count(text)
-    assert parameter_count.spec_from_parameter_count(
-        text
-    ) == parameter_count.spec_from_parameter_count(plain)
+    assert analytic.is_parameter_count(text)
+    assert analytic.spec_from_parameter_count(text) == analytic.spec_from_parameter_count(plain)
 
 
 @pytest.mark.parametrize("text", ["7", "7g", "7 bx", "0.5m", "1e99"])
@@ -145,9 +143,9 @@ def test_model_types_of_transformers_are_read_without_importing_it() -> None:
         "clip_vision_model",
         "whisper",
         "gemma3_text",
-    } <= transformers_registry.model_types()
-    transformers_registry.check_model_type({"model_type": "gemma3"})
-    transformers_registry.check_model_type({"architectures": ["LlamaForCausalLM"]})
+    } <= traced.model_types()
+    traced.check_model_type({"model_type": "gemma3"})
+    traced.check_model_type({"architectures": ["LlamaForCausalLM"]})
 
 
 # ---- what a config says beside its sizes

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.planner import cache, cluster_spec, device_parser, fit_measurements, step_time
-from nbdist.planner import measurement_store as kept
-from nbdist.planner.measurement_store import MAX_ENTRIES, MeasurementStore
+from nbdist.planner import (
+    cache,
+    cluster_spec,
+    devices,
+    fit_measurements,
+    measurements,
+    step_time,
+)
 from nbdist.planner.measurements import (
     DEFAULT_LOOP_EFFICIENCY,
-    CommSpeed,
-    ComputeSpeed,
-    DiskSpeed,
-    LoopEfficiency,
-    slowest_curves,
+    MAX_ENTRIES,
+    DeviceOverhead,
+    Measurement,
+    MeasurementStore,
+    device_overhead,
+    record_device_memory,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +39,7 @@ CURVE = ((4096, 1e-3), (MIB, 2e-3), (64 * MIB, 0.1))
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "speeds.json"
+    return tmp_path / "cache" / "measurements.json"
 
 
 def rank(**changes: Any) -> dict[str, Any]:
@@ -52,35 +58,43 @@ def ranks(file: Path, count: int = 2, host: str = HOST) -> cluster_spec.ClusterS
 # ------------------------------------------------------------------------------ curves
 
 
+def curve(*points: tuple[int, float]) -> Measurement:
+    return Measurement(values={str(size): taken for size, taken in points}, day="2026-11-21")
+
+
 def test_a_time_is_read_between_sizes_that_were_measured() -> None:
-    links = CommSpeed(curves=MappingProxyType({"all_reduce": CURVE}), day="2026-11-21")
-    assert links.collective_time_s("all_reduce", MIB) == 2e-3
-    assert 2e-3 < (links.collective_time_s("all_reduce", 8 * MIB) or 0) < 0.1
-    assert links.collective_time_s("all_reduce", 256 * MIB) == pytest.approx(0.4)
-    assert links.collective_time_s("all_reduce", 10) == 1e-3, "the latency"
-    assert links.collective_time_s("all_gather", MIB) is None, "another collective was not measured"
+    links = curve(*CURVE)
+    assert links.collective_time_s(MIB) == 2e-3
+    assert 2e-3 < (links.collective_time_s(8 * MIB) or 0) < 0.1
+    assert links.collective_time_s(256 * MIB) == pytest.approx(0.4)
+    assert links.collective_time_s(10) == 1e-3, "the latency"
 
 
 def test_a_single_size_says_nothing_of_much_smaller_ones() -> None:
-    links = CommSpeed(curves=MappingProxyType({"all_reduce": ((8 * MIB, 0.01),)}), day="2026-11-21")
-    assert links.collective_time_s("all_reduce", MIB) is None
-    assert links.collective_time_s("all_reduce", 5 * MIB) == 0.01
-    assert links.collective_time_s("all_reduce", 80 * MIB) == pytest.approx(0.1)
+    links = curve((8 * MIB, 0.01))
+    assert links.collective_time_s(MIB) is None
+    assert links.collective_time_s(5 * MIB) == 0.01
+    assert links.collective_time_s(80 * MIB) == pytest.approx(0.1)
 
 
-def test_a_profile_counts_half_beside_what_was_there_at_that_size() -> None:
-    links = CommSpeed(curves=MappingProxyType({"all_reduce": CURVE}), day="2026-11-01")
-    new = links.with_measurement("all_reduce", 60 * MIB, 0.2, "2026-11-21")
-    assert new.curves["all_reduce"][-1] == (60 * MIB, pytest.approx(0.15))
-    assert len(new.curves["all_reduce"]) == len(CURVE)
-    other = links.with_measurement("all_reduce", 8 * MIB, 0.02, "2026-11-21")
-    assert len(other.curves["all_reduce"]) == len(CURVE) + 1
-    assert (other.runs, other.day) == (2, "2026-11-21")
+def test_a_profile_counts_half_beside_what_was_there_at_that_size(file: Path) -> None:
+    known = MeasurementStore(HOST, file)
+    known.record("collective", "here", curve(*CURVE).values)
+    new = known.record("collective", "here", {str(60 * MIB): 0.2})
+    assert new is not None
+    assert new.curve[-1] == (60 * MIB, pytest.approx(0.15))
+    assert len(new.curve) == len(CURVE)
+    other = known.record("collective", "here", {str(8 * MIB): 0.02})
+    assert other is not None
+    assert len(other.curve) == len(CURVE) + 1
+    assert (other.runs, other.day) == (3, cache.today())
 
 
-def test_of_several_ranks_the_slowest_counts() -> None:
-    quick, slow = {"all_reduce": [(MIB, 0.001)]}, {"all_reduce": [(MIB, 0.002)]}
-    assert slowest_curves([quick, slow]) == {"all_reduce": ((MIB, 0.002),)}
+def test_what_is_not_plausible_is_not_averaged_with_what_is(file: Path) -> None:
+    known = MeasurementStore(HOST, file)
+    before = known.record("collective", "here", curve(*CURVE).values)
+    assert known.record("collective", "here", {str(60 * MIB): -0.01}) is None
+    assert known.get("collective", "here") == before
 
 
 # --------------------------------------------------------------------------- the cluster
@@ -88,7 +102,11 @@ def test_of_several_ranks_the_slowest_counts() -> None:
 
 def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
     before = ranks(file)
-    after = fit_measurements.apply_calibration([rank(), rank(products={"fp32": 4e10})], before)
+    quick = rank(
+        curves={"all_reduce": [[64 * MIB, 0.01]], "all_gather": rank()["curves"]["all_gather"]}
+    )
+    slow = rank(products={"fp32": 4e10})
+    after = fit_measurements.apply_calibration([quick, slow], before)
     assert step_time.collective_time_s("all_reduce", 64 * MIB, after) == 0.1
     assert step_time.collective_time_s("all_reduce", 64 * MIB, before) != 0.1
     same = step_time.collective_time_s("reduce_scatter", 64 * MIB, before)
@@ -113,14 +131,14 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file, host="Another Processor, 2 cores").comm_speed is None
     assert ranks(file, count=4).with_num_ranks(2).comm_speed is not None
     assert ranks(file).with_num_ranks(4).comm_speed is None
-    assert device_parser.parse_devices("2xcpu").comm_speed is None
-    assert device_parser.parse_devices("2xcpu").slowest_device.compute_speed is None
-    monkeypatch.setattr(kept, "_torch", lambda: "9.0")
+    assert devices.parse_devices("2xcpu").comm_speed is None
+    assert devices.parse_devices("2xcpu").slowest_device.compute_speed is None
+    monkeypatch.setattr(measurements, "_torch", lambda: "9.0")
     assert ranks(file).comm_speed is None
 
 
 def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path) -> None:
-    words = device_parser.parse_devices("2xH100")
+    words = devices.parse_devices("2xH100")
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.with_measurements(MeasurementStore(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
@@ -135,7 +153,7 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
     assert after.with_num_ranks(4).slowest_device.compute_speed is not None, (
         "one GPU computes as before among more"
     )
-    assert device_parser.parse_devices("2xH100") == words
+    assert devices.parse_devices("2xH100") == words
     assert words.slowest_device.sustained_flops("bf16") == pytest.approx(989.4e12 * 0.52)
 
 
@@ -146,9 +164,9 @@ def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> No
         [rank(curves=slower), rank(curves=slower)], ranks(file)
     )
     assert after.comm_speed is not None
-    assert after.comm_speed.curves["all_reduce"] == ((64 * MIB, 0.3),)
-    assert after.comm_speed.runs == 2
-    assert after.comm_speed.day == cache.today()
+    assert after.comm_speed["all_reduce"].curve == ((64 * MIB, 0.3),)
+    assert after.comm_speed["all_reduce"].runs == 2
+    assert after.comm_measured_date == cache.today()
 
 
 def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path) -> None:
@@ -158,7 +176,8 @@ def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path
     memory = disk | {"read": 9e10, "filesystem": "tmpfs on tmpfs"}
     again = fit_measurements.apply_calibration([rank(disk=memory), rank(disk=memory)], ranks(file))
     assert again.nvme_bandwidth == after.nvme_bandwidth
-    assert DiskSpeed(read=1.0, write=1.0, filesystem="tmpfs on tmpfs").is_in_memory
+    elsewhere = MeasurementStore("Another Processor, 2 cores", file)
+    assert elsewhere.latest("disk") is None, "a disk of another machine"
 
 
 def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
@@ -166,8 +185,7 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
     after = fit_measurements.apply_calibration([rank(), rank()], before)
     assert after.slowest_device.uncertainty("no") < before.slowest_device.uncertainty("no")
     known = MeasurementStore(HOST, file)
-    loop = LoopEfficiency(flops=3e10, memory=2e9, model="llama", day=cache.today())
-    known.store_loop_efficiency(after.describe(), "fp32", loop)
+    known.record("loop", f"{after.describe()}, fp32", {"flops": 3e10, "memory": 2e9})
     known.save()
     assert ranks(file).slowest_device.uncertainty("no") < after.slowest_device.uncertainty("no")
     assert ranks(file).slowest_device.sustained_flops("no") == 3e10
@@ -175,12 +193,10 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
 
 def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
     before = fit_measurements.apply_calibration([rank(), rank()], ranks(file)).slowest_device
-    loop = LoopEfficiency(flops=3e10, memory=2e9, model="llama", day=cache.today())
+    loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=cache.today())
     assert before.compute_speed is not None
-    looped = replace(
-        before, compute_speed=replace(before.compute_speed, loop_efficiency={"fp32": loop})
-    )
-    for one in (before, looped, device_parser.parse_devices("2xcpu").slowest_device):
+    looped = replace(before, loop_speeds={"fp32": loop})
+    for one in (before, looped, devices.parse_devices("2xcpu").slowest_device):
         assert one.scaled(2).sustained_flops("no") == pytest.approx(2 * one.sustained_flops("no"))
         assert one.scaled(2).sustained_memory_bandwidth("no") == pytest.approx(
             2 * one.sustained_memory_bandwidth("no")
@@ -190,12 +206,12 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
 # ------------------------------------------------------------------- files of any kind
 
 
-def written(file: Path, section: str, **changes: Any) -> MeasurementStore:
+def written(file: Path, kind: str, place: str, **changes: Any) -> MeasurementStore:
     """A file of this machine with one entry changed."""
     fit_measurements.apply_calibration([rank(), rank()], ranks(file))
     content = json.loads(file.read_text())
-    (key,) = content[section]
-    content[section][key] |= changes
+    (key,) = [key for key in content[kind] if key.startswith(place)]
+    content[kind][key] |= changes
     file.write_text(json.dumps(content))
     return MeasurementStore(HOST, file)
 
@@ -203,17 +219,19 @@ def written(file: Path, section: str, **changes: Any) -> MeasurementStore:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"curves": {"all_reduce": [[64 * MIB, 1e-9]]}},
-        {"curves": {"all_reduce": [[64 * MIB, -1.0]]}},
-        {"curves": {"all_reduce": [[64 * MIB, math.nan]]}},
-        {"curves": {"all_reduce": [[64 * MIB, math.inf]]}},
-        {"curves": {"all_reduce": [[0, 1.0]]}},
-        {"curves": {"all_reduce": [[True, 1.0]]}},
-        {"curves": {"all_reduce": [["64", "1"]]}},
-        {"curves": {"all_reduce": [[MIB, 0.1]] * 100}},
-        {"curves": {"all_reduce": 7}},
-        {"curves": {}},
-        {"curves": None},
+        {"values": {str(64 * MIB): 1e-9}},
+        {"values": {str(64 * MIB): -1.0}},
+        {"values": {str(64 * MIB): math.nan}},
+        {"values": {str(64 * MIB): math.inf}},
+        {"values": {"0": 1.0}},
+        {"values": {"-5": 1.0}},
+        {"values": {"64": True}},
+        {"values": {"64": "1"}},
+        {"values": {str(MIB + n): 0.1 for n in range(100)}},
+        {"values": {"size": 0.1}},
+        {"values": 7},
+        {"values": {}},
+        {"values": None},
         {"day": "2999-01-01"},
         {"day": "yesterday"},
         {"day": None},
@@ -223,38 +241,44 @@ def written(file: Path, section: str, **changes: Any) -> MeasurementStore:
     ids=str,
 )
 def test_links_that_cannot_be_are_ignored(file: Path, changes: dict[str, Any]) -> None:
-    assert written(file, "links", **changes).comm_speed("2 CPU ranks") is None
+    place = "all_reduce, 2 CPU ranks"
+    assert written(file, "collective", place).get("collective", place) is not None
+    assert written(file, "collective", place, **changes).get("collective", place) is None
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"products": {"fp32": 1e30}},
-        {"products": {"fp32": 0}},
-        {"products": {"fp32": math.nan}},
-        {"products": {"fp32": True}},
-        {"products": {}},
-        {"products": []},
-        {"memory": 1.0},
-        {"host_link": -5},
+        {"values": {"fp32": 1e30}},
+        {"values": {"fp32": 0}},
+        {"values": {"fp32": math.nan}},
+        {"values": {"fp32": True}},
+        {"values": {"fp64": 1e10}},
+        {"values": {"memory": 1e9}},
+        {"values": []},
+        {"values": {"fp32": 1e10, "memory": 1.0}},
+        {"values": {"fp32": 1e10, "host_link": -5}},
         {"day": 5},
     ],
     ids=str,
 )
 def test_computing_that_cannot_be_is_ignored(file: Path, changes: dict[str, Any]) -> None:
-    assert written(file, "pace", **changes).compute_speed("2 CPU ranks") is None
+    known = written(file, "compute", "2 CPU ranks", **changes)
+    assert known.get("compute", "2 CPU ranks") is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "7", "[" * 10**5, '{"links": [], "pace": 3}', '{"links": {"a": 1}}']
+    "text",
+    ["", "{", "[]", "7", "[" * 10**5, '{"collective": [], "compute": 3}', '{"disk": {"a": 1}}'],
 )
 def test_a_file_of_something_else_counts_as_empty(file: Path, text: str) -> None:
     file.parent.mkdir()
     file.write_text(text)
     known = MeasurementStore(HOST, file)
-    assert known.comm_speed("2 CPU ranks") is None
-    assert known.compute_speed("2 CPU ranks") is None
-    assert known.disk_speed() is None
+    assert known.get("collective", "all_reduce, 2 CPU ranks") is None
+    assert known.get("compute", "2 CPU ranks") is None
+    assert known.latest("disk") is None
+    assert device_overhead(known, *A100, **TWO_GPUS).runs == 0
     assert (
         fit_measurements.apply_calibration([rank(), rank()], ranks(file)).comm_speed is not None
     ), "and is mended"
@@ -263,22 +287,95 @@ def test_a_file_of_something_else_counts_as_empty(file: Path, text: str) -> None
 def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    after = fit_measurements.apply_calibration([rank(), rank()], ranks(blocked / "speeds.json"))
+    after = fit_measurements.apply_calibration(
+        [rank(), rank()], ranks(blocked / "measurements.json")
+    )
     assert after.comm_speed is not None
     assert blocked.read_text() == ""
 
 
 def test_old_entries_make_room_for_new_ones(file: Path) -> None:
     known = MeasurementStore(HOST, file)
-    pace = ComputeSpeed(matmul_flops={"fp32": 1e10}, day=cache.today(), runs=1)
     for number in range(MAX_ENTRIES + 3):
-        known.store_compute_speed(f"GPU {number}", pace)
-    assert known.compute_speed("GPU 0") is None
-    assert known.compute_speed(f"GPU {MAX_ENTRIES + 2}") == pace
+        known.record("compute", f"GPU {number}", {"fp32": 1e10})
+    assert known.get("compute", "GPU 0") is None
+    assert known.get("compute", f"GPU {MAX_ENTRIES + 2}") is not None
 
 
-def test_the_file_names_no_host(file: Path) -> None:
-    import socket
-
+def test_the_file_names_no_host_and_is_in_the_cache_folder(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fit_measurements.apply_calibration([rank(), rank()], ranks(file))
     assert socket.gethostname() not in file.read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measurements.store_path() == tmp_path / "nbdist" / "measurements.json"
+
+
+# ----------------------------------------------------------------------- device memory
+
+GIB = 1 << 30
+A100 = ("NVIDIA A100", "fsdp2", "none")
+TWO_GPUS = {"kind": "cuda", "world_size": 2}
+
+
+def learned(file: Path, *place: str, **ranks: Any) -> DeviceOverhead:
+    return device_overhead(MeasurementStore(file=file), *(place or A100), **(ranks or TWO_GPUS))
+
+
+def session(file: Path, reserved: int, device: int, allocated: int = 10 * GIB) -> None:
+    record_device_memory(
+        *A100,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=device,
+        store=MeasurementStore(file=file),
+    )
+
+
+def test_without_a_measurement_device_memory_has_the_defaults(file: Path) -> None:
+    known = learned(file)
+    assert (known.factor, known.runs) == (measurements.DEFAULT_ALLOCATOR_FACTOR, 0)
+    assert known.device_bytes(0) == known.context_bytes > 0
+    alone = learned(file, kind="cuda", world_size=1)
+    assert alone.context_bytes < known.context_bytes, "one rank needs no communicator"
+
+
+def test_a_measured_session_is_used_next_time(file: Path) -> None:
+    session(file, 11 * GIB, 12 * GIB)
+    known = learned(file)
+    assert known == DeviceOverhead(1.1, GIB, 1, cache.today())
+    assert known.device_bytes(10 * GIB) == pytest.approx(12 * GIB, rel=1e-4)
+    assert learned(file, "NVIDIA A100", "ddp", "none").runs == 0, "another backend"
+
+
+def test_a_new_session_counts_as_much_as_the_earlier_ones(file: Path) -> None:
+    for reserved in (11, 12):
+        session(file, reserved * GIB, 13 * GIB)
+    known = learned(file)
+    assert known.factor == pytest.approx(1.15)
+    assert known.runs == 2
+
+
+def test_a_wild_factor_is_bounded(file: Path) -> None:
+    session(file, 70 * GIB, 71 * GIB, allocated=GIB)
+    assert learned(file).factor == measurements.ALLOCATOR_FACTOR_LIMITS[1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"factor": "x", "context_bytes": 5},
+        {"factor": 0.1, "context_bytes": 5},
+        {"factor": math.nan, "context_bytes": 5},
+        {"factor": 1.1, "context_bytes": -5},
+        {"factor": 1.1},
+    ],
+    ids=str,
+)
+def test_overhead_that_cannot_be_is_ignored(file: Path, values: dict[str, Any]) -> None:
+    session(file, 11 * GIB, 12 * GIB)
+    content = json.loads(file.read_text())
+    (entry,) = content["memory"].values()
+    entry["values"] = values
+    file.write_text(json.dumps(content))
+    assert learned(file).runs == 0

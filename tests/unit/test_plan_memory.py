@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.planner import memory_model, optimizers
-from nbdist.planner.memory import partitioning, zero3_prefetch
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import memory, optimizers
+from nbdist.planner.memory import partitioning, zero3
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
+from nbdist.planner.memory.zero_common import PrefetchLimits
 from nbdist.planner.model_spec import LayerActivations, LayerGroup, MicroBatchActivations, Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.models.analytic_decoder import Llama
+from nbdist.planner.models.decoder import Llama
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def setup_of(
 def moments(setup: TrainingSetup, model: ModelSpec | None = None) -> dict[str, MemoryUsage]:
     """The fullest moment of each name."""
     fullest: dict[str, MemoryUsage] = {}
-    for moment in memory_model.step_memory_usage(model or Weights(), Workload(), setup):
+    for moment in memory.step_memory_usage(model or Weights(), Workload(), setup):
         if moment.name not in fullest or moment.device_bytes > fullest[moment.name].device_bytes:
             fullest[moment.name] = moment
     return fullest
@@ -210,9 +211,7 @@ def test_stage_2_accumulates_offloaded_gradients_in_the_host(backend: str, kept:
 def test_autocast_keeps_cast_weights_until_a_checkpointed_forward_ends() -> None:
     setup = setup_of("ddp", activation_checkpointing=True)
     workload = Workload(compute="autocast", activation_checkpointing=True)
-    named = {
-        moment.name: moment for moment in memory_model.step_memory_usage(Weights(), workload, setup)
-    }
+    named = {moment.name: moment for moment in memory.step_memory_usage(Weights(), workload, setup)}
     assert named["forward of block 9"].parts["activations"] == 2 * 9 * PSI // 10
     assert named["loss"].parts["activations"] == 0
 
@@ -225,7 +224,7 @@ def test_zero3_offloads_parameters_too() -> None:
 
 def test_nvme_holds_state_and_the_host_its_buffers() -> None:
     setup = setup_of("zero3", offload="nvme:/fast", offload_params=True)
-    moment = memory_model.peak_memory(Weights(), Workload(), setup)
+    moment = memory.peak_memory(Weights(), Workload(), setup)
     assert moment.nvme_bytes == (12 + 2) * PSI // 4
     # Four swap buffers of fp32, five of the largest parameter.
     assert moment.host_parts["buffers"] == 4 * 4 * PSI // 4 + 5 * 2 * 1000
@@ -310,7 +309,7 @@ def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_l
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    told = memory_model.step_memory_usage(analytic.spec_from_config(config), workload, setup)
+    told = memory.step_memory_usage(analytic.spec_from_config(config), workload, setup)
     return max(moment.device_bytes + sum(moment.host_parts.values()) for moment in told) / MIB
 
 
@@ -491,7 +490,7 @@ def test_a_block_that_a_story_leaves_out_is_not_the_fullest(
     for accumulate, again in itertools.product((1, 4), (False, True)):
         more = {"accumulate": accumulate, "activation_checkpointing": again}
         setup = setup_of(backend, world_size=8, zero=zero, precision="no", **more)
-        few, every = (memory_model.build_timeline(model, setup) for _ in range(2))
+        few, every = (memory.build_timeline(model, setup) for _ in range(2))
         every.visited_blocks = tuple(tuple(range(group.count)) for group in model.groups)
         for tokens in (8, 64, 512):
             run = model.micro_batch_activations(
@@ -553,13 +552,13 @@ def test_a_tied_head_stands_first() -> None:
     assert (first.num_elements, first.group_index) == (3000 * 256, 0)
 
 
-def gathered(**rules: int) -> zero3_prefetch.GatheredParameters:
+def gathered(**rules: int) -> zero3.GatheredParameters:
     """What ZeRO-3 gathers of the small Llama."""
-    return zero3_prefetch.simulate_prefetch(
+    return zero3.simulate_prefetch(
         analytic.spec_from_config(LLAMA).groups,
         tied=False,
         recompute=False,
-        rules=zero3_prefetch.PrefetchLimits(param_persistence_threshold=1000, **rules),
+        rules=PrefetchLimits(param_persistence_threshold=1000, **rules),
     )
 
 
@@ -580,8 +579,8 @@ def test_fewer_live_parameters_gather_less() -> None:
 
 def test_persistent_parameters_are_never_cut() -> None:
     groups = analytic.spec_from_config(LLAMA).groups
-    rules = zero3_prefetch.PrefetchLimits(param_persistence_threshold=100_000)
-    kept = zero3_prefetch.simulate_prefetch(groups, tied=False, recompute=False, rules=rules)
+    rules = PrefetchLimits(param_persistence_threshold=100_000)
+    kept = zero3.simulate_prefetch(groups, tied=False, recompute=False, rules=rules)
     # q and o, k and v, two norms in 6 blocks, and the last norm.
     assert kept.num_persistent == 6 * (2 * 65536 + 2 * 32768 + 2 * 256) + 256
 
@@ -591,7 +590,7 @@ def test_more_ranks_never_need_more() -> None:
     workload = Workload(seq_len=32)
     for backend in ("zero1", "zero2", "zero3"):
         peaks = [
-            memory_model.peak_memory(
+            memory.peak_memory(
                 model, workload, setup_of(backend, world_size=world_size)
             ).device_bytes
             for world_size in (1, 2, 4, 8)

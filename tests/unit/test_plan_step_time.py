@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.planner import device_parser, optimizers, step_time
-from nbdist.planner.memory.training_setup import TrainingSetup, compute_mode
+from nbdist.planner import devices, optimizers, step_time
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import (
     BackwardMoment,
     LayerActivations,
@@ -83,7 +83,7 @@ def priced(
     reshard: bool = True,
     **options: Any,
 ) -> StepCost:
-    cluster = device_parser.parse_devices(machine)
+    cluster = devices.parse_devices(machine)
     if not reshard:
         options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
@@ -99,7 +99,7 @@ def priced(
         compute=compute_mode(setup),
         activation_checkpointing=chosen.activation_checkpointing,
     )
-    return step_time.estimate_step_cost(model, workload, setup, cluster)
+    return step_time.StepCostModel(model, setup, cluster).cost_for(workload)
 
 
 # ------------------------------------------------------------------- bytes on the wire
@@ -220,7 +220,7 @@ def test_zero1_waits_for_what_fsdp_hides() -> None:
 
 def test_small_messages_are_slower_than_their_size() -> None:
     tiny = priced(SMALL, tokens=64)
-    bandwidth = device_parser.parse_devices("8xA100").link_bytes_per_s("all_gather")
+    bandwidth = devices.parse_devices("8xA100").link_bytes_per_s("all_gather")
     assert tiny.communication_s > 1.5 * tiny.bytes_on_wire / bandwidth
 
 
@@ -339,12 +339,12 @@ def test_threshold_is_said_in_one_sentence() -> None:
 
 
 def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = device_parser.parse_devices("8xA100")
+    cluster = devices.parse_devices("8xA100")
     setup = TrainingSetup(
         options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
     )
     work = Workload()
     begin = time.process_time()
     for _ in range(200):
-        step_time.estimate_step_cost(BIG, work, setup, cluster)
+        step_time.StepCostModel(BIG, setup, cluster).cost_for(work)
     assert (time.process_time() - begin) / 200 < 800e-6

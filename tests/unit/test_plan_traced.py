@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -14,7 +14,8 @@ from nbdist.planner import model_spec
 from nbdist.planner.model_spec import BackwardMoment, Workload
 from nbdist.planner.models import traced
 
-MIB = 1 << 20
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def fields() -> dict[str, Any]:
@@ -140,6 +141,113 @@ def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_TIMEOUT_S", 0.2)
     with pytest.raises(PlanError, match=r"Cannot trace the model \(timeout after"):
         traced._answer(child("import threading; threading.Event().wait()"), {}, lambda _: None)
+
+
+# -- the cache -------------------------------------------------------------------------------
+
+CONFIG = {"model_type": "bert", "hidden_size": 64}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "nbdist" / "traces"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests to child processes, each answered with `fields()`."""
+    requests: list[Any] = []
+
+    def answer(_: object, request: Any, __: object) -> dict[str, Any]:
+        requests.append(request)
+        return fields()
+
+    monkeypatch.setattr(traced, "_answer", answer)
+    return requests
+
+
+def trace(said: list[str] | None = None, **changes: Any) -> traced.TracedModel:
+    asked = {"config": CONFIG, "batch_size": 2, "seq_len": 16} | changes
+    say = (said if said is not None else []).append
+    return traced.trace_config(asked.pop("config"), progress=say, **asked)
+
+
+def test_a_config_is_traced_once(folder: Path, asked: list[Any]) -> None:
+    said: list[str] = []
+    assert trace(said) == trace(said)
+    assert len(asked) == len(list(folder.iterdir())) == 1
+    assert said == [traced.FIRST_TRACE]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": CONFIG | {"hidden_size": 65}},
+        {"batch_size": 3},
+        {"seq_len": 17},
+        {"kinds": ("cpu",)},
+        {"computes": ("full",)},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("folder")
+def test_whatever_else_is_asked_is_another_trace(asked: list[Any], changes: dict[str, Any]) -> None:
+    trace()
+    trace(**changes)
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_another_transformers_is_another_trace(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace()
+    monkeypatch.setattr(traced, "_version", lambda _: "99")
+    trace()
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[]",
+        "{}",
+        {"groups": []},
+        {"groups": 7},
+        {"passes": {"cuda half": 7}},
+        {"passes": {"cuda half": {"groups": [], "loss": [], "outputs": [0, 1]}}},
+        {"passes": {"cuda half": {"groups": [], "loss": [], "outputs": [float("nan"), 1]}}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_damaged_trace_is_made_again(folder: Path, asked: list[Any], damage: object) -> None:
+    model = trace()
+    (file,) = folder.iterdir()
+    file.write_text(damage if isinstance(damage, str) else json.dumps(fields() | damage))
+    assert trace() == model
+    assert len(asked) == 2
+
+
+def test_a_trace_that_fails_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PlanError("it cannot be.")
+
+    monkeypatch.setattr(traced, "_answer", fail)
+    with pytest.raises(PlanError, match="it cannot be"):
+        trace()
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_oldest_traces_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "MAX_CACHED_TRACES", 3)
+    for length in range(1, 6):
+        trace(seq_len=length)
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_the_spec_needs_no_torch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ from torch import nn
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner.models import traced
-from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
+from nbdist.planner.tracing import build_model, trace_runs
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Upcasting(nn.Module):
@@ -32,7 +35,7 @@ def figures(
     asked = trace_runs.TraceRequest(
         batch_size=2, seq_len=None, device_kinds=("cuda",), compute_modes=computes
     )
-    return subprocess_worker.trace_module_fields(
+    return trace_runs.trace_module_fields(
         model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None
     )
 
@@ -121,6 +124,63 @@ def test_whisper_trains_on_its_fixed_frames_and_a_text_that_its_decoder_takes() 
     assert type(model).__name__ == "WhisperForConditionalGeneration"
     assert shapes(found) == {"input_features": (3, 80, 3000), "labels": (3, 448)}
     assert found.notes == ["A sample is 3,000 frames of audio and a text of 448 tokens."]
+
+
+def test_an_encoder_is_trained_on_masked_words_unless_its_config_says_decoder() -> None:
+    config = SMALL | {"model_type": "bert"}
+    assert type(sample(config, 16)[0]).__name__ == "BertForMaskedLM"
+    assert type(sample(config | {"is_decoder": True}, 16)[0]).__name__ == "BertLMHeadModel"
+
+
+def test_a_t5_needs_no_start_token_in_its_config() -> None:
+    config = {"model_type": "t5", "d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4}
+    model, found = sample(config, 16)
+    assert type(model).__name__ == "T5ForConditionalGeneration"
+    assert shapes(found) == {"input_ids": (3, 16), "labels": (3, 16)}
+    assert model.config.decoder_start_token_id == 0  # type: ignore[union-attr]
+
+
+# ---- models that were traced before
+
+
+def bert(**changes: Any) -> nn.Module:
+    config = SMALL | {"model_type": "bert", "max_position_embeddings": 16} | changes
+    return build_model.build_from_config(config)[0]
+
+
+def known(model: nn.Module, batch_size: int = 2) -> Any:
+    return traced.find_known_spec(
+        model, batch_size=batch_size, seq_len=16, inputs=None, kinds=("cpu",)
+    )
+
+
+def test_a_module_is_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert known(bert()) is None
+    said: list[str] = []
+    model = traced.spec_from_module(
+        bert(), batch_size=2, seq_len=16, progress=said.append, kinds=("cpu",)
+    )
+    assert said[0] == traced.FIRST_TRACE
+    assert known(bert()) == model, "an equal module too"
+    assert known(bert(), batch_size=3) is None
+    assert known(bert(hidden_dropout_prob=0.0)) is None
+    frozen, changed, calm = bert(), bert(), bert()
+    next(frozen.parameters()).requires_grad_(False)  # noqa: FBT003
+    changed.add_module("more", nn.Linear(3, 3))
+    for module in calm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert known(frozen) is known(changed) is known(calm) is None
+
+
+def test_a_module_of_ones_own_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x = torch.empty(2, 4, 16)
+    traced.spec_from_module(
+        nn.Conv1d(4, 4, 3), batch_size=2, seq_len=None, inputs=x, progress=print, kinds=("cpu",)
+    )
+    assert not (tmp_path / "nbdist").exists()
 
 
 def test_heads_have_labels_of_their_own() -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.magics import arguments
-from nbdist.planner.measurements import CommSpeed
-from nbdist.planner.models import parameter_count
+from nbdist.planner.measurements import Measurement
+from nbdist.planner.models import analytic
 from nbdist.profiler.advice import MIN_GAIN, Advice
 from nbdist.profiler.lint import LintFinding, read_training_cell
 from nbdist.profiler.measurements import LineProfile, RankProfile
@@ -252,11 +252,14 @@ def test_the_planted_control_gets_no_larger_batch(share: float) -> None:
 
 
 def test_a_link_that_was_measured_on_another_day_does_not_favour_another_engine() -> None:
+    small, large = str(1 << 16), str(1 << 24)
     curves = {
-        "all_reduce": ((1 << 16, 0.1), (1 << 24, 10.0)),
-        "all_gather": ((1 << 16, 1e-4), (1 << 24, 1e-3)),
+        "all_reduce": {small: 0.1, large: 10.0},
+        "all_gather": {small: 1e-4, large: 1e-3},
     }
-    fast_gathers = CommSpeed(curves=curves, day="2026-01-01")
+    fast_gathers = {
+        name: Measurement(values=curve, day="2026-01-01") for name, curve in curves.items()
+    }
     where = setting()
     where = replace(where, cluster=replace(where.cluster, comm_speed=fast_gathers))
     found = profile(*both(communication=0.3), where=where)
@@ -267,7 +270,7 @@ def test_a_batch_that_does_not_fit_is_not_advised() -> None:
     ranks = both(kind="cuda", communication=0.3, model={"samples": 16, "seq_len": 4096})
     where = replace(
         setting("2xA100-40GB,pcie", precision="bf16"),
-        model_spec=parameter_count.spec_from_parameter_count("1b"),
+        model_spec=analytic.spec_from_parameter_count("1b"),
     )
     assert not [one for one in profile(*ranks, where=where).advice if "micro_batch" in one.change]
 
@@ -284,7 +287,7 @@ def test_gpus_over_pcie_are_told_to_move_less() -> None:
     )
     where = replace(
         setting("2xH100-80GB,pcie", backend="zero3", precision="bf16"),
-        model_spec=parameter_count.spec_from_parameter_count("3b"),
+        model_spec=analytic.spec_from_parameter_count("3b"),
     )
     found = profile(*ranks, where=where)
     assert any("backend" in one.changes for one in found.advice)
@@ -297,7 +300,7 @@ def test_an_offload_that_is_not_needed_is_left_out() -> None:
     )
     where = replace(
         setting("2xH100-80GB,nvlink", backend="zero2", precision="bf16", offload="cpu"),
-        model_spec=parameter_count.spec_from_parameter_count("1b"),
+        model_spec=analytic.spec_from_parameter_count("1b"),
     )
     found = profile(*ranks, where=where)
     one = advised(found, "offload none")
@@ -325,7 +328,7 @@ def test_full_precision_on_tensor_cores_gets_bf16() -> None:
     model = {"samples": 1, "seq_len": 2048}
     ranks = both(kind="cuda", forward=0.3, backward=0.6, model=model)
     where = replace(
-        setting("2xH100-80GB,nvlink"), model_spec=parameter_count.spec_from_parameter_count("1b")
+        setting("2xH100-80GB,nvlink"), model_spec=analytic.spec_from_parameter_count("1b")
     )
     found = profile(*ranks, where=where)
     assert advised(found, "bf16").line == "%nbdist switch --precision bf16"

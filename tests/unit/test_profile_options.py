@@ -70,8 +70,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
 
     with pytest.raises(OptionError, match=f"Cannot write to --disk {tmp_path}/nope"):
         calibrate.calibrate(
-            type("WorkerGroup", (), {"request_all": ask})(),
-            lambda _: None,
+            type("WorkerGroup", (), {"queue_request": ask})(),
             options=Options(),
             world_size=2,
             hardware=Hardware(world_size=2),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbdist.state import collectives
-from nbdist.state.tensor_index import TensorEntry
+from nbdist.state.shards import TensorEntry
 from nbdist.strategies import Options
 
 

@@ -173,19 +173,18 @@ class Ranks:
         assert group is None
         return int(self._own.rank)
 
-    def comm_device(self, group: object = None) -> torch.device:
-        assert group is None
+    def comm_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def all_gather_values(self, mine: Any, group: object = None) -> list[Any]:
-        self._said[self.rank(group)] = mine
+    def all_gather_values(self, mine: Any) -> list[Any]:
+        self._said[self.rank()] = mine
         self._together.wait(timeout=20)
         found = list(self._said)
         self._together.wait(timeout=20)
         return found
 
-    def all_reduce_sum(self, numbers: Sequence[int], group: object = None) -> list[int]:
-        everyone = np.array(self.all_gather_values(list(numbers), group), dtype=np.int64)
+    def all_reduce_sum(self, numbers: Sequence[int]) -> list[int]:
+        everyone = np.array(self.all_gather_values(list(numbers)), dtype=np.int64)
         return [int(one) for one in everyone.reshape(WORLD, -1).sum(0)]
 
     def all_to_all_bytes(
@@ -193,9 +192,8 @@ class Ranks:
         outgoing: torch.Tensor,
         sizes: Sequence[int],
         expected: Sequence[int],
-        group: object = None,
     ) -> torch.Tensor:
-        everyone = self.all_gather_values(outgoing.split(list(sizes)), group)
+        everyone = self.all_gather_values(outgoing.split(list(sizes)))
         mine = [parts[self.rank()] for parts in everyone]
         assert [one.numel() for one in mine] == list(expected)
         return torch.cat(mine)

@@ -1,1 +1,45 @@
-"""Memory of a training step under DDP, FSDP and DeepSpeed ZeRO, moment by moment."""
+"""Memory of a training step under DDP, FSDP and DeepSpeed ZeRO, moment by moment.
+
+Each engine has a timeline (`ddp`, `fsdp`, `zero12`, `zero3`), which yields a `MemoryUsage` per
+moment: the bytes of each part on the fullest rank's device, and on host and NVMe for that rank. The
+peak is the moment with the largest sum. The step is the third optimizer step or later,
+when optimizer state exists and ZeRO-3 has recorded its trace.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbdist.planner.memory import ddp, fsdp, zero3, zero12
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from nbdist.planner.memory.timeline import MemoryUsage, StepTimeline, TrainingSetup
+    from nbdist.planner.model_spec import ModelSpec, Workload
+
+
+def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
+    """Return the timeline of the setup's engine; its `peak_memory` accepts any micro-batch."""
+    engines: Mapping[tuple[str, int], Callable[[ModelSpec, TrainingSetup], StepTimeline]] = {
+        ("ddp", 0): ddp.DdpTimeline,
+        ("fsdp", 1): fsdp.Fsdp1Timeline,
+        ("fsdp", 2): fsdp.Fsdp2Timeline,
+        ("deepspeed", 1): zero12.Zero12Timeline,
+        ("deepspeed", 2): zero12.Zero12Timeline,
+        ("deepspeed", 3): zero3.Zero3Timeline,
+    }
+    strategy = setup.options.strategy
+    return engines[strategy.engine, strategy.level](model, setup)
+
+
+def step_memory_usage(
+    model: ModelSpec, workload: Workload, setup: TrainingSetup
+) -> Iterator[MemoryUsage]:
+    """Yield the memory usage of a training step under the setup's engine."""
+    return build_timeline(model, setup).memory_usage(model.micro_batch_activations(workload))
+
+
+def peak_memory(model: ModelSpec, workload: Workload, setup: TrainingSetup) -> MemoryUsage:
+    """Return the peak device memory usage, with the peak of host memory over all moments."""
+    return build_timeline(model, setup).peak_memory(model.micro_batch_activations(workload))

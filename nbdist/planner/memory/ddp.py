@@ -15,8 +15,7 @@ from nbdist.planner.memory.timeline import Allocation, StepTimeline
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.planner.memory.timeline import BytesByPart
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
     from nbdist.planner.model_spec import LayerGroup, MicroBatchActivations, ModelSpec, WalkStep
 
 

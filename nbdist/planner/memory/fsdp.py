@@ -1,40 +1,124 @@
-"""Memory timeline of FSDP: micro-batches under FSDP1 or FSDP2, then the optimizer step."""
+"""Memory timelines of FSDP1 and FSDP2: micro-batches, then the optimizer step.
+
+Both follow torch 2.13 and accelerate 1.15. A unit is a group of parameters that is sharded,
+gathered and reduced together. During accumulation, full gradients stay on every rank until the last
+micro-batch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from nbdist.planner.memory import fsdp1, fsdp2
-from nbdist.planner.memory.timeline import StepTimeline
+from nbdist.planner.memory.timeline import Allocation, StepTimeline
+from nbdist.planner.model_spec import LayerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbdist.planner.memory.fsdp_units import MicroBatchPosition
-    from nbdist.planner.memory.timeline import Allocation
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
     from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
 
-_VERSIONS = {1: fsdp1, 2: fsdp2}
+MicroBatchPosition = Literal["only", "first", "middle", "last"]
+"""Position of a micro-batch in an optimizer step; gradients are reduced in the last (or only)."""
+
+
+class FsdpUnit(NamedTuple):
+    """One FSDP unit, in bytes; all zero for a group without parameters."""
+
+    full_param_bytes: int = 0
+    """All parameters in the compute dtype, padded to equal shards."""
+    gradient_bytes: int = 0
+    """All gradients as autograd makes them."""
+    reduce_bytes: int = 0
+    """All gradients in the reduce dtype, padded."""
+    accumulated_grad_bytes: int = 0
+    """All gradients as accumulated until the last micro-batch."""
+    largest_grad_bytes: int = 0
+    """The largest gradient as autograd makes it."""
+    reduce_shard_bytes: int = 0
+    """This rank's gradient shard, in the reduce dtype."""
+    param_shard_bytes: int = 0
+    """This rank's parameter shard."""
+    grad_shard_bytes: int = 0
+    """This rank's gradient shard, in the parameters' dtype."""
+    num_trainable: int = 0
+    """Trainable elements of this rank's shard."""
+    largest_shard_size: int = 0
+    """Elements of this rank's shard of the largest parameter."""
+
+
+class TransientMemory(NamedTuple):
+    """Memory besides the current unit, in bytes, constant while the unit is at work."""
+
+    gathered: int
+    """Gathered parameters and gather buffers."""
+    full_gradients: int = 0
+    """Pending full gradients."""
+    gradient_shards: int = 0
+    """Gradient shards."""
+    buffers: int = 0
+    """Buffers of a running reduction."""
 
 
 class FsdpTimeline(StepTimeline):
     """One optimizer step under FSDP, from the third on."""
 
+    shards_are_flat: ClassVar[bool]
+    """True if shards are pieces of flat parameters."""
+
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         """Split the model into units."""
         super().__init__(model)
-        self._version = _VERSIONS[setup.options.strategy.level]
-        self._ground = self._version.build_rank_memory(model, setup)
-        self._micros = micro_batch_positions(setup.options.accumulate)
-        self._update = self._ground.optimizer_step_allocation()
+        self.setup, self.groups, self.last_group = setup, model.groups, len(model.groups) - 1
+        self.compute_width = self.reduce_width = self.stored_width = model.element
+        if setup.is_half_precision:
+            # In mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces in it.
+            self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
+        self.is_offloaded = setup.options.offload_device != "none"
+        self.units = self.build_units()
+        self.total_unit = FsdpUnit(
+            *(
+                sum(group.count * value for group, value in zip(self.groups, values, strict=True))
+                for values in zip(*self.units, strict=True)
+            )
+        )
+        trainable = self.total_unit.num_trainable
+        self._shards = {
+            "parameters": self.total_unit.param_shard_bytes,
+            "optimizer": setup.optimizer.state_bytes(
+                trainable, element=self.stored_width, flat=self.shards_are_flat
+            ),
+        }
+        largest = max(unit.largest_shard_size for unit in self.units)
+        scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest)
+        self._update = self._place({}, self.total_unit.grad_shard_bytes, {"temporaries": scratch})
+        # Several moments of a unit's backward share its transient memory.
+        self._transient_memory = cache(self.transient_memory)
+
+    @abstractmethod
+    def build_units(self) -> list[FsdpUnit]:
+        """Return one unit for each of the model's groups."""
+
+    @abstractmethod
+    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+        """Return the memory besides the current unit in forward, loss and backward."""
+
+    @abstractmethod
+    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+        """Yield the memory before a unit's forward, and while its gradients are reduced."""
 
     def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
         """Walk each kind of micro-batch from first to last step."""
-        for micro in self._micros:
+        for micro in _micro_batch_positions(self.setup.options.accumulate):
             for at, step in enumerate(steps):
-                for held in self._version.allocations_at(self._ground, micro, step):
-                    yield at, held
+                if step.phase in {"before", "after"}:
+                    for transient in self.edge_memory(micro, step):
+                        yield at, self._allocation(transient)
+                else:
+                    transient = self._transient_memory(micro, step._replace(num_grads=0))
+                    yield at, self._allocation(transient, self.compute_width * step.num_grads)
 
     def other_allocations(
         self,
@@ -43,9 +127,295 @@ class FsdpTimeline(StepTimeline):
         """The optimizer step."""
         yield "optimizer step", self._update, 0
 
+    def _allocation(self, transient: TransientMemory, own_gradients: int = 0) -> Allocation:
+        parts = {
+            "gradients": transient.full_gradients + own_gradients,
+            "buffers": transient.buffers,
+            "gathered": transient.gathered,
+        }
+        return self._place(parts, transient.gradient_shards)
 
-def micro_batch_positions(accumulate: int) -> tuple[MicroBatchPosition, ...]:
-    """Return the kinds of micro-batches in an optimizer step."""
+    def _place(
+        self, parts: BytesByPart, shards: int, update: BytesByPart | None = None
+    ) -> Allocation:
+        """Put shards and optimizer state on the device or in host memory."""
+        where = (self._shards, {"gradients": shards}, update or {})
+        return Allocation(parts, host=where) if self.is_offloaded else Allocation(*where, parts)
+
+    def build_unit(
+        self, group: LayerGroup, share: int, *, accumulate: int, largest: int
+    ) -> FsdpUnit:
+        """Return a group as a unit.
+
+        Args:
+            group: parameters that are used together.
+            share: elements of the first rank's shard.
+            accumulate: bytes per element of accumulated gradients.
+            largest: elements of the largest parameter in the first rank's shard.
+        """
+        ranks = self.setup.num_shards
+        trained = share * group.trainable // group.num_params if group.num_params else 0
+        frozen_bytes = self.model.element * (share - trained)
+        return FsdpUnit(
+            full_param_bytes=self.compute_width * share * ranks,
+            gradient_bytes=self.compute_width * group.trainable,
+            reduce_bytes=self.reduce_width * trained * ranks,
+            accumulated_grad_bytes=accumulate * group.trainable,
+            largest_grad_bytes=self.compute_width * group.largest if group.trainable else 0,
+            reduce_shard_bytes=self.reduce_width * trained,
+            param_shard_bytes=self.stored_width * trained + frozen_bytes,
+            grad_shard_bytes=self.stored_width * trained,
+            num_trainable=trained,
+            largest_shard_size=largest if trained else 0,
+        )
+
+    def finished_gradients(
+        self, micro: MicroBatchPosition, step: WalkStep, end: int
+    ) -> tuple[int, int]:
+        """Return bytes of pending full gradients, and of gradient shards.
+
+        Args:
+            micro: position of the micro-batch.
+            step: of the walk; in the backward, the units after it have finished.
+            end: groups from this one on are not counted as finished.
+        """
+        accumulated = shards = 0
+        if step.phase in {"backward", "after"}:
+            for number in range(step.group_index, end):
+                count = self.groups[number].count
+                count -= step.block_index + 1 if number == step.group_index else 0
+                accumulated += count * self.units[number].accumulated_grad_bytes
+                shards += count * self.units[number].grad_shard_bytes
+        if micro == "only":
+            return 0, shards
+        if micro == "first":
+            return accumulated, 0
+        if micro == "middle":
+            return self.total_unit.accumulated_grad_bytes, 0
+        return self.total_unit.accumulated_grad_bytes - accumulated, shards
+
+    def num_gathered(self, number: int, step: WalkStep) -> int:
+        """Return how many instances of a group before the last are gathered at a step."""
+        if self.groups[number].role == "root":
+            return 1
+        if self.setup.options.reshard_after_forward:
+            return int(number == step.group_index and step.phase != "loss")
+        if step.phase == "loss" or number < step.group_index:
+            return self.groups[number].count
+        return step.block_index + 1 if number == step.group_index else 0
+
+    def gathered_bytes(self, step: WalkStep, *, last: bool) -> int:
+        """Return the bytes of gathered units; `last`: whether the last group is gathered."""
+        before = sum(
+            self.units[number].full_param_bytes * self.num_gathered(number, step)
+            for number in range(self.last_group)
+        )
+        return before + last * self.units[self.last_group].full_param_bytes
+
+
+def _micro_batch_positions(accumulate: int) -> tuple[MicroBatchPosition, ...]:
+    """Kinds of micro-batches in an optimizer step."""
     if accumulate == 1:
         return ("only",)
     return ("first", "last") if accumulate == 2 else ("first", "middle", "last")  # noqa: PLR2004
+
+
+class Fsdp1Timeline(FsdpTimeline):
+    """`FullyShardedDataParallel` with accelerate's defaults, original parameters and no prefetch.
+
+    Each block is a unit with one flat parameter; the rest belongs to the root, which stays gathered
+    from the first forward to the end of the backward.
+
+    A unit is gathered in place. Autograd sees its parameters as views of the flat one, so their
+    gradients are kept until all exist and are then copied together; that copy is cast to the reduce
+    dtype during the reduction.
+    """
+
+    shards_are_flat = True
+
+    def build_units(self) -> list[FsdpUnit]:
+        """Flat units of the blocks, with the root in place of the last group."""
+        rest = [group for group in self.groups if group.role != "block"]
+        root = LayerGroup(
+            name="root",
+            role="root",
+            trainable=sum(group.count * group.trainable for group in rest),
+            frozen=sum(group.count * group.frozen for group in rest),
+            largest=max(group.largest for group in rest),
+        )
+        blocks = [
+            self._flat_unit(group) if group.role == "block" else FsdpUnit()
+            for group in self.groups[:-1]
+        ]
+        return [*blocks, self._flat_unit(root)]
+
+    def _flat_unit(self, group: LayerGroup) -> FsdpUnit:
+        share = -(-group.num_params // self.setup.num_shards)
+        largest = min(share, group.largest)
+        unit = self.build_unit(group, share, accumulate=self.compute_width, largest=largest)
+        # A flat parameter has one gradient, with zeros for frozen parameters.
+        gradient_bytes = self.compute_width * group.num_params if group.trainable else 0
+        return unit._replace(gradient_bytes=gradient_bytes, accumulated_grad_bytes=gradient_bytes)
+
+    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+        """Return the gathered units and the finished gradients."""
+        full, shards = self.finished_gradients(micro, step, self.last_group)
+        full += self._root_gradients(step) if step.phase == "backward" else 0
+        return TransientMemory(self.gathered_bytes(step, last=True), full, shards)
+
+    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+        """Gradients are copied together; then the unit is resharded and they are reduced."""
+        block = self.groups[step.group_index].role == "block"
+        if step.phase == "before" or (step.group_index and not block):
+            return
+        finished = self.units[step.group_index if block else self.last_group]
+        full, shards = self.finished_gradients(micro, step, self.last_group)
+        full += self._root_gradients(step) if block else 0
+        gathered = self.gathered_bytes(step, last=True)
+        yield TransientMemory(gathered, full + 2 * finished.gradient_bytes, shards)
+        if micro in {"only", "last"}:
+            cast = finished.reduce_bytes if self.reduce_width != self.compute_width else 0
+            yield TransientMemory(
+                gathered - finished.full_param_bytes,
+                full + finished.gradient_bytes,
+                shards,
+                cast + finished.reduce_shard_bytes,
+            )
+
+    def _root_gradients(self, step: WalkStep) -> int:
+        """Gradients of the root's parameters that later groups have made."""
+        after = self.groups[step.group_index + 1 :]
+        return self.compute_width * sum(group.trainable for group in after if group.role != "block")
+
+
+class Fsdp2Timeline(FsdpTimeline):
+    """`fully_shard` (torch.distributed.fsdp) as accelerate's `fsdp2_prepare_model` applies it.
+
+    Each block is a unit, the embedding is one, and final norm and head form one that stays gathered
+    from forward to backward. With tied weights the embedding belongs to the latter. The remaining
+    parameters belong to the root, which also stays gathered.
+
+    A unit is gathered into a buffer and copied out of it, so it exists twice during its forward; in
+    the backward the next unit's buffer exists besides the current unit. Gradients are reduced in a
+    buffer of the reduce dtype, which lives until the next unit reduces; accumulated gradients have
+    that dtype as well. With replicas across nodes, parameters are sharded over a node's ranks;
+    nodes reduce the gradient shards in place, and torch keeps these until the end of the backward,
+    even if they have been offloaded to the host by then.
+    """
+
+    shards_are_flat = False
+
+    def build_units(self) -> list[FsdpUnit]:
+        """Return units whose parameters are sharded by rows."""
+        ranks = self.setup.num_shards
+        units = []
+        for group in self.groups:
+            if group.tensors:
+                share = sum(-(-rows // ranks) * (size // rows) for rows, size in group.tensors)
+            else:
+                share = -(-group.num_params // ranks)
+            largest = -(-group.largest // ranks)
+            units.append(
+                self.build_unit(group, share, accumulate=self.reduce_width, largest=largest)
+            )
+        return units
+
+    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+        """Return gathered units and buffers, finished gradients, and the reduction in flight."""
+        full, shards = self._finished(micro, step)
+        gathered, last = self._gathered(step), self.last_group
+        if step.phase in {"before", "forward"}:
+            return TransientMemory(gathered + self._forward_buffers(step)[0], full, shards)
+        if step.phase == "loss":
+            # If the tail has no parameters, nothing has freed the last block's buffer.
+            left = 0 if self.units[last].full_param_bytes else self._last_buffer(last)
+            return TransientMemory(gathered + left, full, shards)
+        if self.model.tied and step.group_index != last:
+            full += self.units[last].gradient_bytes
+        buffers = self._reduction_in_flight(micro, step) + self._kept_on_gpu(shards)
+        return TransientMemory(gathered + self._prefetched(step), full, shards, buffers)
+
+    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+        """Yield the copy out of the gather buffer, and the reduction of the unit's gradients."""
+        unit = self._unit_gathered_by(step.group_index)
+        if step.phase == "before":
+            # The previous unit's buffer is freed once this unit's has been copied.
+            transient = self._transient_memory(micro, step)
+            besides = self._forward_buffers(step)[1]
+            if self.is_offloaded and self.setup.kind != "cpu":
+                # An offloaded shard on its way to the GPU, beyond the gathered unit.
+                arrived = self.stored_width * unit.largest_shard_size
+                shard = unit.full_param_bytes // self.setup.num_shards
+                besides += max(0, arrived + shard - unit.full_param_bytes)
+            yield transient._replace(gathered=transient.gathered + besides)
+            return
+        if self.model.tied and step.group_index == self.last_group:
+            return
+        # The unit is resharded; its gradients are copied to be reduced, or kept in full.
+        full, shards = self._finished(micro, step)
+        buffers = 0
+        if micro in {"only", "last"}:
+            buffers = unit.reduce_bytes + unit.reduce_shard_bytes + self._kept_on_gpu(shards)
+        if micro == "first":
+            # Gradients are cast to the reduce dtype one after another.
+            full += unit.largest_grad_bytes + unit.accumulated_grad_bytes
+        elif micro in {"only", "middle"}:
+            full += unit.gradient_bytes
+        gathered = self._gathered(step) - unit.full_param_bytes + self._prefetched(step)
+        yield TransientMemory(gathered, full, shards, buffers)
+
+    def _finished(self, micro: MicroBatchPosition, step: WalkStep) -> tuple[int, int]:
+        # Tied to the embedding, the tail ends with it.
+        end = self.last_group if self.model.tied else len(self.units)
+        return self.finished_gradients(micro, step, end)
+
+    def _gathered(self, step: WalkStep) -> int:
+        """Bytes of gathered units: the current one, tail and root; all if none is resharded."""
+        at_end = step.phase == "loss" or step.group_index == self.last_group
+        return self.gathered_bytes(step, last=self.model.tied or at_end)
+
+    def _kept_on_gpu(self, shards: int) -> int:
+        """Bytes of offloaded gradient shards that stay on the GPU as nodes reduced them there."""
+        stays = self.setup.num_replicas > 1 and self.is_offloaded and self.setup.kind == "cuda"
+        return shards * self.reduce_width // self.stored_width if stays else 0
+
+    def _unit_gathered_by(self, number: int) -> FsdpUnit:
+        """The unit that a group's forward gathers; for a tied embedding, the tail."""
+        tied_embedding = self.model.tied and self.groups[number].role == "embedding"
+        return self.units[self.last_group if tied_embedding else number]
+
+    def _forward_buffers(self, step: WalkStep) -> tuple[int, int]:
+        """The gather buffer that a unit's forward keeps, and that of the previous unit."""
+        if self.model.tied and step.group_index == self.last_group:
+            return self._unit_gathered_by(step.group_index - 1).full_param_bytes, 0
+        own = self._last_buffer(step.group_index)
+        if step.block_index:
+            return own, own
+        gathers = self._unit_gathered_by(step.group_index).full_param_bytes
+        has_previous = step.group_index and gathers
+        return own, self._last_buffer(step.group_index - 1) if has_previous else 0
+
+    def _last_buffer(self, number: int) -> int:
+        """The buffer of the unit gathered last; a group without parameters gathers none."""
+        sizes = (self._unit_gathered_by(each).full_param_bytes for each in range(number, -1, -1))
+        return next((size for size in sizes if size), 0)
+
+    def _prefetched(self, step: WalkStep) -> int:
+        """The buffer of the unit whose backward is next."""
+        if not self.setup.options.reshard_after_forward:
+            return 0
+        if step.block_index:
+            return self.units[step.group_index].full_param_bytes
+        for number in range(step.group_index - 1, -1, -1):
+            if self.groups[number].role != "root":
+                return self.units[number].full_param_bytes
+        return 0
+
+    def _reduction_in_flight(self, micro: MicroBatchPosition, step: WalkStep) -> int:
+        """The previous unit's reduction, until the next one begins."""
+        if micro in {"first", "middle"} or step.group_index == self.last_group:
+            return 0
+        if step.block_index < self.groups[step.group_index].count - 1:
+            return self.units[step.group_index].reduce_bytes
+        after = step.group_index + 1
+        return 0 if after == self.last_group and self.model.tied else self.units[after].reduce_bytes

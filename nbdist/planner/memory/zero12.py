@@ -12,12 +12,11 @@ from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbdist.planner.memory import partitioning, zero3
+from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.zero_common import (
     GRADIENT_PARTITIONING_STAGE,
     MASTER_BYTES,
     NORM_BYTES,
-    PARAMETER_PARTITIONING_STAGE,
     ZeroTimeline,
 )
 from nbdist.planner.model_spec import last_blocks_and
@@ -26,30 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbdist.planner.memory.partitioning import BucketReduction, RetainedGradients
-    from nbdist.planner.memory.timeline import Allocation, BytesByPart
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import Allocation, BytesByPart, TrainingSetup
     from nbdist.planner.model_spec import ModelSpec, VisitedBlocks, WalkStep
 
 
-def build_timeline(model: ModelSpec, setup: TrainingSetup) -> ZeroTimeline:
-    """Return the timeline of a training step on the fullest rank."""
-    cuts_parameters = setup.options.strategy.level == PARAMETER_PARTITIONING_STAGE
-    return zero3.Zero3Timeline(model, setup) if cuts_parameters else _Zero12Timeline(model, setup)
-
-
-class _Zero12Timeline(ZeroTimeline):
-    """Stages 1 and 2."""
+class Zero12Timeline(ZeroTimeline):
+    """Stages 1 and 2, on the fullest rank."""
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model, setup)
         self._cuts_gradients = setup.options.strategy.level == GRADIENT_PARTITIONING_STAGE
         self._at_once = self._cuts_gradients or self.config.overlap_comm
         """True if gradients are reduced during the backward, not after it."""
-        shares = partitioning.partition_contents(
+        self._shares = partitioning.partition_contents(
             model.groups, tied=model.tied, world_size=setup.world_size
         )
-        self._shares = shares
-        self._most_touched = max(share.num_touched for share in shares)
+        self._most_touched = max(share.num_touched for share in self._shares)
+        self._bucket = {
+            "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
+        }
+        self._adds_up = self.has_accumulated_gradients and not self._cuts_gradients
+        """True if stage 1 accumulates into gradients of earlier micro-batches."""
 
     def device_parts(self) -> dict[str, int]:
         """All parameters, and unless offloaded the optimizer state."""
@@ -103,20 +99,6 @@ class _Zero12Timeline(ZeroTimeline):
         also = [(number, max(0, nth)) for number, at in begins for nth in (at, at - 1)]
         return last_blocks_and(groups, also)
 
-    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
-        """Reductions during the backward, or after it."""
-        return self._reduced_at_once() if self._at_once else self._reduced_after()
-
-    def _bucket(self) -> dict[str, int]:
-        return {
-            "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
-        }
-
-    @property
-    def _adds_up(self) -> bool:
-        """True if stage 1 accumulates into gradients of earlier micro-batches."""
-        return self.has_accumulated_gradients and not self._cuts_gradients
-
     def _earlier(self, gone: int) -> int:
         """Bytes of gradients of earlier micro-batches without `gone` elements stored elsewhere.
 
@@ -128,32 +110,28 @@ class _Zero12Timeline(ZeroTimeline):
     def _during(self, step: WalkStep) -> dict[str, int]:
         """Bytes of gradients, and of the bucket that collects them."""
         finished = partitioning.num_finished_gradients(self.model, step) + step.num_grads
-        kept = self._mine(self._kept_at(step, finished))
+        reduced = 0
+        if step.phase == "backward" and self._at_once:
+            # A bucket is reduced when the next gradient exists, and so is a large gradient
+            # (stage_1_and_2.py:1420, 1450).
+            number = bisect_left(
+                self._kept,
+                finished - self.tied_head_size,
+                key=lambda kept: kept.reduction.num_reduced,
+            )
+            reduced = self._kept[number - 1].after if number else 0
+        kept = self._mine(reduced)
         if self._adds_up:
             # The bucket stays as well. The peak is in the last micro-batch or the one before.
             reduces = self._at_once and step.phase == "backward"
             done = max(0, finished - self.tied_head_size) if reduces else 0
             gradients = max(self._earlier(0), self._earlier(done) + kept)
-            return self._bucket() | {"gradients": gradients} | self.pending_gradient_parts(step)
+            return self._bucket | {"gradients": gradients} | self.pending_gradient_parts(step)
         if step.phase != "backward" or not finished:
             return {"gradients": kept}
         if not self._at_once:
-            return self._bucket() | {"gradients": self.element_bytes * finished}
-        return self._bucket() | {"gradients": kept} | self.pending_gradient_parts(step)
-
-    def _kept_at(self, step: WalkStep, made: int) -> int:
-        """Elements of reduced gradients; a bucket is reduced when the next gradient exists.
-
-        So is a large gradient (stage_1_and_2.py:1420, 1450).
-        """
-        if step.phase != "backward" or not self._at_once:
-            return 0
-        number = bisect_left(self._moved, made - self.tied_head_size)
-        return self._kept[number - 1].after if number else 0
-
-    @cached_property
-    def _moved(self) -> list[int]:
-        return [kept.reduction.num_reduced for kept in self._kept]
+            return self._bucket | {"gradients": self.element_bytes * finished}
+        return self._bucket | {"gradients": kept} | self.pending_gradient_parts(step)
 
     @cached_property
     def _kept(self) -> tuple[RetainedGradients, ...]:
@@ -184,26 +162,29 @@ class _Zero12Timeline(ZeroTimeline):
             return mine
         return max(self.element_bytes * self._most_touched, 2 * mine)
 
-    def _reduced_at_once(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
-        """Buckets reduced during the backward, before and after each reduction.
+    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Yield the memory before and during each reduction that may be the peak.
 
-        Any of them may be the peak: activations shrink while more ranks hold gradients.
+        During the backward, activations shrink while more ranks hold gradients. After it (stage 1),
+        all gradients exist and pass through the bucket from the first to the last.
         """
-        bucket = self._bucket()
-        for kept in self._stays(partitioning.peak_candidates, backward=True):
+        for kept in self._stays(partitioning.peak_candidates, backward=self._at_once):
             reduction = kept.reduction
-            comes = (
-                reduction.next_parameter.num_elements if reduction.next_parameter is not None else 0
-            )
-            around = self.unbucketed_gradient_bytes(reduction) + self._earlier(
-                reduction.num_reduced + comes
-            )
-            for grads, extra in (
-                (kept.before, self._flat(reduction)),
-                (kept.during, self._norm(reduction)),
+            following = reduction.next_parameter
+            if self._at_once:
+                comes = 0 if following is None else following.num_elements
+                around = self.unbucketed_gradient_bytes(reduction)
+                around += self._earlier(reduction.num_reduced + comes)
+            else:
+                large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
+                around = self.element_bytes * (self.trainable - reduction.num_reduced + large)
+                reduction = reduction._replace(next_parameter=None)
+            for elements, extra in (
+                (kept.before, self._flat(kept.reduction)),
+                (kept.during, self._norm(kept.reduction)),
             ):
-                gradients = around + self._mine(grads)
-                yield reduction, bucket | {"gradients": gradients, "temporaries": extra}
+                mine = self._mine(elements) if self._at_once else self.element_bytes * elements
+                yield reduction, self._bucket | {"gradients": around + mine, "temporaries": extra}
 
     def _flat(self, reduction: BucketReduction) -> int:
         """Bytes of the flat copy that is reduced, if pieces go to several ranks.
@@ -220,24 +201,9 @@ class _Zero12Timeline(ZeroTimeline):
 
     def _norm(self, reduction: BucketReduction) -> int:
         """Bytes of the fp64 copy of an offloaded gradient for its norm."""
-        return (
-            NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)
-            if self.is_offloaded
-            else 0
-        )
-
-    def _reduced_after(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
-        """Stage 1: all gradients exist and pass through the bucket from the first to the last."""
-        for kept in self._stays(partitioning.peak_candidates, backward=False):
-            reduction = kept.reduction
-            large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
-            rest = self.trainable - reduction.num_reduced + large
-            for grads, extra in (
-                (kept.before, self._flat(reduction)),
-                (kept.during, self._norm(reduction)),
-            ):
-                parts = {"gradients": self.element_bytes * (rest + grads), "temporaries": extra}
-                yield reduction._replace(next_parameter=None), self._bucket() | parts
+        if not self.is_offloaded:
+            return 0
+        return NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)
 
     def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
         """Gradient norm, flat fp32 gradients, optimizer step."""

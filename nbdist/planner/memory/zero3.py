@@ -1,31 +1,43 @@
 """Memory timeline of DeepSpeed under ZeRO-3.
 
-Parameters are partitioned one by one and gathered for use (`zero3_prefetch`); reduced gradients and
-the bucket have permanent buffers. Follows DeepSpeed 0.19.8, runtime/zero/stage3.py.
+Parameters are partitioned one by one and gathered for use; reduced gradients and the bucket have
+permanent buffers. Follows DeepSpeed 0.19.8, runtime/zero/stage3.py and
+runtime/zero/partitioned_param_coordinator.py: at each module the coordinator gathers missing
+parameters, prefetches the next ones, a bucket at a time and up to ``max_live_parameters``, and
+releases those not used again within ``max_reuse_distance`` elements. `simulate_prefetch` applies
+these rules parameter by parameter, in elements.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.memory import partitioning, zero3_prefetch
+from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.timeline import running_maxima, sum_parts
-from nbdist.planner.memory.zero_common import MASTER_BYTES, NORM_BYTES, ZeroTimeline
+from nbdist.planner.memory.zero_common import (
+    MASTER_BYTES,
+    NORM_BYTES,
+    PrefetchLimits,
+    ZeroTimeline,
+)
 from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.planner.memory.partitioning import BucketReduction
-    from nbdist.planner.memory.timeline import Allocation, BytesByPart
-    from nbdist.planner.memory.training_setup import TrainingSetup
-    from nbdist.planner.memory.zero3_prefetch import GatherPoint, PrefetchLimits
+    from nbdist.planner.memory.timeline import Allocation, BytesByPart, TrainingSetup
     from nbdist.planner.model_spec import LayerGroup, ModelSpec, VisitedBlocks, WalkStep
+
+Direction = Literal["forward", "backward"]
+GatherPoint = tuple[Direction, int, int]
+"""Direction, group, index of the instance."""
 
 _SWAP_BUFFERS = 4
 _PARAM_BUFFERS = 5
-_PARAM_BUFFER = 1e8
 _PARAMS_IN_HOST = 1e9
 """Defaults of NVMe offload (runtime/zero/offload_config.py)."""
 
@@ -38,7 +50,7 @@ class Zero3Timeline(ZeroTimeline):
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
-        self._gathered = zero3_prefetch.simulate_prefetch(
+        self._gathered = simulate_prefetch(
             model.groups,
             tied=model.tied,
             recompute=setup.options.activation_checkpointing,
@@ -52,11 +64,11 @@ class Zero3Timeline(ZeroTimeline):
 
     @cached_property
     def partition_size(self) -> int:
-        """Elements of a rank's share; each parameter is partitioned separately."""
+        """Elements of a rank's share of trainable parameters."""
         return self._share(partitioning.trainable_param_sizes)
 
     def _share(self, sizes: Callable[[LayerGroup], tuple[int, ...]]) -> int:
-        """Elements of one rank's share of parameters."""
+        # Each parameter is partitioned separately.
         ranks = self.setup.world_size
         return sum(
             group.count * -(-size // ranks) for group in self.model.groups for size in sizes(group)
@@ -68,7 +80,7 @@ class Zero3Timeline(ZeroTimeline):
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
         if not self._params_away:
-            parts["parameters"] = self._parameters()
+            parts["parameters"] = self._param_bytes
         if self.is_offloaded:
             return parts
         return (
@@ -77,7 +89,8 @@ class Zero3Timeline(ZeroTimeline):
             | {"gradients": self.element_bytes * self.partition_size}
         )
 
-    def _parameters(self) -> int:
+    @cached_property
+    def _param_bytes(self) -> int:
         """Bytes of a rank's share of all parameters."""
         return self.element_bytes * (
             self.partition_size + self._share(partitioning.frozen_param_sizes)
@@ -94,102 +107,98 @@ class Zero3Timeline(ZeroTimeline):
                 self.element_bytes * self.partition_size, MASTER_BYTES * self.partition_size
             )
             parts |= self.optimizer_state_parts() | {"buffers": locked}
-            return parts | ({"parameters": self._parameters()} if self._params_away else {})
-        parts["buffers"] = (
-            MASTER_BYTES * self._swap_buffers() * min(self.partition_size, self._sub_group())
-        )
-        return sum_parts((parts, self._params_in_host())) if self._params_away else parts
+            return parts | ({"parameters": self._param_bytes} if self._params_away else {})
+        swap_buffers = int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
+        parts["buffers"] = MASTER_BYTES * swap_buffers * self._sub_group
+        if not self._params_away:
+            return parts
+        # Pinned buffers of parameters on NVMe, and parameters that may stay on the host.
+        section = self.config.offload_param
+        largest = max(group.largest for group in self.model.groups)
+        buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
+        # nbdist.worker.engines.deepspeed sets the size of the buffers by the largest parameter.
+        buffer_size = int(section.get("buffer_size", largest))
+        kept = min(self.partition_size, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
+        in_host = {
+            "buffers": self.element_bytes * buffers * buffer_size,
+            "parameters": self.element_bytes * kept,
+        }
+        return sum_parts((parts, in_host))
 
+    @cached_property
     def _sub_group(self) -> int:
         """Elements updated at once: limited by the config, but at least one parameter."""
         ranks = self.setup.world_size
         return min(self.partition_size, max(self.config.sub_group_size, -(-self.largest // ranks)))
-
-    def _swap_buffers(self) -> int:
-        return int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
-
-    def _params_in_host(self) -> dict[str, int]:
-        """Pinned buffers of parameters on NVMe, and parameters that may stay on the host."""
-        section = self.config.offload_param
-        largest = max(group.largest for group in self.model.groups)
-        buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
-        kept = min(self.partition_size, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
-        return {
-            # nbdist.worker.engines.deepspeed sets their size by the largest parameter.
-            "buffers": self.element_bytes * buffers * int(section.get("buffer_size", largest)),
-            "parameters": self.element_bytes * kept,
-        }
 
     def nvme_bytes(self) -> int:
         """Bytes of files on NVMe: optimizer state, and parameters if offloaded too."""
         if not self._on_nvme:
             return 0
         return sum(self.optimizer_state_parts().values()) + (
-            self._parameters() if self._params_away else 0
+            self._param_bytes if self._params_away else 0
         )
 
     def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
         """Gathered parameters and gradients during forward, loss and backward."""
         for at, step in enumerate(steps):
-            for parts in self._during(step):
-                yield at, self.allocation_with(*parts)
+            tail = self.model.groups[step.group_index].role == "tail"
+            place = (step.group_index, step.block_index)
+            if step.phase == "loss":
+                yield at, self.allocation_with(self._gathered_parts(self._gathered.num_at_loss))
+            elif step.phase == "backward":
+                peak = self._gathered.max_at.get(("backward", *place), 0)
+                pending = self.pending_gradient_parts(step)
+                yield at, self.allocation_with(self._gathered_parts(peak), pending)
+            elif tail and step.phase == "forward":
+                # The head is gathered before the logits exist.
+                held = self._gathered.min_at.get(("forward", *place), 0)
+                yield at, self.allocation_with(self._gathered_parts(held))
+            elif step.phase == "forward" or (tail and step.phase == "before"):
+                peak = self._gathered.max_at.get(("forward", *place), 0)
+                yield at, self.allocation_with(self._gathered_parts(peak))
 
-    def _during(self, step: WalkStep) -> Iterator[tuple[BytesByPart, ...]]:
-        """Additional memory at a step."""
-        tail = self.model.groups[step.group_index].role == "tail"
-        if step.phase == "loss":
-            yield (self._gather(self._gathered.num_at_loss),)
-        elif step.phase == "backward":
-            yield (
-                self._at_work(("backward", step.group_index, step.block_index)),
-                self.pending_gradient_parts(step),
-            )
-        elif step.phase != "after":
-            where: GatherPoint = ("forward", step.group_index, step.block_index)
-            # The head is gathered before the logits exist.
-            if tail and step.phase == "forward":
-                yield (self._gather(self._gathered.min_at.get(where, 0)),)
-            elif tail or step.phase == "forward":
-                yield (self._at_work(where),)
-
-    def _at_work(self, where: GatherPoint) -> dict[str, int]:
-        return self._gather(self._gathered.max_at.get(where, 0))
-
-    def _gather(self, elements: int) -> dict[str, int]:
+    def _gathered_parts(self, elements: int) -> dict[str, int]:
         return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Buckets reduced during the backward, each copied for its reduction."""
-        candidates = _telling(
+        reductions = partitioning.bucket_reductions(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
             bucket=self.config.reduce_bucket_size,
-            recompute=self.setup.options.activation_checkpointing,
-            rules=self.config.prefetch_limits,
+            backward=True,
+        )
+        # Reductions that may be the peak, with the elements gathered at that time.
+        candidates = running_maxima(
+            (partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
+            for reduction in reductions
+            for gathered in [self._num_gathered_at(reduction)]
         )
         for reduction, gathered in candidates:
-            copied = (
-                0
-                if self.exceeds_bucket(reduction)
-                else self.element_bytes * reduction.num_in_bucket
-            )
-            temporaries = copied + self._norm(reduction)
+            temporaries = 0
+            if not self.exceeds_bucket(reduction):
+                temporaries += self.element_bytes * reduction.num_in_bucket
+            if self.is_offloaded:
+                # The norm of an offloaded gradient share takes a copy in fp64.
+                largest = min(reduction.num_in_bucket, self.largest)
+                temporaries += NORM_BYTES * -(-largest // self.setup.world_size)
             parts = {
                 "gradients": self.unbucketed_gradient_bytes(reduction),
                 "temporaries": temporaries,
             }
-            yield reduction, parts | self._gather(gathered)
+            yield reduction, parts | self._gathered_parts(gathered)
 
-    def _norm(self, reduction: BucketReduction) -> int:
-        """Bytes of the fp64 copy of an offloaded gradient share for its norm."""
-        if not self.is_offloaded:
+    def _num_gathered_at(self, reduction: BucketReduction) -> int:
+        if reduction.next_parameter is None:
             return 0
-        return NORM_BYTES * -(-min(reduction.num_in_bucket, self.largest) // self.setup.world_size)
+        _, group_index, block_index = reduction.next_parameter
+        return self._gathered.max_at.get(("backward", group_index, block_index), 0)
 
     def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
         """One group of parameters after another: fp32 gradients, optimizer step."""
-        size = self._sub_group()
+        size = self._sub_group
         if self.is_offloaded:
             yield "optimizer step", self.allocation_with(host=self.host_update_parts(size))
             return
@@ -199,42 +208,214 @@ class Zero3Timeline(ZeroTimeline):
         yield "optimizer step", self.allocation_with(self.update_parts(size))
 
 
+# -- gathered parameters --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatheredParameters:
+    """Elements on a rank in addition to its partition."""
+
+    num_persistent: int
+    """Elements that are always gathered."""
+    max_at: Mapping[GatherPoint, int]
+    """Peak while a group runs, including the flat tensors of its gathers."""
+    min_at: Mapping[GatherPoint, int]
+    """Elements when a group has everything it needs."""
+    num_at_loss: int
+    """Elements between forward and backward."""
+    peak_blocks: tuple[tuple[int, int], ...]
+    """Group and index where more is gathered than at all later ones in the same direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterUse:
+    """A parameter when a module uses it."""
+
+    parameter: int
+    size: int
+    where: GatherPoint
+
+
 @lru_cache(maxsize=64)
-def _telling(
+def simulate_prefetch(
+    groups: tuple[LayerGroup, ...], *, tied: bool, recompute: bool, rules: PrefetchLimits
+) -> GatheredParameters:
+    """Return the gathered parameters over a micro-batch, from the third step on.
+
+    Args:
+        groups: groups of the model.
+        tied: True if the first group also uses the largest parameter of the last one.
+        recompute: True if the forward of blocks is recomputed before their backward.
+        rules: limits from DeepSpeed's config.
+    """
+    threshold = rules.param_persistence_threshold
+    sizes = [
+        (*partitioning.trainable_param_sizes(group), *partitioning.frozen_param_sizes(group))
+        for group in groups
+    ]
+    uses = _parameter_uses(groups, sizes, tied=tied, recompute=recompute, persist=threshold)
+    replay = _CoordinatorReplay(uses, rules)
+    num_at_loss = replay.run()
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return GatheredParameters(
+        num_persistent=sum(
+            group.count * sum(size for size in of_group if size <= threshold)
+            for group, of_group in zip(groups, sizes, strict=True)
+        ),
+        max_at=replay.most,
+        min_at=replay.least,
+        num_at_loss=num_at_loss,
+        peak_blocks=tuple(
+            running_maxima(
+                ((way, number), (replay.most.get((way, number, nth), 0),), (number, nth))
+                for way in directions
+                for number, group in enumerate(groups)
+                for nth in reversed(range(group.count))
+            )
+        ),
+    )
+
+
+def _parameter_uses(
     groups: tuple[LayerGroup, ...],
+    sizes: list[tuple[int, ...]],
     *,
     tied: bool,
-    world_size: int,
-    bucket: int,
     recompute: bool,
-    rules: PrefetchLimits,
-) -> tuple[tuple[BucketReduction, int], ...]:
-    """Reductions that may be the peak, with the elements gathered at that time."""
-    most = zero3_prefetch.simulate_prefetch(
-        groups, tied=tied, recompute=recompute, rules=rules
-    ).max_at
-    reductions = partitioning.bucket_reductions(
-        groups, tied=tied, world_size=world_size, bucket=bucket, backward=True
-    )
-    pairs = [
-        (
-            reduction,
-            0
-            if reduction.next_parameter is None
-            else most.get(
-                (
-                    "backward",
-                    reduction.next_parameter.group_index,
-                    reduction.next_parameter.block_index,
-                ),
-                0,
-            ),
+    persist: int,
+) -> list[_ParameterUse]:
+    """Every use of a partitioned parameter, in the order of one micro-batch."""
+    numbers: dict[tuple[int, int, int], int] = {}
+
+    def of_one(way: Direction, group: int, index: int) -> list[_ParameterUse]:
+        return [
+            _ParameterUse(
+                numbers.setdefault((group, index, position), len(numbers)),
+                size,
+                (way, group, index),
+            )
+            for position, size in enumerate(sizes[group])
+            if size > persist
+        ]
+
+    order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
+    uses = [use for position in order for use in of_one("forward", *position)]
+    head = max(of_one("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
+    for number, index in reversed(order):
+        if recompute and groups[number].role == "block":
+            uses += of_one("backward", number, index)
+        uses += reversed(of_one("backward", number, index))
+    if tied and head is not None:
+        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0)))
+        uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0)))
+    return uses
+
+
+class _GatherMessage:
+    """Parameters gathered in one message, into one flat tensor."""
+
+    __slots__ = ("copied", "size", "waiting")
+
+    def __init__(self, parameters: set[int], size: int) -> None:
+        self.waiting, self.size, self.copied = parameters, size, False
+
+
+class _CoordinatorReplay:
+    """One micro-batch of DeepSpeed's coordinator with a complete trace."""
+
+    def __init__(self, uses: list[_ParameterUse], rules: PrefetchLimits) -> None:
+        self.most: dict[GatherPoint, int] = {}
+        self.least: dict[GatherPoint, int] = {}
+        self._uses, self._rules = uses, rules
+        self._before = [0, *accumulate(use.size for use in uses)]
+        upcoming: dict[int, int] = {}
+        self._next_use: dict[int, int] = {}
+        """Index of a use -> index of the same parameter's next use."""
+        for step in reversed(range(len(uses))):
+            if uses[step].parameter in upcoming:
+                self._next_use[step] = upcoming[uses[step].parameter]
+            upcoming[uses[step].parameter] = step
+        self._sizes = {use.parameter: use.size for use in uses}
+        self._seen_until: dict[int, int] = {}
+        self._bunches: dict[int, _GatherMessage] = {}
+        self._there: set[int] = set()
+        self._available = 0
+        """Elements gathered or in flight, as DeepSpeed counts them."""
+        self._held = 0
+        """Elements of flat tensors and of the copies made from them."""
+        self._queue = 0
+
+    def run(self) -> int:
+        """Simulate all uses; return the elements between forward and backward."""
+        loss = 0
+        self._look_ahead()  # in the model's own hook, before any of its modules
+        for step, use in enumerate(self._uses):
+            if use.where not in self.most:
+                self._look_ahead()  # in the block's hook
+            peak = self._fetch(use)
+            if self._seen_until.get(use.parameter, -1) < step:  # not prefetched
+                self._seen_until[use.parameter] = step
+                self._queue = step + 1
+            self._look_ahead()
+            self.most[use.where] = max(self.most.get(use.where, 0), peak, self._held)
+            self.least[use.where] = self._held
+            self._release(step, use)
+            if use.where[0] == "forward":
+                loss = self._held
+        return loss
+
+    def _fetch(self, use: _ParameterUse) -> int:
+        """Gather missing parameters and wait for them; return the peak meanwhile."""
+        if use.parameter not in self._there:
+            self._gather({use.parameter})
+        message = self._bunches.pop(use.parameter, None)
+        if message is None:
+            return self._held
+        if not message.copied:
+            # Each parameter is copied out of the flat tensor.
+            message.copied = True
+            self._held += message.size
+        peak = self._held
+        message.waiting.discard(use.parameter)
+        if not message.waiting:
+            # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
+            self._held -= message.size
+        return peak
+
+    def _gather(self, parameters: set[int]) -> None:
+        size = sum(self._sizes[parameter] for parameter in parameters)
+        self._there |= parameters
+        self._bunches |= dict.fromkeys(parameters, _GatherMessage(set(parameters), size))
+        self._available += size
+        self._held += size
+
+    def _look_ahead(self) -> None:
+        """Prefetch; parameters that are already gathered are skipped and count as fetched."""
+        room = min(
+            self._rules.max_live_parameters - self._available, self._rules.prefetch_bucket_size
         )
-        for reduction in reductions
-    ]
-    return tuple(
-        running_maxima(
-            (partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
-            for reduction, gathered in pairs
-        )
-    )
+        parameters: set[int] = set()
+        size = 0
+        while self._queue < len(self._uses) and size < room:
+            ahead = self._uses[self._queue]
+            self._seen_until[ahead.parameter] = self._queue
+            self._queue += 1
+            if ahead.parameter not in self._there and ahead.parameter not in parameters:
+                parameters.add(ahead.parameter)
+                size += ahead.size
+        if parameters:
+            self._gather(parameters)
+
+    def _release(self, step: int, use: _ParameterUse) -> None:
+        """Release a parameter, unless its next use is near or was counted as fetched."""
+        if self._seen_until[use.parameter] > step:
+            return
+        later = self._next_use.get(step)
+        if (
+            later is not None
+            and self._before[later] - self._before[step + 1] < self._rules.max_reuse_distance
+        ):
+            return
+        self._there.discard(use.parameter)
+        self._available -= use.size
+        self._held -= use.size

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
-from nbdist.planner.memory import partitioning, timeline, zero3_prefetch
+from nbdist.planner.memory import partitioning, timeline
 from nbdist.planner.memory.timeline import Allocation
 from nbdist.strategies import Hardware
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.planner.memory.partitioning import BucketReduction, ParameterSlot
-    from nbdist.planner.memory.timeline import BytesByPart
-    from nbdist.planner.memory.training_setup import TrainingSetup
+    from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
     from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
 
 GRADIENT_PARTITIONING_STAGE = 2
@@ -34,6 +33,17 @@ NORM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchLimits:
+    """Limits of ZeRO-3's parameter gathering, in elements."""
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    param_persistence_threshold: int = 100_000
+    """Parameters up to this size are never partitioned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
     """DeepSpeed's config, in elements, completed by its defaults."""
 
@@ -42,7 +52,7 @@ class ZeroConfig:
     """Number of buckets that exist at once."""
     overlap_comm: bool
     sub_group_size: int
-    prefetch_limits: zero3_prefetch.PrefetchLimits
+    prefetch_limits: PrefetchLimits
     offload_optimizer: Mapping[str, Any]
     offload_param: Mapping[str, Any]
 
@@ -52,7 +62,19 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     strategy = setup.options.strategy
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
-    number = _ZeroConfigReader(zero, model)
+    # The smallest parameter besides the head is the final norm's, of hidden size.
+    hidden = min(partitioning.trainable_param_sizes(model.groups[-1]), default=0)
+    automatic = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+    def number(key: str, default: float) -> int:
+        # accelerate 1.15 replaces "auto" by numbers that depend on the hidden size.
+        value = zero.get(key, default)
+        return automatic.get(key, int(default)) if value == "auto" else int(value)
+
     cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
     overlap = zero.get("overlap_comm")
     overlap = cuts_parameters if overlap is None else bool(overlap)
@@ -62,7 +84,7 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
         num_buffers=int(contiguous) * (2 if overlap and not cuts_parameters else 1),
         overlap_comm=overlap,
         sub_group_size=number("sub_group_size", 1e9),
-        prefetch_limits=zero3_prefetch.PrefetchLimits(
+        prefetch_limits=PrefetchLimits(
             prefetch_bucket_size=number("stage3_prefetch_bucket_size", 5e7),
             max_live_parameters=number("stage3_max_live_parameters", 1e9),
             max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
@@ -71,24 +93,6 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
         offload_optimizer=zero.get("offload_optimizer", {}),
         offload_param=zero.get("offload_param", {}),
     )
-
-
-class _ZeroConfigReader:
-    """Numbers of the zero_optimization section; accelerate 1.15 sets "auto" by hidden size."""
-
-    def __init__(self, zero: Mapping[str, Any], model: ModelSpec) -> None:
-        # The smallest parameter besides the head is the final norm's, of hidden size.
-        hidden = min(partitioning.trainable_param_sizes(model.groups[-1]), default=0)
-        self._zero = zero
-        self._automatic = {
-            "reduce_bucket_size": hidden * hidden,
-            "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
-            "stage3_param_persistence_threshold": 10 * hidden,
-        }
-
-    def __call__(self, key: str, default: float) -> int:
-        value = self._zero.get(key, default)
-        return self._automatic.get(key, int(default)) if value == "auto" else int(value)
 
 
 class ZeroTimeline(timeline.StepTimeline):
@@ -146,8 +150,12 @@ class ZeroTimeline(timeline.StepTimeline):
         before = model_spec.saved_bytes_before_groups(self.model, run)
         for reduction, allocation in self._reduced:
             yield "gradient reduction", allocation, self._alive(reduction, run, before)
-        for name, allocation in self._updated:
+        for name, allocation in self._updates:
             yield name, allocation, 0
+
+    @cached_property
+    def _updates(self) -> list[tuple[str, Allocation]]:
+        return list(self.update_allocations())
 
     @cached_property
     def _reduced(self) -> list[tuple[BucketReduction, Allocation]]:
@@ -160,10 +168,6 @@ class ZeroTimeline(timeline.StepTimeline):
             ):
                 candidates.append((reduction, size, parts))
         return [(reduction, self.allocation_with(parts)) for reduction, _, parts in candidates]
-
-    @cached_property
-    def _updated(self) -> list[tuple[str, Allocation]]:
-        return list(self.update_allocations())
 
     def allocation_with(self, *more: BytesByPart, host: BytesByPart | None = None) -> Allocation:
         """Return the permanent memory combined with additional parts."""
@@ -255,16 +259,6 @@ class ZeroTimeline(timeline.StepTimeline):
         return (
             self.model.tied
             and place == partitioning.parameter_slots(self.model.groups, tied=True)[0]
-        )
-
-    def bucket_reductions(self, *, backward: bool) -> tuple[BucketReduction, ...]:
-        """Return the reductions of this model's gradients."""
-        return partitioning.bucket_reductions(
-            self.model.groups,
-            tied=self.model.tied,
-            world_size=self.setup.world_size,
-            bucket=self.config.reduce_bucket_size,
-            backward=backward,
         )
 
 

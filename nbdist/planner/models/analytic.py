@@ -1,64 +1,47 @@
-"""Analytic specs of known architectures, following the source of transformers.
+"""Builds analytic specs of decoder-only models from a transformers config or a parameter count.
 
-They need only a config's fields, not torch. A family records its operations as transformers 5.23
-runs them (`analytic_decoder`, `analytic_encoder`, `analytic_seq2seq`), and an `AutogradTape`
-derives the bytes.
+Pure: reads fields and validates them. Every reader raises `PlanError` with the field, its value,
+and the allowed values.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import with_notes
-from nbdist.planner.models import analytic_decoder, analytic_encoder, analytic_seq2seq
-from nbdist.planner.models.config import config_notes
-from nbdist.planner.models.parameter_count import spec_from_parameter_count
+from nbdist.planner.models.autograd_tape import FULL_BYTES, HALF_BYTES
+from nbdist.planner.models.decoder import DecoderSpec, Gpt2, Llama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbdist.planner.model_spec import ModelSpec
 
-__all__ = [
-    "SPEC_BUILDERS",
-    "is_supported",
-    "spec_from_config",
-    "spec_from_json",
-    "spec_from_parameter_count",
-]
-
-SPEC_BUILDERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = {
-    **analytic_decoder.SPEC_BUILDERS,
-    **analytic_encoder.SPEC_BUILDERS,
-    **analytic_seq2seq.SPEC_BUILDERS,
+MODEL_CLASSES: Mapping[str, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-"""model_type -> function that builds a spec from its config."""
-_TRAINED: Mapping[str, frozenset[str]] = {
-    **analytic_decoder.SUPPORTED_MODEL_CLASSES,
-    **analytic_encoder.SUPPORTED_MODEL_CLASSES,
-    **analytic_seq2seq.SUPPORTED_MODEL_CLASSES,
-}
-"""model_type -> model classes that have an analytic spec."""
+"""model_type -> class of transformers that has an analytic spec."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Suffixes of the class name of a causal model, in transformers or third-party code."""
-_CLASSES: Mapping[str, Any] = {
-    **analytic_decoder.SPEC_CLASSES,
-    **analytic_encoder.SPEC_CLASSES,
-    **analytic_seq2seq.SPEC_CLASSES,
-}
-"""Class name of a family in `to_json()` -> class."""
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+"""Defaults of transformers' config classes; Llama's default is the number of heads."""
+
+MAX_SIZE = 10_000_000
+"""Upper limit of widths, vocabularies and lengths; a larger number is an error."""
+MAX_LAYERS = 1_000
 
 
 def is_supported(config: Mapping[str, Any]) -> bool:
     """Return whether a transformers config and its model class have an analytic spec."""
-    model_type = _type_of(config)
-    if model_type not in _TRAINED:
-        return False
-    named = _named(config)
-    if named is None or named in _TRAINED[model_type]:
-        return model_type in analytic_decoder.SPEC_BUILDERS or not config.get("is_decoder")
-    return model_type in analytic_decoder.SPEC_BUILDERS and named.endswith(_CAUSAL)
+    named = _named_class(config)
+    return _model_type(config) in MODEL_CLASSES and (named is None or named.endswith(_CAUSAL))
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -67,40 +50,248 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     Raises:
         PlanError: another architecture, or a missing or invalid field.
     """
-    named = _named(config)
+    model_type, named = _model_type(config), _named_class(config)
     if not is_supported(config):
         message = (
             f"model_type {config.get('model_type')!r}{f' as {named}' if named else ''} has no"
-            f" analytic formula. Supported: {', '.join(sorted(SPEC_BUILDERS))}. For other"
+            f" analytic formula. Supported: {', '.join(sorted(MODEL_CLASSES))}. For other"
             " models, plan the model itself: it is traced."
         )
         raise PlanError(message)
-    model_type = _type_of(config)
     notes = config_notes(config)
-    if named is not None and named not in _TRAINED[model_type]:
-        (own,) = _TRAINED[model_type]
+    own = MODEL_CLASSES[model_type]
+    if named not in {None, own}:
         notes.append(f"Planned as {own}: the config names {named}, whose code is not run.")
-    return with_notes(SPEC_BUILDERS[model_type]({**config, "model_type": model_type}), notes)
+    build: Callable[[Mapping[str, Any]], DecoderSpec] = _gpt2 if model_type == "gpt2" else _llama
+    return with_notes(build({**config, "model_type": model_type}), notes)
 
 
-def _type_of(config: Mapping[str, Any]) -> str:
+def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
+    """Restore a spec from its `to_json()`."""
+    families: Mapping[str, type[DecoderSpec]] = {"Llama": Llama, "Gpt2": Gpt2}
+    return families[fields["family"]].from_json(fields)
+
+
+def config_notes(config: Mapping[str, Any]) -> list[str]:
+    """Return sentences about settings of a config that the plan ignores."""
+    quantized = config.get("quantization_config")
+    if not quantized:
+        return []
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    note = (
+        f"quantization_config{f' ({method})' if method else ''} is ignored: the plan trains all"
+        f" parameters, loaded with {8 * _param_dtype_bytes(config)} bits each."
+    )
+    return [note]
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
     """Return the config's model type, or else that of the class it names."""
-    model_type = config.get("model_type")
-    if model_type is None:
-        named = _named(config)
-        matches = (known for known, classes in _TRAINED.items() if named in classes)
-        model_type = next(matches, None)
-    return str(model_type)
+    if config.get("model_type") is not None:
+        return str(config["model_type"])
+    named = _named_class(config)
+    return next((known for known, cls in MODEL_CLASSES.items() if cls == named), "None")
 
 
-def _named(config: Mapping[str, Any]) -> str | None:
+def _named_class(config: Mapping[str, Any]) -> str | None:
     """Return the model class that a config names."""
     given = config.get("architectures")
     named = given[0] if isinstance(given, (list, tuple)) and given else None
     return None if named is None else str(named)
 
 
-def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
-    """Restore a spec from its `to_json()`."""
-    spec: ModelSpec = _CLASSES[fields["family"]].from_json(fields)
-    return spec
+def _llama(config: Mapping[str, Any]) -> Llama:
+    model_type = config["model_type"]
+    hidden, heads = _read_size(config, "hidden_size"), _read_size(config, "num_attention_heads")
+    kv_heads = _read_size(config, "num_key_value_heads", default=_KV_HEADS.get(model_type, heads))
+    _check_divides(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    biases = bool(config.get("attention_bias", False))
+    has_window = model_type == "mistral" or config.get("use_sliding_window")
+    head_dim = 128 if model_type == "qwen3" else hidden // heads
+    return Llama(
+        model_type=model_type,
+        hidden=hidden,
+        ff=_read_size(config, "intermediate_size"),
+        layers=_read_size(config, "num_hidden_layers", most=MAX_LAYERS),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_read_size(config, "head_dim", default=head_dim),
+        vocab=_read_size(config, "vocab_size"),
+        activation=str(config.get("hidden_act", "silu")),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention="eager" if config.get("_attn_implementation") == "eager" else "sdpa",
+        attention_dropout=_read_dropout_rate(config, "attention_dropout", 0.0),
+        element=_param_dtype_bytes(config),
+        qkv_bias=biases or model_type == "qwen2",
+        out_bias=biases and model_type != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=model_type == "qwen3",
+        window=config.get("sliding_window") if has_window else None,
+    )
+
+
+def _gpt2(config: Mapping[str, Any]) -> Gpt2:
+    hidden = _read_size(config, "n_embd", "hidden_size")
+    heads = _read_size(config, "n_head", "num_attention_heads")
+    _check_divides(hidden, heads, "n_embd", "n_head")
+    return Gpt2(
+        model_type="gpt2",
+        hidden=hidden,
+        ff=_read_size(config, "n_inner", default=4 * hidden),
+        layers=_read_size(config, "n_layer", "num_hidden_layers", most=MAX_LAYERS),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab=_read_size(config, "vocab_size"),
+        positions=_read_size(config, "n_positions", "max_position_embeddings", default=1024),
+        activation=str(config.get("activation_function", "gelu_new")),
+        tied=bool(config.get("tie_word_embeddings", True)),
+        attention="eager" if config.get("_attn_implementation") == "eager" else "sdpa",
+        attention_dropout=_read_dropout_rate(config, "attn_pdrop", 0.1),
+        embedding_dropout=_read_dropout_rate(config, "embd_pdrop", 0.1),
+        residual_dropout=_read_dropout_rate(config, "resid_pdrop", 0.1),
+        element=_param_dtype_bytes(config),
+    )
+
+
+def _read_size(
+    config: Mapping[str, Any], *names: str, default: int | None = None, most: int = MAX_SIZE
+) -> int:
+    """Return an integer from 1 to `most`, from the first of these fields that the config has.
+
+    Raises:
+        PlanError: none of the fields, or an invalid value.
+    """
+    value = next((config[name] for name in names if config.get(name) is not None), default)
+    if type(value) is not int or not 1 <= value <= most:
+        message = (
+            f"The config's {names[0]} must be an integer from 1 to {most:,}, got {value!r}."
+            " Complete the config."
+        )
+        raise PlanError(message)
+    return value
+
+
+def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a dropout rate.
+
+    Raises:
+        PlanError: not between 0 and 1.
+    """
+    value = config.get(name, default)
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        message = f"The config's {name} must be a dropout rate between 0 and 1, got {value!r}."
+        raise PlanError(message)
+    return float(value)
+
+
+def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes per parameter in the config's dtype; fp32 if there is none.
+
+    Raises:
+        PlanError: an unsupported dtype.
+    """
+    sizes = {"float32": FULL_BYTES, "float16": HALF_BYTES, "bfloat16": HALF_BYTES}
+    given = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if given not in {*sizes, "None"}:
+        message = f"Unknown dtype {given!r} in the config. Use one of {', '.join(sizes)}."
+        raise PlanError(message)
+    return sizes.get(given, FULL_BYTES)
+
+
+def _check_divides(whole: int, part: int, whole_name: str, part_name: str) -> None:
+    """Check that heads have equal sizes.
+
+    Raises:
+        PlanError: `whole` is not a multiple of `part`.
+    """
+    if whole % part:
+        message = (
+            f"{whole_name} {whole} must be a multiple of {part_name} {part} to split it into"
+            " attention heads. Correct the config."
+        )
+        raise PlanError(message)
+
+
+# -- parameter counts such as "7b" -----------------------------------------------------------
+
+_LlamaShape = tuple[int, int, int, int, int, int, bool]
+"""hidden, ff, layers, heads, kv heads, vocab, tied."""
+_PUBLISHED: Mapping[str, _LlamaShape] = {
+    "0.5b": (896, 4864, 24, 14, 2, 151_936, True),  # Qwen2-0.5B
+    "1b": (2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
+    "1.1b": (2048, 5632, 22, 32, 4, 32_000, False),  # TinyLlama-1.1B
+    "1.5b": (1536, 8960, 28, 12, 2, 151_936, True),  # Qwen2-1.5B
+    "3b": (3072, 8192, 28, 24, 8, 128_256, True),  # Llama-3.2-3B
+    "7b": (4096, 11_008, 32, 32, 32, 32_000, False),  # Llama-2-7B
+    "8b": (4096, 14_336, 32, 32, 8, 128_256, False),  # Llama-3-8B
+    "13b": (5120, 13_824, 40, 40, 40, 32_000, False),  # Llama-2-13B
+    "34b": (8192, 22_016, 48, 64, 8, 32_000, False),  # Code Llama 34B
+    "65b": (8192, 22_016, 80, 64, 64, 32_000, False),  # LLaMA-65B
+    "70b": (8192, 28_672, 80, 64, 8, 128_256, False),  # Llama-3-70B
+    "405b": (16_384, 53_248, 126, 128, 8, 128_256, False),  # Llama-3.1-405B
+}
+_SCALE = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_SCALE |= {"million": 1e6, "bn": 1e9, "billion": 1e9}
+_NUMBER_WITH_UNIT = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d{1,3})?)\s*([a-z]{0,8})")
+_SMALLEST, _LARGEST = 1e6, 10_000e9
+_HEAD_DIM = 128
+_VOCAB = 32_000
+
+
+def is_parameter_count(text: str) -> bool:
+    """Return whether a text looks like a size, valid or not: "7b", "1.5 B", "1e9", "7 bn"."""
+    return _NUMBER_WITH_UNIT.fullmatch(text.strip().lower()) is not None
+
+
+def spec_from_parameter_count(text: str) -> DecoderSpec:
+    """Return a Llama with approximately this many parameters: "7b", "1.3 B", "350m", "7e9".
+
+    Uses a published shape if there is one; otherwise width 128 times depth (Kaplan et al. 2020
+    find loss flat around it), with Llama-2's MLP and vocabulary.
+
+    Raises:
+        PlanError: not a valid size.
+    """
+    match = _NUMBER_WITH_UNIT.fullmatch(text.strip().lower())
+    count = 0.0
+    if match is not None and match[2] in _SCALE:
+        count = float(re.sub("[_,]", "", match[1])) * _SCALE[match[2]]
+    if not _SMALLEST <= count <= _LARGEST:
+        message = (
+            f'Invalid model size {text[:60]!r}. Use a size between "1m" and "10000b", such as "7b",'
+            ' "350m" or "7e9".'
+        )
+        raise PlanError(message)
+    shape = _PUBLISHED.get(f"{count / 1e9:g}b") or _closest_shape(count)
+    hidden, ff, layers, heads, kv_heads, vocab, tied = shape
+    return Llama(
+        model_type="llama",
+        hidden=hidden,
+        ff=ff,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab=vocab,
+        activation="silu",
+        tied=tied,
+    )
+
+
+def _closest_shape(count: float) -> _LlamaShape:
+    """Return the shape with the closest number of parameters, near width = 128 depth."""
+    ideal = (count * 128 / 12) ** (1 / 3)
+    step = 128 if ideal > 1024 else 64  # noqa: PLR2004
+    centre = max(1, round(ideal / step))
+    shapes: list[tuple[float, _LlamaShape]] = []
+    for hidden in (step * multiple for multiple in range(max(1, centre - 3), centre + 4)):
+        ff = 64 * math.ceil(hidden * 8 / 3 / 64)
+        heads = max(1, hidden // _HEAD_DIM) if hidden % _HEAD_DIM == 0 else hidden // 64
+        tied = 2 * _VOCAB * hidden > count / 4
+        tables = (1 if tied else 2) * _VOCAB * hidden
+        linears = 4 * hidden**2 + 3 * hidden * ff
+        layers = max(1, round((count - tables) / linears))
+        total = layers * (linears + 2 * hidden) + tables + hidden
+        shapes.append((abs(total - count), (hidden, ff, layers, heads, heads, _VOCAB, tied)))
+    return min(shapes, key=lambda item: item[0])[1]

@@ -31,25 +31,17 @@ holds for all batch sizes."""
 class TapeTensor:
     """Elements, bytes per element and storage of a tensor of a forward pass."""
 
-    __slots__ = ("elements", "elsewhere", "root", "width")
+    __slots__ = ("elements", "root", "width")
 
-    def __init__(
-        self, elements: int, width: int, *, of: TapeTensor | None = None, elsewhere: bool = False
-    ) -> None:
-        """Make a tensor, or a view; the tape does not count one that is `elsewhere`."""
+    def __init__(self, elements: int, width: int, *, of: TapeTensor | None = None) -> None:
+        """Make a tensor, or a view of another one."""
         self.elements, self.width = elements, width
-        self.elsewhere = elsewhere
         self.root: TapeTensor = of.root if of else self
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor, or of its gradient."""
         return self.elements * self.width
-
-    @property
-    def counted_bytes(self) -> int:
-        """Bytes that the tape counts."""
-        return 0 if self.elsewhere else self.size_bytes
 
 
 @dataclass(slots=True)
@@ -111,7 +103,10 @@ class AutogradTape:
         weight: tuple[TapeTensor, ...] = ()
         if self.autocast:
             if self.element_bytes == FULL_BYTES:
-                weight = (self._weight_cast(wide * narrow, trainable=trainable),)
+                # The bf16 copy of the weight, whose gradient is cast back.
+                copy = TapeTensor(wide * narrow, HALF_BYTES)
+                grad_elements = wide * narrow if trainable else 0
+                weight = (self._add(TapeNode(copy, (), weights=grad_elements)),)
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
@@ -202,10 +197,6 @@ class AutogradTape:
         """Record a view whose gradient has to be copied back into x's layout."""
         return self._add(TapeNode(TapeTensor(x.elements, x.width, of=x), (x,), sends=(x,)))
 
-    def slice_rows(self, x: TapeTensor, elements: int) -> TapeTensor:
-        """Record a slice, a view whose gradient is copied into zeros of x's size."""
-        return self._add(TapeNode(TapeTensor(elements, x.width, of=x), (x,), sends=(x,)))
-
     def copy(self, x: TapeTensor, times: int = 1) -> TapeTensor:
         """Record a contiguous copy of a view, `times` as large if it is repeated."""
         out = TapeTensor(x.elements * times, x.width)
@@ -219,15 +210,9 @@ class AutogradTape:
         self._add(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
-    def add_shared_bias(self, x: TapeTensor, gradient: int) -> TapeTensor:
-        """Record a sum with a tensor shared by all samples, whose gradient accumulates over blocks.
-
-        Args:
-            x: the larger tensor.
-            gradient: bytes of the other's gradient: a new one is made, and its sum with the old.
-        """
-        out = TapeTensor(x.elements, x.width)
-        return self._add(TapeNode(out, (x,), passes=(x,), workspace=2 * gradient))
+    def add_mask(self, scores: TapeTensor) -> TapeTensor:
+        """Record attention scores plus the mask, which has the embedding's data type."""
+        return self.unary(scores, width=self.element_bytes)
 
     def matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
         """Record a batched matrix product."""
@@ -291,7 +276,7 @@ class AutogradTape:
 
     def saved_bytes(self) -> int:
         """Return the bytes saved from forward to backward."""
-        return sum(t.counted_bytes for t in self._kept())
+        return sum(t.size_bytes for t in self._kept())
 
     def is_saved(self, x: TapeTensor) -> bool:
         """Return whether a node saves a tensor's memory."""
@@ -323,11 +308,6 @@ class AutogradTape:
         self.nodes.append(node)
         return node.out
 
-    def _weight_cast(self, elements: int, *, trainable: bool) -> TapeTensor:
-        """Record autocast's bf16 copy of a weight, whose gradient is cast back."""
-        copy = TapeTensor(elements, HALF_BYTES)
-        return self._add(TapeNode(copy, (), weights=elements if trainable else 0))
-
     def _kept(self) -> dict[TapeTensor, None]:
         """Storages that nodes save, each once."""
         return {t.root: None for node in self.nodes for t in node.keeps}
@@ -344,11 +324,11 @@ class AutogradTape:
         for number, node in enumerate(self.nodes):
             created = {t.root for t in (node.out, *node.inputs)} - seen
             seen |= created
-            alive += sum(t.counted_bytes for t in created)
+            alive += sum(t.size_bytes for t in created)
             peak = max(peak, alive)
             for tensor in {t.root for t in node.inputs}:
                 if last[tensor] == number and tensor not in kept:
-                    alive -= tensor.counted_bytes
+                    alive -= tensor.size_bytes
         return peak
 
 
@@ -358,7 +338,7 @@ class _BackwardPass:
     def __init__(self, nodes: Sequence[TapeNode], incoming: int, held: int) -> None:
         self.nodes = nodes
         self.uses = Counter(t.root for node in nodes for t in node.keeps)
-        self.alive = held + incoming + sum(tensor.counted_bytes for tensor in self.uses)
+        self.alive = held + incoming + sum(tensor.size_bytes for tensor in self.uses)
         self.grads = 0
         self.waiting: dict[TapeTensor, _PendingGradient] = {
             nodes[-1].out: _PendingGradient(incoming)
@@ -388,7 +368,7 @@ class _BackwardPass:
         self.alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
-            self.alive -= 0 if self.uses[tensor.root] else tensor.root.counted_bytes
+            self.alive -= 0 if self.uses[tensor.root] else tensor.root.size_bytes
         for tensor, new in sent:
             yield from self.deliver(tensor, new)
 

@@ -1,7 +1,9 @@
 """Model specs from traces: any `nn.Module`, any transformers architecture.
 
 `TracedModel` holds plain numbers and needs no torch; the trace (`nbdist.planner.tracing`) runs in a
-child process on fake tensors: no data, no GPU, no code of the model's author.
+child process on fake tensors: no data, no GPU, no code of the model's author. It takes some
+seconds, so the result is kept in the user's cache folder, by a hash of the config and of everything
+else that the figures depend on.
 
 Every byte count is linear in the batch size, fitted at the requested batch size and twice that; the
 sequence length is that of the trace.
@@ -9,16 +11,24 @@ sequence length is that of the trace.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
+from nbdist.planner import cache
 from nbdist.planner.model_spec import (
     COMPUTE_MODES,
     BackwardMoment,
@@ -26,8 +36,7 @@ from nbdist.planner.model_spec import (
     LayerGroup,
     MicroBatchActivations,
 )
-from nbdist.planner.models import transformers_registry
-from nbdist.planner.models.config import config_notes
+from nbdist.planner.models import analytic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +45,15 @@ if TYPE_CHECKING:
 
 TRACE_TIMEOUT_S = 120.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
+PROGRESS_PREFIX = "trace: "
+"""Prefix of the child's progress lines."""
+FIRST_TRACE = (
+    "tracing the model takes some seconds the first time; later plans of it reuse the trace"
+)
+MAX_CACHED_TRACES = 64
+"""Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
+_FORMAT = 1
+"""Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
 """Arguments covered by analytic specs; a mask without padding changes nothing."""
@@ -69,13 +87,7 @@ class TracedModel:
             PlanError: a sequence length, device kind or compute mode that was not traced, or a
                 compute mode in which the model fails.
         """
-        run = self._run(workload)
-        batch = workload.batch_size
-        return MicroBatchActivations(
-            layers=tuple(_pass(part, batch) for part in run["groups"]),
-            loss_bytes=_most(run["loss"], batch),
-            output_bytes=_at(run["outputs"], batch),
-        )
+        return _activations(self._run(workload), workload.batch_size)
 
     def flops(self, workload: Workload) -> float:
         """Return the floating point operations of one micro-batch, forward and backward."""
@@ -122,14 +134,42 @@ class TracedModel:
 def from_json(fields: Mapping[str, Any]) -> TracedModel:
     """Restore from `TracedModel.to_json()`, or from the child process's answer."""
     values = dict(fields)
-    groups = tuple(map(_group, values.pop("groups")))
+    # JSON has turned tuples into lists.
+    groups = tuple(
+        LayerGroup(**group | {"tensors": tuple((rows, size) for rows, size in group["tensors"])})
+        for group in values.pop("groups")
+    )
     return TracedModel(groups=groups, notes=tuple(values.pop("notes", ())), **values)
 
 
-def _group(fields: Mapping[str, Any]) -> LayerGroup:
-    """Restore a group from plain fields; JSON has turned tuples into lists."""
-    tensors = tuple((rows, elements) for rows, elements in fields["tensors"])
-    return LayerGroup(**{**fields, "tensors": tensors})
+def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
+    """Evaluate the figures of one run at a batch size."""
+
+    def at(line: LinearFit) -> int:
+        constant, slope = line
+        return max(0, round(constant + slope * batch))
+
+    def peak(front: ParetoFront) -> int:
+        return max((at(line) for line, _ in front), default=0)
+
+    layers = []
+    for part in run["groups"]:
+        # Keep the moments that no other one exceeds in both fields, the largest first.
+        moments: list[BackwardMoment] = []
+        for moment in sorted({(at(line), grads) for line, grads in part["backward"]}, reverse=True):
+            if not moments or moment[1] > moments[-1].num_grads:
+                moments.append(BackwardMoment(*moment))
+        layers.append(
+            LayerActivations(
+                saved_bytes=at(part["saved"]),
+                forward_peak_bytes=peak(part["forward"]),
+                backward_moments=tuple(moments),
+                input_grad_bytes=at(part["gradient"]),
+            )
+        )
+    return MicroBatchActivations(
+        layers=tuple(layers), loss_bytes=peak(run["loss"]), output_bytes=at(run["outputs"])
+    )
 
 
 def trace_config(
@@ -141,7 +181,9 @@ def trace_config(
     kinds: Sequence[str] = ("cuda", "cpu"),
     computes: Sequence[ComputeMode] = COMPUTE_MODES,
 ) -> TracedModel:
-    """Trace a transformers config in a child process; blocks for some seconds.
+    """Trace a transformers config in a child process, or return its cached trace.
+
+    Blocks for some seconds the first time.
 
     Args:
         config: fields of the config.json.
@@ -154,7 +196,7 @@ def trace_config(
     Raises:
         PlanError: transformers has no class for it, or it cannot be traced.
     """
-    transformers_registry.check_model_type(config)
+    check_model_type(config)
     request = {
         "config": dict(config),
         "batch_size": batch_size,
@@ -162,9 +204,15 @@ def trace_config(
         "kinds": list(kinds),
         "computes": list(computes),
     }
-    command = [sys.executable, "-m", "nbdist.planner.tracing"]
-    spec = from_json(_answer(command, request, progress))
-    return replace(spec, notes=(*spec.notes, *config_notes(config)))
+    key = _cache_key(request)
+    spec = _cached_trace(key)
+    if spec is None:
+        progress(FIRST_TRACE)
+        command = [sys.executable, "-m", "nbdist.planner.tracing"]
+        fields = _answer(command, request, progress)
+        spec = from_json(fields)
+        _store_trace(key, fields)
+    return replace(spec, notes=(*spec.notes, *analytic.config_notes(config)))
 
 
 def spec_from_module(
@@ -177,42 +225,62 @@ def spec_from_module(
     progress: Callable[[str], None],
     kinds: Sequence[str] = ("cuda", "cpu"),
 ) -> ModelSpec:
-    """Return the spec of an `nn.Module` of this process: analytic, or traced in a child.
+    """Return the spec of an `nn.Module` of this process: analytic, cached, or traced in a child.
 
     The analytic spec of a transformers model's config is used if every group has exactly as many
     parameters and trainable parameters as in the module. For arguments and errors see
     `tracing.trace_module`.
     """
-    from nbdist.planner.tracing import trace_module as modules
+    from nbdist.planner.tracing import trace_module
 
-    exact = find_analytic_spec(module) if is_text_only(inputs) else None
+    micro_batch: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "inputs": inputs,
+        "kinds": kinds,
+    }
+    if batches is None:
+        known = find_known_spec(module, **micro_batch)
+        if known is not None:
+            return known
+    elif (exact := find_analytic_spec(module)) is not None:
+        return exact
+    progress(FIRST_TRACE)
+    fields = trace_module.trace_in_child(
+        module,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        inputs=inputs,
+        batches=batches,
+        progress=progress,
+        kinds=kinds,
+    )
+    if batches is None and (key := _module_key(module, **micro_batch)) is not None:
+        _store_trace(key, fields)
+    return from_json(fields)
+
+
+def find_known_spec(
+    module: Any, *, batch_size: int, seq_len: int | None, inputs: object, kinds: Sequence[str]
+) -> ModelSpec | None:
+    """Return the spec of a module if that takes milliseconds: analytic, or from the cache."""
+    exact = find_analytic_spec(module) if _is_text_only(inputs) else None
     if exact is not None:
         return exact
-    return from_json(
-        modules.trace_in_child(
-            module,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            inputs=inputs,
-            batches=batches,
-            progress=progress,
-            kinds=kinds,
-        )
-    )
+    key = _module_key(module, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=kinds)
+    return None if key is None else _cached_trace(key)
 
 
-def is_text_only(inputs: object) -> bool:
+def _is_text_only(inputs: object) -> bool:
     """Return whether a forward gets only text, as analytic specs assume."""
     return inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
 
 
 def find_analytic_spec(module: Any) -> ModelSpec | None:
     """Return the analytic spec of a transformers model if it matches exactly; milliseconds."""
-    from nbdist.planner.models import analytic
     from nbdist.planner.tracing.trace_module import describe_groups
 
-    own_class = type(module).__module__.startswith("transformers.")
-    config = module.config.to_dict() if own_class and hasattr(module, "config") else {}
+    config = module.config.to_dict() if _is_own_class(module) else {}
     config.pop("quantization_config", None)  # its effect on parameters is compared below
     config["architectures"] = [type(module).__name__]
     if not analytic.is_supported(config):
@@ -223,22 +291,90 @@ def find_analytic_spec(module: Any) -> ModelSpec | None:
         spec = analytic.spec_from_config(config)
     except PlanError:  # a trace may still handle such a config
         return None
-    return spec if _sizes(_expanded(spec)) == _sizes(describe_groups(module)) else None
-
-
-def _expanded(spec: ModelSpec) -> list[Mapping[str, Any]]:
-    """The groups of a spec one by one."""
-    return [
-        {"role": group.role, "trainable": group.trainable, "frozen": group.frozen}
+    planned = [
+        (str(group.role), group.trainable, group.frozen)
         for group in spec.groups
         for _ in range(group.count)
     ]
+    actual = [
+        (group["role"], group["trainable"], group["frozen"]) for group in describe_groups(module)
+    ]
+    # Groups without parameters do not matter.
+    same = sorted(size for size in planned if any(size[1:])) == sorted(
+        size for size in actual if any(size[1:])
+    )
+    return spec if same else None
 
 
-def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """Roles and parameter counts of all groups with parameters, for comparison."""
-    sizes = [(str(group["role"]), group["trainable"], group["frozen"]) for group in groups]
-    return sorted(size for size in sizes if any(size[1:]))
+def _is_own_class(module: Any) -> bool:
+    """Return whether a module is one of transformers' own models."""
+    return type(module).__module__.startswith("transformers.") and hasattr(module, "config")
+
+
+# -- cached traces ---------------------------------------------------------------------------
+
+
+def _module_key(
+    module: Any, *, batch_size: int, seq_len: int | None, inputs: object, kinds: Sequence[str]
+) -> str | None:
+    """Return the key of a module's trace, or None if its class does not determine its forward."""
+    if not _is_own_class(module):
+        return None
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    plain = dict(inputs) if hasattr(inputs, "keys") else inputs  # type: ignore[call-overload]
+    shapes = tree_map_only(torch.Tensor, lambda t: (tuple(t.shape), str(t.dtype)), plain)
+    return _cache_key(
+        {
+            "class": type(module).__name__,
+            "config": module.config.to_dict(),
+            "attention": module.config._attn_implementation,  # noqa: SLF001
+            # The text of a module names replaced submodules and changed dropout rates.
+            "modules": repr(module),
+            "parameters": [
+                (name, tuple(each.shape), str(each.dtype), each.requires_grad)
+                for name, each in module.named_parameters()
+            ],
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "inputs": shapes,
+            "kinds": list(kinds),
+        }
+    )
+
+
+def _cache_key(described: Mapping[str, Any]) -> str:
+    versions = [_FORMAT, _version("torch"), _version("transformers")]
+    text = json.dumps([versions, described], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cached_trace(key: str) -> TracedModel | None:
+    """Return a trace from the cache; None if there is none, or an invalid one."""
+    try:
+        spec = from_json(cache.read_entries(_trace_file(key)))
+        for run in spec.passes.values():
+            if "error" not in run:
+                layers = _activations(run, spec.batch_size).layers
+                if len(layers) != len(spec.groups):
+                    return None
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return spec
+
+
+def _store_trace(key: str, fields: Mapping[str, Any]) -> None:
+    file = _trace_file(key)
+    cache.write_entries(file, dict(fields))
+    cache.keep_newest(file.parent, MAX_CACHED_TRACES)
+
+
+def _trace_file(key: str) -> Path:
+    return cache.cache_dir() / "traces" / f"{key}.json"
+
+
+# -- the child process -----------------------------------------------------------------------
 
 
 def _answer(
@@ -250,88 +386,92 @@ def _answer(
         PlanError: it failed or timed out.
     """
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe, last, begin = subprocess.PIPE, "nothing", time.monotonic()
     with subprocess.Popen(  # noqa: S603 - our own module
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environ,
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ
     ) as child:
         timer = threading.Timer(TRACE_TIMEOUT_S, child.kill)
         timer.start()
-        begin = time.monotonic()
         try:
-            return _talk(child, request, progress)
-        except PlanError:
-            if time.monotonic() - begin >= TRACE_TIMEOUT_S:
-                raise trace_failure(f"timeout after {TRACE_TIMEOUT_S:.0f} s") from None
-            raise
+            assert child.stdin and child.stdout and child.stderr  # all are pipes  # noqa: PT018, S101
+            child.stdin.write(json.dumps(request))
+            child.stdin.close()
+            for line in child.stderr:
+                last = line.strip() or last
+                if last.startswith(PROGRESS_PREFIX):
+                    progress(last.removeprefix(PROGRESS_PREFIX))
+            output = child.stdout.read()
+            failed = child.wait() != 0 or not output
         finally:
             timer.cancel()
             child.kill()
-
-
-def _talk(
-    child: subprocess.Popen[str], request: Mapping[str, Any], progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Send the request, forward the progress, return the answer."""
-    assert child.stdin and child.stdout and child.stderr  # all are pipes  # noqa: PT018, S101
-    child.stdin.write(json.dumps(request))
-    child.stdin.close()
-    last = "nothing"
-    for line in child.stderr:
-        last = line.strip() or last
-        if last.startswith(PROGRESS_PREFIX):
-            progress(last.removeprefix(PROGRESS_PREFIX))
-    output = child.stdout.read()
-    if child.wait() != 0 or not output:
-        raise trace_failure(last)
+    if failed:
+        timed_out = time.monotonic() - begin >= TRACE_TIMEOUT_S
+        reason = f"timeout after {TRACE_TIMEOUT_S:.0f} s" if timed_out else last
+        message = (
+            f"Cannot trace the model ({reason.removeprefix(PROGRESS_PREFIX).rstrip('.')}). Give the"
+            " model itself with example inputs, or plan for a size such as '7b'."
+        )
+        raise PlanError(message)
     answer: dict[str, Any] = json.loads(output)
     if "error" in answer:
         raise PlanError(answer["error"])
     return answer
 
 
-PROGRESS_PREFIX = "trace: "
-"""Prefix of the child's progress lines."""
+# -- model types -----------------------------------------------------------------------------
+
+_PAIR = re.compile(r'"([^"\n]+)"[,:]\s*"\w+Config"')
+"""A model type and its config class in the mapping of transformers 5.23."""
+_FILES = ("configuration_auto.py", "auto_mappings.py")
+_GIVE = "give the model itself with example inputs: nbdist.plan(model, inputs=...)"
 
 
-def trace_failure(last: str) -> PlanError:
-    """Return the error for a child that ended without an answer."""
-    message = (
-        f"Cannot trace the model ({last.removeprefix(PROGRESS_PREFIX).rstrip('.')}). Give the model"
-        " itself with example inputs, or plan for a size such as '7b'."
-    )
-    return PlanError(message)
+def check_model_type(config: Mapping[str, Any]) -> None:
+    """Reject a config that transformers cannot build, before a process is started.
+
+    Raises:
+        PlanError: neither type nor class is given, or transformers lacks the type.
+    """
+    model_type = config.get("model_type")
+    if model_type is None and config.get("architectures"):
+        return
+    if model_type is None and "_class_name" in config:
+        message = f"The config belongs to {config['_class_name']} of diffusers."
+        raise PlanError(f"{message} {_GIVE.capitalize()}.")
+    if model_type is None:
+        message = (
+            "The config has neither model_type nor architectures, so its model is unknown. Use a"
+            f" complete config.json of transformers, or {_GIVE}."
+        )
+        raise PlanError(message)
+    types = model_types()
+    if types and str(model_type) not in types:
+        near = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
+        hint = f"Did you mean {' or '.join(near)}? Or {_GIVE}" if near else _GIVE.capitalize()
+        remote = "auto_map" in config
+        code = " (its auto_map names the author's code, which is not run)" if remote else ""
+        message = f"transformers {_version('transformers')} has no model_type {model_type!r}{code}."
+        raise PlanError(f"{message} {hint}.")
 
 
-def _pass(part: Mapping[str, Any], batch: int) -> LayerActivations:
-    """Activations of one group at a batch size."""
-    instants = {BackwardMoment(_at(line, batch), grads) for line, grads in part["backward"]}
-    return LayerActivations(
-        saved_bytes=_at(part["saved"], batch),
-        forward_peak_bytes=_most(part["forward"], batch),
-        backward_moments=tuple(_undominated(instants)),
-        input_grad_bytes=_at(part["gradient"], batch),
-    )
+@functools.cache
+def model_types() -> frozenset[str]:
+    """Return the model types of the installed transformers, parsed from its source files.
+
+    Importing transformers would take seconds. An empty set if they cannot be read: then importing
+    it decides.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    folder = Path(spec.origin).parent / "models" / "auto"
+    texts = [(folder / name).read_text() for name in _FILES if (folder / name).is_file()]
+    return frozenset(name for text in texts for name in _PAIR.findall(text))
 
 
-def _undominated(instants: Iterable[BackwardMoment]) -> list[BackwardMoment]:
-    """Moments that no other one exceeds in both fields, the largest first."""
-    best: list[BackwardMoment] = []
-    for instant in sorted(instants, reverse=True):
-        if not best or instant.num_grads > best[-1].num_grads:
-            best.append(instant)
-    return best
-
-
-def _most(front: ParetoFront, batch: int) -> int:
-    """Peak bytes at a batch size."""
-    return max((_at(line, batch) for line, _ in front), default=0)
-
-
-def _at(line: LinearFit, batch: int) -> int:
-    """Bytes at a batch size."""
-    constant, slope = line
-    return max(0, round(constant + slope * batch))
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -53,17 +53,14 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
             " the config, or give the model itself."
         )
         raise PlanError(message) from None
-    dtype = _dtype(fields)
-    model = model.to(dtype) if dtype is not None else model
-    return model, _notes(fields, cls, found=named is not None)
-
-
-def _notes(fields: Mapping[str, Any], cls: type, *, found: bool) -> list[str]:
-    """Note which class is planned if it differs from the config's."""
+    dtype_name = str(fields.get("dtype") or fields.get("torch_dtype") or "")
+    dtype = getattr(torch, dtype_name.removeprefix("torch."), None) if dtype_name else None
+    model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
     name = next(iter(fields.get("architectures") or ()), None)
-    if name is None or found:
-        return []
-    return [f"Planned as {cls.__name__}: transformers has no {name}, which the config names."]
+    if name is None or named is not None:
+        return model, []
+    note = f"Planned as {cls.__name__}: transformers has no {name}, which the config names."
+    return model, [note]
 
 
 def _named_class(fields: Mapping[str, Any]) -> Any:
@@ -173,14 +170,10 @@ def _tasks(config: Any) -> Sequence[str]:
     # Encoder and decoder are trained together, although a decoder has a class of its own.
     if getattr(config, "is_encoder_decoder", False):
         return sorted(_TASKS, key=lambda task: "Seq2Seq" not in task)
+    # transformers can turn an encoder (BERT) into a decoder, which the config has to request.
+    if not getattr(config, "is_decoder", False):
+        return sorted(_TASKS, key=lambda task: task != "MaskedLM")
     return _TASKS
-
-
-def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the config's weights."""
-    name = str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch.")
-    dtype = getattr(torch, name, None) if name else None
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 class SampleBatch(NamedTuple):
@@ -224,6 +217,10 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # sequence classifiers need one
         text.pad_token_id = 0
+    if getattr(config, "is_encoder_decoder", False) and not hasattr(
+        config, "decoder_start_token_id"
+    ):
+        config.decoder_start_token_id = text.pad_token_id  # T5 shifts its labels with it
     labels = _labels(model, batch_size, inputs.text)
     return SampleBatch(((), inputs.named | labels), inputs.has_tokens, inputs.notes)
 
@@ -305,13 +302,9 @@ def _labels(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, torch.
     """Labels, if the model computes its loss from them."""
     if "labels" not in inspect.signature(model.forward).parameters:
         return {}
-    return {"labels": _ids(batch_size, seq_len) if _is_text(model) else _ids(batch_size)}
-
-
-def _is_text(model: nn.Module) -> bool:
-    """Return whether each token has a label."""
-    name = type(model).__name__
-    return name.endswith(("LM", "LMHeadModel", "Generation", "TokenClassification", "PreTraining"))
+    by_token = ("LM", "LMHeadModel", "Generation", "TokenClassification", "PreTraining")
+    has_token_labels = type(model).__name__.endswith(by_token)
+    return {"labels": _ids(batch_size, seq_len) if has_token_labels else _ids(batch_size)}
 
 
 def _ids(*shape: int) -> torch.Tensor:

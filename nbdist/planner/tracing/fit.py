@@ -59,7 +59,11 @@ def split_by_group(recording: MicroBatchRecording) -> GroupedRecording:
         backward = _on_top(spans.get(("backward", place), []), before + recording.output_bytes)
         saved, passing = recording.saved_bytes[place], recording.forward_only_bytes[place]
         # The gradient that exists when the previous group's backward begins.
-        handed = max(0, groups[-1].backward[0][0] - groups[-1].saved) if _goes_on(groups) else 0
+        handed = (
+            max(0, groups[-1].backward[0][0] - groups[-1].saved)
+            if groups and groups[-1].backward
+            else 0
+        )
         groups.append(
             GroupRecording(place, saved, passing, handed, forward, backward, flops.get(place, 0.0))
         )
@@ -67,11 +71,6 @@ def split_by_group(recording: MicroBatchRecording) -> GroupedRecording:
     inside = _on_top(spans.get(("exit", 0), []), before)
     loss = _on_top(spans.get(("returned", 0), []), before + recording.output_bytes)
     return GroupedRecording(groups, inside, loss, recording.output_bytes)
-
-
-def _goes_on(groups: Sequence[GroupRecording]) -> bool:
-    """Return whether the backward continues into the last of the groups."""
-    return bool(groups and groups[-1].backward)
 
 
 def _on_top(moments: Iterable[tuple[int, int]], before: int) -> list[tuple[int, int]]:
@@ -180,21 +179,12 @@ def fit_front(
 
 def pareto_front(lines: Iterable[tuple[LinearFit, int]]) -> ParetoFront:
     """Drop moments that another one exceeds for every batch size >= 1."""
+    # Bytes for a batch of one, slope and gradients, each in descending order.
+    moments = sorted(lines, key=lambda each: (-sum(each[0]), -each[0][1], -each[1]))
     best: ParetoFront = []
-    for moment in sorted(lines, key=_worst_first):
-        if not any(_exceeds(other, moment) for other in best):
-            best.append(moment)
+    for (constant, slope), grads in moments:
+        if not any(
+            a + b >= constant + slope and b >= slope and more >= grads for (a, b), more in best
+        ):
+            best.append(((constant, slope), grads))
     return best
-
-
-def _worst_first(moment: tuple[LinearFit, int]) -> tuple[float, float, int]:
-    """Sort by bytes for a batch of one, slope, gradients, in descending order."""
-    (constant, slope), grads = moment
-    return (-constant - slope, -slope, -grads)
-
-
-def _exceeds(item: tuple[LinearFit, int], other: tuple[LinearFit, int]) -> bool:
-    """Return whether a moment holds at least as much in every respect."""
-    (a, b), grads = item
-    (c, d), fewer = other
-    return a + b >= c + d and b >= d and grads >= fewer

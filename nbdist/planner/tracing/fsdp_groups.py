@@ -17,7 +17,7 @@ from torch import nn
 from nbdist.planner.tracing import wrap_units
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
 FEW_RUNS = 4
 """Maximum number of runs of equal blocks in a list before a period is searched."""
@@ -76,8 +76,14 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     if ends:
         tail = _group("tail", "tail", tuple(ends), *ends)
         result.append(tail)
-    _give_each_its_own(result)
+    # Each parameter belongs to the last group that contains it: the innermost one.
+    owner: dict[nn.Parameter, FsdpGroup] = {}
+    for group in result:
+        owner |= dict.fromkeys(group.own_params, group)
     for number, group in enumerate(result):
+        group.own_params = [
+            parameter for parameter in dict.fromkeys(group.own_params) if owner[parameter] is group
+        ]
         group.represented_indices, group.first_block_index = [number], number
     return result
 
@@ -88,17 +94,6 @@ def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Mod
     return FsdpGroup(
         name=name, role=role, first_modules=starts, own_params=owned, represented_indices=[]
     )
-
-
-def _give_each_its_own(found: Iterable[FsdpGroup]) -> None:
-    """Assign each parameter to the last group that contains it: the innermost one."""
-    owner: dict[nn.Parameter, FsdpGroup] = {}
-    for group in found:
-        owner |= dict.fromkeys(group.own_params, group)
-    for group in found:
-        group.own_params = [
-            parameter for parameter in dict.fromkeys(group.own_params) if owner[parameter] is group
-        ]
 
 
 def _final_norm(model: nn.Module) -> nn.Module | None:

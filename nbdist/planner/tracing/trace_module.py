@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import build_model, subprocess_worker, trace_runs
+from nbdist.planner.tracing import build_model, trace_runs
 from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing.build_model import SampleBatch
 
@@ -81,7 +81,7 @@ def trace_in_child(
         target = _without_data(module) if copied else module
         sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
         options = trace_runs.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
-        return subprocess_worker.trace_module_fields(target, sample.batch, options, say) | {
+        return trace_runs.trace_module_fields(target, sample.batch, options, say) | {
             "notes": list(sample.notes)
         }
 
@@ -90,8 +90,7 @@ def trace_in_child(
         fields = work(progress, copied=True)
     if "error" in fields:
         raise PlanError(fields["error"])
-    params = subprocess_worker.format_num_params(subprocess_worker.num_model_params(fields))
-    return fields | {"name": f"{type(module).__name__}, {params}"}
+    return fields
 
 
 def _example(
@@ -101,24 +100,34 @@ def _example(
     batch_size: int,
     seq_len: int | None,
 ) -> tuple[SampleBatch, int, int | None]:
-    """Return a batch, its size, and the tokens per sample if it holds tokens."""
+    """Return a batch, its size, and the tokens per sample if it holds tokens.
+
+    Raises:
+        PlanError: the example holds no tensor with a dimension, or none is known.
+    """
     build_model.disable_tracing_branches()
     build_model.use_grouped_experts(module)
     if inputs is None and batches is not None:
         torch.manual_seed(0)  # in the child only: a sampler may draw random numbers
         inputs = next(iter(batches))
-    if inputs is not None:
-        batch = _arguments(inputs)
-        length = _tokens(batch)
-        return SampleBatch(batch, length is not None), _first_dimension(batch), length
-    sample = build_model.make_sample_batch(
-        module, batch_size, seq_len or build_model.DEFAULT_SEQ_LEN
-    )
-    return (
-        sample,
-        batch_size,
-        (seq_len or build_model.DEFAULT_SEQ_LEN) if sample.has_tokens else None,
-    )
+    if inputs is None:
+        length = seq_len or build_model.DEFAULT_SEQ_LEN
+        sample = build_model.make_sample_batch(module, batch_size, length)
+        return sample, batch_size, length if sample.has_tokens else None
+    batch = _arguments(inputs)
+    sizes = [
+        int(leaf.shape[0])
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    if not sizes:
+        message = (
+            "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
+        )
+        raise PlanError(message)
+    ids = batch[1].get("input_ids")
+    tokens = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
+    return SampleBatch(batch, tokens is not None), sizes[0], tokens
 
 
 def _arguments(inputs: object) -> ForwardBatch:
@@ -131,31 +140,6 @@ def _arguments(inputs: object) -> ForwardBatch:
     if isinstance(inputs, tuple):
         return inputs, {}
     return (inputs[0] if isinstance(inputs, list) else inputs,), {}
-
-
-def _first_dimension(batch: ForwardBatch) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        PlanError: it holds no tensor with a dimension.
-    """
-    sizes = [
-        leaf.shape[0]
-        for leaf in tree_leaves(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.dim()
-    ]
-    if not sizes:
-        message = (
-            "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
-        )
-        raise PlanError(message)
-    return int(sizes[0])
-
-
-def _tokens(batch: ForwardBatch) -> int | None:
-    """Return the tokens per sample, if a batch holds tokens."""
-    ids = batch[1].get("input_ids")
-    return int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
 
 
 def _without_data(module: nn.Module) -> nn.Module:
@@ -214,14 +198,10 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
         reason = f"{type(error).__name__}: {error}"
         answer = {"error": f"Cannot trace the model ({reason}). Give other example inputs."}
     finally:
-        _write_all(writer, json.dumps(answer).encode() + b"\n")
+        text = json.dumps(answer).encode() + b"\n"
+        while text:  # more than a pipe holds at once
+            text = text[os.write(writer, text) :]
         os._exit(0)
-
-
-def _write_all(writer: int, text: bytes) -> None:
-    """Write more than a pipe holds at once."""
-    while text:
-        text = text[os.write(writer, text) :]
 
 
 def _answer(reader: int, progress: Callable[[str], None], deadline: float) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import cuda_semantics, fake_conversion, fit, tracer
+from nbdist.planner.tracing import fake_tensors, fit, tracer
 from nbdist.planner.tracing import fsdp_groups as module_groups
 
 if TYPE_CHECKING:
@@ -46,6 +47,35 @@ ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 
 
+def trace_module_fields(
+    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Trace a module; return the fields of a `TracedModel`, or {"error": message}."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's own warnings are irrelevant here
+            fields = trace_all_modes(model, batch, request, progress)
+    except PlanError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        message = (
+            f"Cannot trace the model ({trace_error_text(model, error)}). Give"
+            " example inputs that its forward accepts, nbdist.plan(model, inputs=...), or plan"
+            " for a size such as '7b'."
+        )
+        return {"error": message}
+    count = sum(g["count"] * (g["trainable"] + g["frozen"]) for g in fields["groups"])
+    return fields | {"name": f"{type(model).__name__}, {_format_num_params(count)}"}
+
+
+def _format_num_params(params: int) -> str:
+    """Format a number of parameters: "1.50B parameters"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if params >= scale:
+            return f"{params / scale:.3g}{unit} parameters"
+    return f"{params} parameters"
+
+
 def trace_all_modes(
     model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -72,7 +102,6 @@ def trace_all_modes(
     passes = _passes(run, request)
     return {
         "depth": "traced",
-        "name": type(model).__name__,
         "tied": run.tied,
         "element": run.element,
         "batch_size": request.batch_size,
@@ -89,25 +118,22 @@ def _passes(run: _TraceRunner, request: TraceRequest) -> dict[str, dict[str, Any
         if checkpointing:
             checkpoint_activations(run.model, run.blocks)
         for way in ways:
-            name = run_key(*way, checkpointing=checkpointing)
+            name = f"{way[0]} {way[1]}{' checkpointing' * checkpointing}"
             if way not in errors:  # modes that fail without checkpointing also fail with it
                 try:
                     passes[name] = run.figured(*way)
                 except Exception as error:  # noqa: BLE001 - a user's module may raise anything
                     errors[way] = error
             if way in errors:
-                passes[name] = {"error": _failure(run.model, way[1], errors[way])}
+                reason = f"{_WAYS[way[1]]} ({trace_error_text(run.model, errors[way])})"
+                message = (
+                    f"Forward or backward fails {reason}. Use another backend or precision, or make"
+                    " the model follow the dtype of its parameters."
+                )
+                passes[name] = {"error": message}
         if len(errors) == len(ways):
             raise errors[ways[0]]
     return passes
-
-
-def _failure(model: nn.Module, compute: str, error: Exception) -> str:
-    """Error message for a model that fails in one compute mode."""
-    return (
-        f"Forward or backward fails {_WAYS[compute]} ({trace_error_text(model, error)}). Use"
-        " another backend or precision, or make the model follow the dtype of its parameters."
-    )
 
 
 _WAYS = {
@@ -126,11 +152,6 @@ def trace_error_text(model: nn.Module, error: Exception) -> str:
         kind = "its shapes depend on tensor values"
     first = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(model).__name__} on fake tensors: {kind}: {first}"
-
-
-def run_key(kind: str, compute: str, *, checkpointing: bool) -> str:
-    """Return the name of one way to run a micro-batch."""
-    return f"{kind} {compute}{' checkpointing' * checkpointing}"
 
 
 class _TraceRunner:
@@ -157,7 +178,7 @@ class _TraceRunner:
         }
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._half: bool | None = None
-        self._batch = fake_conversion.fake_like(batch, self.mode)
+        self._batch = fake_tensors.fake_like(batch, self.mode)
 
     def figured(self, kind: str, compute: str) -> dict[str, Any]:
         """Trace one compute mode at two batch sizes."""
@@ -170,10 +191,8 @@ class _TraceRunner:
     def _parts(self, kind: str, compute: str, size: int) -> fit.GroupedRecording:
         """Trace one micro-batch."""
         self.model.zero_grad(set_to_none=True)
-        batch = fake_conversion.with_batch_size(
-            self._batch, self.mode, self.request.batch_size, size
-        )
-        behaviour = cuda_semantics.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
+        batch = fake_tensors.with_batch_size(self._batch, self.mode, self.request.batch_size, size)
+        behaviour = fake_tensors.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
         with self.mode, behaviour:
             step = _step(self.model, compute)
             return fit.split_by_group(
@@ -184,7 +203,7 @@ class _TraceRunner:
         """Replace the parameters by fake ones of the dtype that they are used in."""
         if self._half == half:
             return
-        fakes = fake_conversion.replace_with_fakes(self.model, self.mode, self._types, half=half)
+        fakes = fake_tensors.replace_with_fakes(self.model, self.mode, self._types, half=half)
         for group in self.found:
             group.own_params = [fakes[parameter] for parameter in group.own_params]
         self._types = {fakes[old]: dtype for old, dtype in self._types.items()}
@@ -225,7 +244,11 @@ def loss_of(outputs: Any) -> torch.Tensor:
     loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    means = [leaf.mean() for leaf in tree_leaves(outputs) if _has_gradient(leaf)]
+    means = [
+        leaf.mean()
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
     if not means:
         message = (
             "The model's output has no gradient. Give inputs for which it returns a loss or a"
@@ -233,11 +256,6 @@ def loss_of(outputs: Any) -> torch.Tensor:
         )
         raise PlanError(message)
     return torch.stack(means).sum() if len(means) > 1 else means[0]
-
-
-def _has_gradient(value: object) -> bool:
-    """Return whether a value is a tensor with a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -262,8 +280,7 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
     times = [len(group.represented_indices) for group in found]
     passes = {name: fit.extend_to_full_depth(run, times) for name, run in passes.items()}
     parts = {
-        name: {part["place"]: _without_place(part) for part in run["groups"]}
-        for name, run in passes.items()
+        name: {part.pop("place"): part for part in run["groups"]} for name, run in passes.items()
     }
     nothing = {"saved": (0, 0), "gradient": (0, 0), "forward": [], "backward": [], "flops": 0}
     rows = [
@@ -312,7 +329,16 @@ def _merged(rows: Sequence[_RepeatedGroup]) -> list[_RepeatedGroup]:
         if merged and _same(merged[-1]) == _same(row):
             last = merged.pop()
             both = zip(last.parts, row.parts, strict=True)
-            row = _RepeatedGroup(row.group, last.count + 1, [_larger(a, b) for a, b in both])  # noqa: PLW2901
+            larger = [
+                first
+                | {
+                    name: fit.pareto_front({*first[name], *second[name]})
+                    for name in ("forward", "backward")
+                }
+                | {"gradient": max(first["gradient"], second["gradient"], key=sum)}
+                for first, second in both
+            ]
+            row = _RepeatedGroup(row.group, last.count + 1, larger)  # noqa: PLW2901
         merged.append(row)
     return merged
 
@@ -322,14 +348,6 @@ def _same(row: _RepeatedGroup) -> list[Any]:
     group = row.group
     own = [(part["saved"], part["flops"]) for part in row.parts]
     return [group.first_block_index, group.role, group.parameter_counts(), own]
-
-
-def _larger(entry: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the maxima of two groups."""
-    worst = {
-        name: fit.pareto_front({*entry[name], *other[name]}) for name in ("forward", "backward")
-    }
-    return entry | worst | {"gradient": max(entry["gradient"], other["gradient"], key=sum)}
 
 
 def _forward_order(found: Sequence[FsdpGroup], run: dict[str, Any]) -> list[int]:
@@ -361,7 +379,3 @@ def _names(merged: Sequence[_RepeatedGroup]) -> list[str]:
         last = single and row.group.first_block_index not in stacks[number + 1 :]
         names.append("first " * first + "last " * last + row.group.name)
     return names
-
-
-def _without_place(part: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if name != "place"}

@@ -67,7 +67,8 @@ def find_wrap_units(
     if chosen and min_num_params is None:
         candidates = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
     else:
-        candidates = list(_by_size(model, min_num_params or _smallest(model)))
+        smallest = max(MIN_UNIT_PARAMS, _num_params(model) // TARGET_NUM_UNITS)
+        candidates = list(_by_size(model, min_num_params or min(MAX_UNIT_PARAMS, smallest)))
     # accelerate 1.15 makes the ends units by themselves and torch 2.13 rejects a unit's parameters
     # in another unit that is made later, which would happen with ViTEmbeddings as a unit.
     own, every = (
@@ -114,12 +115,6 @@ def _reach_out(model: nn.Module, group: Collection[nn.Module]) -> bool:
     held = {parameter for module in group for parameter in module.parameters()}
     outside = (module for module in model.modules() if module not in inside)
     return any(not held.isdisjoint(module.parameters(recurse=False)) for module in outside)
-
-
-def _smallest(model: nn.Module) -> int:
-    """Return the minimum number of parameters of a unit."""
-    total = _num_params(model)
-    return min(MAX_UNIT_PARAMS, max(MIN_UNIT_PARAMS, total // TARGET_NUM_UNITS))
 
 
 def _num_params(module: nn.Module) -> int:

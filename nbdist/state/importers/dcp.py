@@ -11,9 +11,9 @@ import torch
 
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
-from nbdist.state.chunks import Chunk, chunk_to_intervals
 from nbdist.state.importers import safe_unpickler
 from nbdist.state.layouts.base import bare_name
+from nbdist.state.shards import Chunk, chunk_to_intervals
 from nbdist.state.tensor_index import part_of
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 from nbdist.errors import SwitchError
 from nbdist.state.layouts.base import DdpLayout, Layout, is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.deepspeed import Zero3Layout, Zero12Layout
 from nbdist.state.layouts.free import free_model
 from nbdist.state.layouts.fsdp1 import Fsdp1Layout
 from nbdist.state.layouts.fsdp2 import Fsdp2Layout
-from nbdist.state.layouts.zero3 import Zero3Layout
-from nbdist.state.layouts.zero12 import Zero12Layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,4 +73,8 @@ def check_layout(model: nn.Module) -> None:
     Raises:
         SwitchError: an attribute is missing, or the sharding is not supported.
     """
-    layout_for(model).check_attributes()
+    layout = layout_for(model)
+    for owner, names in layout.required_attributes():
+        for name in names.split():
+            if not hasattr(owner, name):
+                layout.refuse_version(type(owner).__name__, name)

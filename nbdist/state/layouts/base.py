@@ -23,8 +23,6 @@ from nbdist.state.shards import Piece, Shard
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-StateDtypes = dict[str, dict[str, torch.dtype]]
-"""Parameter -> name of element-wise optimizer state -> dtype."""
 ScalarState = dict[str, dict[str, float]]
 """Parameter -> name of scalar optimizer state -> value."""
 
@@ -78,6 +76,7 @@ class Layout(ABC):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
         self.optimizers = tuple(map(innermost_optimizer, optimizers))
+        # id() of a tensor that an optimizer steps -> the optimizer and the parameter group
         self._steppers = {
             id(parameter): (optimizer, group)
             for optimizer in self.optimizers
@@ -138,8 +137,12 @@ class Layout(ABC):
 
     def scalar_state(self) -> ScalarState:
         """Return the scalar optimizer state: parameter -> name -> value. A collective in FSDP1."""
-        counts = {place.name: dict(self._scalars(place)) for place in self.placements()}
-        return {name: scalars for name, scalars in counts.items() if scalars}
+        counts: ScalarState = {}
+        for place in self.placements():
+            for name, value in self._state(place).items():
+                if value is not None and _is_scalar(place, name, value):
+                    counts.setdefault(place.name, {})[name] = float(value)
+        return counts
 
     @torch.no_grad()
     def allocate_optimizer_state(self, names: Mapping[str, Mapping[str, torch.dtype]]) -> None:
@@ -155,7 +158,8 @@ class Layout(ABC):
         for place in self.placements():
             if place.optimizer_tensor is None:
                 continue
-            state = self._optimizer_of(place)[0].state[place.optimizer_tensor]
+            optimizer, _ = self._steppers[id(place.optimizer_tensor)]
+            state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
                 # torch 2.13: Adagrad creates its state before FSDP1 shards the parameter.
                 if state.get(name) is None or state[name].shape != place.optimizer_tensor.shape:
@@ -184,7 +188,7 @@ class Layout(ABC):
         for place in self.placements():
             if place.optimizer_tensor is None or place.name not in counts:
                 continue
-            optimizer, group = self._optimizer_of(place)
+            optimizer, group = self._steppers[id(place.optimizer_tensor)]
             scalars = dict(counts[place.name])
             others = counts_of_tensor.setdefault(id(place.optimizer_tensor), scalars)
             if others != scalars:
@@ -198,13 +202,6 @@ class Layout(ABC):
             for name, value in scalars.items():
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
-
-    def check_attributes(self) -> None:
-        """Raise SwitchError if a required attribute is missing."""
-        for owner, names in self.required_attributes():
-            for name in names.split():
-                if not hasattr(owner, name):
-                    self.refuse_version(type(owner).__name__, name)
 
     # -- for subclasses
 
@@ -226,10 +223,6 @@ class Layout(ABC):
     def optimizer_tensor_or_none(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor if an optimizer steps it, otherwise None."""
         return tensor if id(tensor) in self._steppers else None
-
-    def _optimizer_of(self, place: ParameterPlacement) -> tuple[Optimizer, dict[str, Any]]:
-        """Return the optimizer and the parameter group that step a parameter."""
-        return self._steppers[id(place.optimizer_tensor)]
 
     def _state_dtype(self, stepped: torch.Tensor, named: torch.dtype) -> torch.dtype:
         """Return the dtype of optimizer state for a stepped tensor."""
@@ -259,12 +252,6 @@ class Layout(ABC):
                 local = local.view(-1).narrow(0, place.optimizer_offset, place.weight.numel())
             yield name, local
 
-    def _scalars(self, place: ParameterPlacement) -> Iterator[tuple[str, float]]:
-        """Yield the scalar state of a parameter."""
-        for name, value in self._state(place).items():
-            if value is not None and _is_scalar(place, name, value):
-                yield name, float(value)
-
     def _shard(self, place: ParameterPlacement, tensor: torch.Tensor, *, owned: bool) -> Shard:
         """Return the shard of a parameter's weight or of a tensor of its optimizer state."""
         start, stop = place.start, place.stop
@@ -272,10 +259,12 @@ class Layout(ABC):
             tensor = self._flat(tensor, keep=not owned)
         if owned:
             # Each rank with a copy owns an even part of it.
-            copies = (place.replica_index, place.num_replicas)
+            index, num_copies = place.replica_index, place.num_replicas
             if place.is_whole:
-                copies = (collectives.rank(), collectives.group_size())
-            low, high = even_split(stop - start, *copies)
+                index, num_copies = collectives.rank(), collectives.group_size()
+            # split like ZeRO-3, to reduce transfers
+            size = -(-(stop - start) // num_copies)
+            low, high = (min(stop - start, size * number) for number in (index, index + 1))
             tensor = tensor[low:high]
             start, stop = start + low, start + high
         pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
@@ -297,12 +286,6 @@ class Layout(ABC):
             f" no {missing}. Install {self.library} {_TESTED[self.library]}, the tested version."
         )
         raise SwitchError(message)
-
-
-def even_split(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return a rank's interval of a whole tensor, split like ZeRO-3 to reduce transfers."""
-    size = -(-numel // world_size)
-    return min(numel, rank * size), min(numel, (rank + 1) * size)
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:

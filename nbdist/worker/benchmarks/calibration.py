@@ -20,15 +20,18 @@ from torch import distributed
 
 from nbdist.errors import SessionError
 from nbdist.planner.measurements import COLLECTIVES
+from nbdist.protocol.operations import RankCalibrateReport
 from nbdist.state import collectives
 from nbdist.worker.benchmarks import disk as benchmarks_disk
-from nbdist.worker.memory.memory_probe import trim_malloc
-from nbdist.worker.operations import consensus
+from nbdist.worker.memory import memory_probe
+from nbdist.worker.operations.transaction import raise_if_any_failed, try_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from nbdist.planner.measurements import Collective
+    from nbdist.protocol.operations import CalibrateRequest
+    from nbdist.worker.operations import RankContext
 
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 """Bytes of the full tensors; the smallest size shows the latency."""
@@ -52,38 +55,29 @@ _COPIED = 256 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def run_benchmark(
-    device: torch.device,
-    *,
-    kinds: list[str],
-    disk: str | None,
-    on_phase: Callable[[str], object],
-) -> dict[str, Any]:
-    """Run all benchmarks; collective. Returns JSON values.
-
-    Args:
-        device: this rank's device.
-        kinds: dtypes of the matrix products, keys of ``DTYPES``.
-        disk: a folder on the disk to benchmark; None for no disk.
-        on_phase: called with the name of each benchmark when it starts.
+def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateReport:
+    """Run all benchmarks; collective.
 
     Raises:
         SessionError: a benchmark failed on a rank; the same message on all ranks.
     """
+    device = memory_probe.probe_state.device
     results: dict[str, Any] = {"device": _name(device)}
     with torch.no_grad(), _release_memory_after(device):
-        on_phase("collectives")
+        context.on_phase("collectives")
         results["curves"] = _collectives(device)
-        on_phase("matrix products")
-        results["products"] = {kind: _measure_matmul(device, DTYPES[kind]) for kind in kinds}
+        context.on_phase("matrix products")
+        results["products"] = {
+            kind: _measure_matmul(device, DTYPES[kind]) for kind in request.kinds
+        }
         results["memory"] = _elementwise(device)
         if device.type == "cuda":
-            on_phase("copies between host and device")
+            context.on_phase("copies between host and device")
             results["copies"] = _copies(device)
-    if disk is not None:
-        on_phase(f"disk of {disk}")
-        results["disk"] = _disk(disk)
-    return results
+    if request.disk is not None:
+        context.on_phase(f"disk of {request.disk}")
+        results["disk"] = _disk(request.disk)
+    return RankCalibrateReport(figures=results)
 
 
 def _name(device: torch.device) -> str:
@@ -99,7 +93,7 @@ def _release_memory_after(device: torch.device) -> Iterator[None]:
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > before:
             torch.cuda.empty_cache()
-        trim_malloc()
+        memory_probe.trim_malloc()
 
 
 def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
@@ -108,14 +102,8 @@ def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
     Raises:
         SessionError: it failed on a rank.
     """
-    result, error = consensus.try_call(call)
-    errors = collectives.all_gather_values(consensus.error_text(error))
-    failed = {rank: text for rank, text in enumerate(errors) if text}
-    if failed:
-        message = (
-            f"The benchmark failed: {consensus.rank_errors_text(failed, collectives.group_size())}"
-        )
-        raise SessionError(message)
+    result, error = try_call(call)
+    raise_if_any_failed(error, SessionError, "The benchmark failed: ")
     return result
 
 

@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import process_group
@@ -233,7 +234,11 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     own = not _OWN_ENGINE.isdisjoint(named)
     if session.auto_strategy is not None and not own:
         raise OptionError(_UNDECIDED)
-    _forget_engine()
+    # Otherwise accelerate 1.15 silently keeps the first engine of the process.
+    for variable in _LEFT_BEHIND:
+        os.environ.pop(variable, None)
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
+    PartialState()
     if not _OWN_DEEPSPEED.isdisjoint(named):
         deepspeed.init_deepspeed(session.hardware)
     arguments = dict(named)
@@ -245,7 +250,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
-    model_cleanup.register_accelerator(self)
+    model_cleanup.accelerators.add(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
@@ -294,28 +299,13 @@ _OUTLIVE_THE_ENGINE = (
 
 def built_accelerators() -> list[Accelerator]:
     """Return the built Accelerators that use the session's engine."""
-    accelerators = [
-        accelerator
-        for accelerator in model_cleanup.registered_accelerators()
-        if vars(accelerator).get("_nbdist_session") is not None
-    ]
-    return sorted(accelerators, key=id)
+    built = [each for each in list(model_cleanup.accelerators) if not has_user_plugin(each)]
+    return sorted(built, key=id)
 
 
 def has_user_plugin(accelerator: Accelerator) -> bool:
     """Return whether the user gave the Accelerator its own engine."""
     return vars(accelerator).get("_nbdist_session") is None
-
-
-def _forget_engine() -> None:
-    """Remove the engine of an earlier Accelerator from Accelerate's shared state.
-
-    Otherwise accelerate 1.15 silently keeps the first engine of the process.
-    """
-    for variable in _LEFT_BEHIND:
-        os.environ.pop(variable, None)
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
-    PartialState()
 
 
 def _keep_shared_states() -> None:
@@ -357,7 +347,14 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     """Prepare under any engine, and record and measure the result."""
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
-        _undo_evaluation_prepare(self, model)
+        # accelerate 1.15 treats a model prepared for evaluation as prepared: with DDP, a Trainer
+        # that evaluated before `train()` would silently train each rank without gradient
+        # synchronization.
+        _evaluated.discard(model)
+        self._models[:] = [other for other in self._models if other is not model]
+        vars(model).pop("_is_accelerate_prepared", None)
+        if "_original_forward" in vars(model):
+            model.forward = vars(model).pop("_original_forward")
     new = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
     if args and all(arg is None for arg in args):
         # transformers 5.23: after `evaluate()` under FSDP1 a Trainer's `train()` has no optimizer
@@ -442,20 +439,6 @@ def _prepare_model(self: Accelerator, model: nn.Module, *args: Any, **kwargs: An
     return prepared
 
 
-def _undo_evaluation_prepare(accelerator: Accelerator, model: nn.Module) -> None:
-    """Undo a preparation for evaluation, so that the model can be prepared for training.
-
-    accelerate 1.15 treats the model as prepared: with DDP, a Trainer that evaluated before
-    `train()` would silently train each rank without gradient synchronization.
-    """
-    _evaluated.discard(model)
-    models = accelerator._models  # noqa: SLF001
-    models[:] = [other for other in models if other is not model]
-    vars(model).pop("_is_accelerate_prepared", None)
-    if "_original_forward" in vars(model):
-        model.forward = vars(model).pop("_original_forward")
-
-
 def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
     """Clip before each real step of the prepared optimizers, unless the cell has clipped.
 
@@ -489,8 +472,8 @@ def _clip_step(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ids = set(map(id, parameters))
     owners = [m for m in accelerator._models if ids & set(map(id, m.parameters()))]  # noqa: SLF001
-    if owners:
-        fsdp.clip_fsdp1_grads(owners[-1], parameters, max_norm)
+    if owners and isinstance(owners[-1], Fsdp1):
+        owners[-1].clip_grad_norm_(max_norm)  # reduces the norm over the ranks
     else:
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 

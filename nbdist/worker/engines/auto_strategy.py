@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import deepspeed_builds
 from nbdist.planner import cluster_spec, search, validation
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_accounting, memory_probe, model_description
@@ -58,6 +58,7 @@ _WITHOUT_A_LOADER = (
     " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
     " used as the example, or choose a --backend."
 )
+_WITHOUT_A_PLAN = " Or choose a --backend: --auto cannot decide without a plan."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class AutoStrategy:
         given: Mapping[str, Any],
         placeholder: Options,
         hardware: Hardware,
-        nodes: Sequence[SessionNode] = (),
+        nodes: Sequence[SessionNode],
     ) -> None:
         """Create a search within the options that the user gave.
 
@@ -134,7 +135,10 @@ class AutoStrategy:
             optimizer: description from ``memory_probe.describe_optimizer``.
             batch: called on rank 0 only.
         """
-        free = _all_gather_number(available_bytes(model))
+        own_free = torch.tensor([available_bytes(model)], dtype=torch.int64)
+        all_free = [torch.zeros_like(own_free) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(all_free, own_free)
+        free = [int(size) for size in all_free]
         mine: dict[str, Any] = {}
         if distributed.get_rank() == 0:
             mine = self._answer(model, optimizer, batch, free)
@@ -173,7 +177,8 @@ class AutoStrategy:
         except KeyboardInterrupt:
             return {"stopped": True}  # the other ranks wait for a broadcast
         except PlanError as error:
-            advice = _WITHOUT_A_LOADER if micro_batch and micro_batch.assumption else ""
+            assumed = micro_batch is not None and micro_batch.assumption
+            advice = _WITHOUT_A_LOADER if assumed else _WITHOUT_A_PLAN
             return {"error": f"{error}{advice}"}
         except NbdistError as error:
             return {"error": str(error)}
@@ -287,7 +292,7 @@ def _describe_batch(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, A
 
 
 def build_cluster_spec(
-    free: Sequence[int], hardware: Hardware, nodes: Sequence[SessionNode] = ()
+    free: Sequence[int], hardware: Hardware, nodes: Sequence[SessionNode]
 ) -> ClusterSpec:
     """Return the devices of all ranks with their free memory.
 
@@ -299,24 +304,23 @@ def build_cluster_spec(
     nodes = nodes or [
         discovery.SessionNode("", tuple(range(len(free))), discovery.discover_machine())
     ]
-    return cluster_spec.cluster_for_nodes(
-        {node.name: _node_cluster_spec(node, free, hardware) for node in nodes}
-    )
-
-
-def _node_cluster_spec(
-    node: SessionNode, all_free: Sequence[int], hardware: Hardware
-) -> ClusterSpec:
-    """Return the devices of one node."""
-    machine, free = node.machine, [all_free[rank] for rank in node.ranks]
-    if hardware.kind == "cpu":
-        cpu_only = replace(machine, gpus=())
-        return cluster_spec.cluster_for_machine(
-            cpu_only, cpu_ranks=len(free), host_free_bytes=sum(free)
-        )
-    usage = [discovery.GpuFreeMemory(size) for size in free]
-    host_free_bytes = discovery.host_free_memory_bytes()  # of this node; the others' are unknown
-    return cluster_spec.cluster_for_machine(machine, usage, host_free_bytes=host_free_bytes)
+    specs = {}
+    for node in nodes:
+        free_of_node = [free[rank] for rank in node.ranks]
+        if hardware.kind == "cpu":
+            specs[node.name] = cluster_spec.cluster_for_machine(
+                replace(node.machine, gpus=()),
+                cpu_ranks=len(free_of_node),
+                host_free_bytes=sum(free_of_node),
+            )
+        else:
+            specs[node.name] = cluster_spec.cluster_for_machine(
+                node.machine,
+                [discovery.GpuFreeMemory(size) for size in free_of_node],
+                # of this node; the others' are unknown
+                host_free_bytes=discovery.host_free_memory_bytes(),
+            )
+    return cluster_spec.cluster_for_nodes(specs)
 
 
 def available_bytes(model: nn.Module | None = None) -> int:
@@ -344,14 +348,6 @@ def available_bytes(model: nn.Module | None = None) -> int:
 
 
 # ---------------------------------------------------------------------------- collectives
-
-
-def _all_gather_number(number: int) -> list[int]:
-    """All-gather a number; return the numbers by rank."""
-    mine = torch.tensor([number], dtype=torch.int64)
-    every = [torch.zeros_like(mine) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(every, mine)
-    return [int(element) for element in every]
 
 
 def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
@@ -396,7 +392,7 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(question, sending), daemon=True)
+    child = context.Process(target=_send_result, args=(question, sending), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -412,7 +408,7 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
         child.join()
 
 
-def _answer(question: Callable[[], Any], sending: Connection) -> NoReturn:
+def _send_result(question: Callable[[], Any], sending: Connection) -> NoReturn:
     """Run in the child: send the result, then exit without the parent's exit handlers."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)

@@ -10,7 +10,7 @@ own code builds the engines for the predefined accelerator, a user's `Accelerato
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
@@ -18,8 +18,8 @@ from accelerate.utils import DistributedType
 
 from nbdist.worker.library_patches import patch
 
-InitMethod = Any
-"""An `__init__` method as a plain function."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def patch_accelerate() -> None:
@@ -45,7 +45,7 @@ def skip_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _cpu_rank(original: InitMethod) -> InitMethod:
+def _cpu_rank(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap PartialState's init to always use the gloo group of CPU ranks."""
 
     def init(self: PartialState, cpu: bool = False, **kwargs: Any) -> None:  # noqa: ARG001, FBT001, FBT002
@@ -59,7 +59,7 @@ def _cpu_rank(original: InitMethod) -> InitMethod:
     return init
 
 
-def _as_on_a_gpu(original: InitMethod) -> InitMethod:
+def _as_on_a_gpu(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap AcceleratorState's init to accept plugins on a CPU."""
 
     def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:

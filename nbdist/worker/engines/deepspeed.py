@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
 from nbdist.signals import defer_interrupt
+from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.worker.engines import cpu, wrap_policy
 from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
@@ -302,7 +303,7 @@ def _skip_weight_broadcast() -> Iterator[None]:
 
 def find_engine(model: nn.Module | None) -> Any:
     """Return the engine that a model is or is wrapped in; None if there is none."""
-    if model is None or hasattr(model, "set_gradient_accumulation_boundary"):
+    if model is None or is_deepspeed_engine(model):
         return model
     reference = _engines.get(model)
     return reference and reference()

@@ -47,9 +47,8 @@ _WITHOUT_PINNING: Mapping[type, object] = {
     CPUOffloadPolicy: CPUOffloadPolicy(pin_memory=False),
 }
 
-_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+shard_of_original: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Original parameter of a model under FSDP2 -> the shard that replaced it."""
-
 
 _cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
 """Default process group -> its parallelism config."""
@@ -76,7 +75,18 @@ def build_plugin(
         # Everything is on the CPU already, and torch 2.13 pins memory only with a GPU.
         offload = fsdp_plugin.cpu_offload
         fsdp_plugin.cpu_offload = _WITHOUT_PINNING.get(type(offload), offload)
-    _patch_fsdp2_wrap_policy()
+
+    def accept_units(original: Callable[..., Any]) -> Callable[..., Any]:
+        def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
+            ours = fsdp2_plugin.auto_wrap_policy
+            has_units = isinstance(ours, wrap_policy.UnitWrapPolicy)
+            return ours if has_units else original(fsdp2_plugin, model)
+
+        return policy
+
+    # accelerate 1.15 accepts only its two named policies for FSDP2, and the size-based one would
+    # wrap ModuleLists, which torch does not allow.
+    patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
     return fsdp_plugin
 
 
@@ -182,29 +192,9 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
         attributes.update(before)
 
 
-def sharded_by_original() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the original parameters of models under FSDP2, each with the shard replacing it."""
-    yield from _moved.items()
-
-
 def _is_sharded(model: nn.Module) -> bool:
     """Return whether a model, compiled or not, is prepared under FSDP2."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Reshard a model, and record the shard of each unsharded parameter.
-
-    torch 2.13 leaves the root unit unsharded after a forward without a backward, so an optimizer
-    built after an evaluation holds unsharded parameters.
-    """
-    before = dict(model.named_parameters())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    for name, parameter in model.named_parameters():
-        if before[name] is not parameter:
-            _moved[before[name]] = parameter
 
 
 def reset_iteration_state(model: nn.Module) -> None:
@@ -238,32 +228,6 @@ def clip_grad_norm(
     return accelerator._clip_grad_norm_dtensor_aware(clipped, max_norm, norm_type=norm_type)  # noqa: SLF001
 
 
-def clip_fsdp1_grads(model: nn.Module, parameters: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Clip gradients; for an FSDP1 model with its own method, which reduces the norm."""
-    if isinstance(model, Fsdp1):
-        model.clip_grad_norm_(max_norm)
-    else:
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-def _patch_fsdp2_wrap_policy() -> None:
-    """Make Accelerate's FSDP2 support accept a ``UnitWrapPolicy``.
-
-    accelerate 1.15 accepts only its two named policies, and the size-based one would wrap
-    ModuleLists, which torch does not allow.
-    """
-
-    def accept_units(original: Callable[..., Any]) -> Callable[..., Any]:
-        def policy(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
-            ours = fsdp2_plugin.auto_wrap_policy
-            has_units = isinstance(ours, wrap_policy.UnitWrapPolicy)
-            return ours if has_units else original(fsdp2_plugin, model)
-
-        return policy
-
-    patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
-
-
 def _prepare_model_only(
     accelerator: Accelerator,
     original: Callable[..., Any],
@@ -281,8 +245,23 @@ def _prepare_model_only(
     accelerator._optimizers.remove(prepared)  # noqa: SLF001
     wrapped = next(item for item in result if isinstance(item, nn.Module))
     for name, parameter in wrapped.named_parameters():
-        _moved[before[name.replace("_orig_mod.", "")]] = parameter
+        shard_of_original[before[name.replace("_orig_mod.", "")]] = parameter
     return tuple(result) if len(result) > 1 else result[0]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Reshard a model, and record the shard of each unsharded parameter.
+
+    torch 2.13 leaves the root unit unsharded after a forward without a backward, so an optimizer
+    built after an evaluation holds unsharded parameters.
+    """
+    before = dict(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        if before[name] is not parameter:
+            shard_of_original[before[name]] = parameter
 
 
 def _prepare_without_model(
@@ -293,7 +272,7 @@ def _prepare_without_model(
         _reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [_moved.get(old, old) for old in group["params"]]
+            group["params"] = [shard_of_original.get(old, old) for old in group["params"]]
             if not all(isinstance(parameter, DTensor) for parameter in group["params"]):
                 message = (
                     "The optimizer's parameters are not those of a prepared model. Under fsdp2 "

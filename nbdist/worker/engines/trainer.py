@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.util
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -206,16 +205,15 @@ def trainer_arguments(
 
 
 def find_trainers(names: Mapping[str, Any]) -> list[Any]:
-    """Return the transformers Trainers among variables."""
-    return [value for value in names.values() if _is_trainer(type(value))]
-
-
-def _is_trainer(kind: type) -> bool:
-    """Return whether a class is Trainer or a subclass, without importing transformers."""
-    bases = inspect.getmro(kind)
-    return any(
-        base.__name__ == "Trainer" and base.__module__.startswith("transformers.") for base in bases
-    )
+    """Return the transformers Trainers among variables; does not import transformers."""
+    return [
+        value
+        for value in names.values()
+        if any(
+            base.__name__ == "Trainer" and base.__module__.startswith("transformers.")
+            for base in type(value).__mro__
+        )
+    ]
 
 
 def update_trainer_engine(trainer: Any) -> None:

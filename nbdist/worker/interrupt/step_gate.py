@@ -55,18 +55,14 @@ class OptimizerStepGate:
     def begin_cell(self) -> None:
         """Reset the state at the start and end of a cell."""
         with self._lock:
-            self._entered = 0
+            self.num_steps_begun = 0
+            """Number of steps started in this cell."""
             self._entered_at = time.monotonic()
             self._step_s = 0.0
             self._inside = self._armed = self._raised = False
             self._held_at: float | None = None
             self._last: int | None = None
             """Number of the step after which to stop; 0 for immediately."""
-
-    @property
-    def num_steps_begun(self) -> int:
-        """Number of steps started in this cell."""
-        return self._entered
 
     # -- the control thread
 
@@ -79,7 +75,7 @@ class OptimizerStepGate:
         with self._lock:
             self._held_at, self._last = time.monotonic(), None
             ago = self._held_at - self._entered_at
-            return self._entered, max(self._step_s - ago, 0.0)
+            return self.num_steps_begun, max(self._step_s - ago, 0.0)
 
     def interrupt_after(self, after: int) -> None:
         """Raise KeyboardInterrupt in the main thread after that many steps.
@@ -88,7 +84,7 @@ class OptimizerStepGate:
         """
         with self._lock:
             self._last, self._held_at = after, None
-            if self._entered >= after and not self._inside and not (after and self._raised):
+            if self.num_steps_begun >= after and not self._inside and not (after and self._raised):
                 self._raise_in_main()
 
     # -- the main thread
@@ -96,7 +92,7 @@ class OptimizerStepGate:
     def _enter(self) -> None:
         while True:
             with self._lock:
-                if self._last is not None and self._entered >= self._last:
+                if self._last is not None and self.num_steps_begun >= self._last:
                     self._raised = True
                     raise KeyboardInterrupt
                 paused = (
@@ -105,7 +101,7 @@ class OptimizerStepGate:
                 if not paused:
                     now = time.monotonic()
                     self._step_s, self._entered_at = now - self._entered_at, now
-                    self._entered += 1
+                    self.num_steps_begun += 1
                     self._inside = True
                     return
             time.sleep(_NAP_S)
@@ -113,7 +109,7 @@ class OptimizerStepGate:
     def _leave(self) -> None:
         with self._lock:
             self._inside = False
-            if self._last is not None and self._entered >= self._last:
+            if self._last is not None and self.num_steps_begun >= self._last:
                 self._armed = True
                 threading.Timer(ITERATION_END_S, self._fire).start()
 

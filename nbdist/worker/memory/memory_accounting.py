@@ -2,7 +2,7 @@
 
 Covers torch's modules and optimizers, FSDP's internal parameters and DeepSpeed's ZeRO optimizers
 (attribute names of torch 2.13 and deepspeed 0.19). Parts have the same names as in
-`planner.memory_model`.
+`planner.memory`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from torch import distributed
 from nbdist.display.units import format_bytes
 from nbdist.errors import PlanError, SwitchError
 from nbdist.planner import validation
-from nbdist.planner.models import traced
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.memory import memory_probe, model_description
 
@@ -33,8 +32,8 @@ def check_memory(
 ) -> list[str]:
     """Compare the planner's prediction for these options with this rank's device memory.
 
-    Checks only models with an analytic spec, which takes milliseconds; a trace would take
-    seconds, and a switch that runs out of memory is rolled back anyway.
+    Checks only models with an analytic spec or a cached trace, which takes milliseconds; a trace
+    would take seconds, and a switch that runs out of memory is rolled back anyway.
 
     Args:
         prepared: the model.
@@ -75,14 +74,12 @@ def check_memory(
 def _peak(
     prepared: PreparedModel, new_options: Options, hardware: Hardware, world_size: int
 ) -> MemoryUsage | None:
-    """Return the predicted peak of a step; None if there is no analytic spec."""
+    """Return the predicted peak of a step; None if that would need a trace."""
     probe = memory_probe.probe_state.probe
     if probe is None or probe.meta_model is None or probe.prepared_model is not prepared.model:
         return None
-    spec = traced.find_analytic_spec(probe.meta_model)
-    if spec is None:
-        return None
-    samples, tokens = probe.batch_shape or (1, model_description.default_seq_len(probe.meta_model))
+    model = probe.meta_model
+    samples, tokens = probe.batch_shape or (1, model_description.default_seq_len(model))
     micro_batch = validation.MeasuredMemory(
         kind=hardware.kind,
         step=0,
@@ -92,9 +89,17 @@ def _peak(
         optimizer=probe.optimizer_description,
     )
     try:
+        spec = model_description.describe_model(
+            model,
+            batch_size=samples,
+            seq_len=tokens,
+            call=probe.forward_inputs,
+            kind=hardware.kind,
+            quick=True,
+        )
         setup = validation.setup_from_measurement(
             new_options, world_size, micro_batch, nodes=hardware.nodes
         )
         return validation.predict_peak(spec, setup, micro_batch)
-    except PlanError:  # an optimizer that the planner does not know
+    except PlanError:  # the model needs a trace, or the optimizer is unknown to the planner
         return None

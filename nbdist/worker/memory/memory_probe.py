@@ -7,7 +7,7 @@ operation on CPU ranks; on GPUs, the allocator's peak statistics are used from t
 that step a hook costs microseconds. A new `prepare()` restarts the measurement.
 
 By the third step the optimizer state exists and ZeRO-3 has its prefetch trace;
-`planner.memory_model` predicts the same step.
+`planner.memory` predicts the same step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nbdist.hardware import discovery
-from nbdist.planner.memory_calibration import MemoryCalibration
+from nbdist.planner.measurements import record_device_memory
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.state.layouts.base import innermost_optimizer
 from nbdist.worker.interrupt.step_gate import step_gate
@@ -88,13 +88,6 @@ class MemoryProbe:
     """A step was tracked before the measured one, so DDP's buckets are counted as OTHER."""
     measurements: dict[str, Any] | None = None
     rss_before_bytes: int = 0
-
-    def is_waiting_for(self, optimizer: AcceleratedOptimizer) -> bool:
-        """Return whether a step of this optimizer counts: it is the probed one and really steps."""
-        if self.measurements is not None or self.optimizer is None:
-            return False
-        complete = bool(optimizer.gradient_state.sync_gradients)
-        return complete and self.optimizer() is optimizer
 
     @property
     def first_step(self) -> int:
@@ -265,7 +258,13 @@ def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context of a step of a prepared optimizer, which counts and measures it."""
     probe = probe_state.probe
-    if probe is None or not probe.is_waiting_for(optimizer):
+    # Without gradient synchronization there is no step: see `prepared_models.wrap_step`.
+    if (
+        probe is None
+        or probe.measurements is not None
+        or probe.optimizer is None
+        or probe.optimizer() is not optimizer
+    ):
         yield
         return
     model = probe.prepared_model
@@ -364,7 +363,7 @@ def _end(probe: MemoryProbe) -> None:
         probe.measurements |= found
         if probe.options is not None and torch.distributed.get_rank() == 0:
             # The ratio of device memory to tensor memory, for later plans.
-            MemoryCalibration().record_session(
+            record_device_memory(
                 found["device_name"],
                 probe.options.backend,
                 probe.options.offload_device,

@@ -44,7 +44,6 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
             batch_size=samples,
             seq_len=tokens,
             call=probe.forward_inputs if probe else {},
-            progress=_ignore_progress,
             kind=request["kind"],
             quick=request["quick"],
         )
@@ -68,27 +67,28 @@ def describe_model(
     batch_size: int,
     seq_len: int,
     call: ForwardInputs,
-    progress: Callable[[str], None],
     kind: Literal["cuda", "cpu"],
+    progress: Callable[[str], None] = lambda _: None,
     quick: bool = False,
 ) -> ModelSpec:
-    """Describe an unprepared model, analytically or by a trace in a child process.
+    """Describe an unprepared model: analytically, by a cached trace, or by a trace in a child.
 
     Args:
         model: not prepared, on any device including meta.
         batch_size: samples in the micro-batch.
         seq_len: tokens per sample.
         call: tensors of a real forward, if there was one.
-        progress: called with the progress of a trace.
         kind: kind of the devices to plan for.
-        quick: only analytically, without a trace.
+        progress: called with the progress of a trace. By default none is shown: the kernel itself
+            shows that it waits.
+        quick: without a new trace.
 
     Raises:
         PlanError: the model cannot be described.
     """
     inputs = meta_inputs(call, model) if call else None
     if quick:
-        spec = analytic_spec(model, inputs)
+        spec = quick_spec(model, inputs, batch_size=batch_size, seq_len=seq_len, kind=kind)
     else:
         spec = traced.spec_from_module(
             model,
@@ -101,13 +101,22 @@ def describe_model(
     return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
 
 
-def analytic_spec(model: nn.Module, inputs: object) -> ModelSpec:
-    """Describe a model analytically, in milliseconds.
+def quick_spec(
+    model: nn.Module,
+    inputs: object,
+    *,
+    batch_size: int,
+    seq_len: int,
+    kind: Literal["cuda", "cpu"],
+) -> ModelSpec:
+    """Describe a model in milliseconds: analytically, or by the cached trace of an earlier plan.
 
     Raises:
         PlanError: a trace is needed.
     """
-    spec = traced.find_analytic_spec(model) if traced.is_text_only(inputs) else None
+    spec = traced.find_known_spec(
+        model, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=(kind,)
+    )
     if spec is None:
         message = (
             f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
@@ -150,20 +159,25 @@ def _select_model(
     """Return the unprepared model for a name, and its probe if it is being trained.
 
     Raises:
-        PlanError: there is no such model.
+        PlanError: there is no such model, or it could not be copied in `prepare()`.
     """
     probe = memory_probe.probe_state.probe
-    if name is None:
-        if probe is None:
+    if name is None and probe is None:
+        message = (
+            "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
+            " cell, or name the model to plan."
+        )
+        raise PlanError(message)
+    model = None if name is None else names.get(name)
+    is_probed = probe is not None and model is not None and probe.prepared_model is model
+    if probe is not None and (name is None or is_probed):
+        if probe.meta_model is None:
             message = (
-                "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
-                " cell, or name the model to plan."
+                "The prepared model cannot be planned because copy.deepcopy fails for it. Name a"
+                " newly built model."
             )
             raise PlanError(message)
-        return _measured_meta_model(probe), probe
-    model = names.get(name)
-    if probe is not None and model is not None and probe.prepared_model is model:
-        return _measured_meta_model(probe), probe
+        return probe.meta_model, probe
     if not isinstance(model, nn.Module):
         kind = f"a {type(model).__name__}" if name in names else "not a variable"
         message = f"{name} is {kind} on the ranks. Use the name of an nn.Module."
@@ -175,22 +189,3 @@ def _select_model(
         )
         raise PlanError(message)
     return model, None
-
-
-def _measured_meta_model(probe: MemoryProbe) -> nn.Module:
-    """Return the prepared model's meta copy.
-
-    Raises:
-        PlanError: the model could not be copied.
-    """
-    if probe.meta_model is None:
-        message = (
-            "The prepared model cannot be planned because copy.deepcopy fails for it. Name a newly"
-            " built model."
-        )
-        raise PlanError(message)
-    return probe.meta_model
-
-
-def _ignore_progress(_: str) -> None:
-    """Ignore progress: the kernel shows that it waits."""

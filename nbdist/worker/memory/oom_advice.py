@@ -19,7 +19,7 @@ from torch import distributed
 from nbdist.display.units import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
 from nbdist.planner import search, validation
-from nbdist.planner.plan_request import PlanRequest
+from nbdist.planner.plan_table import PlanRequest
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.engines.accelerator import current_config
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_COMPARED = ("backend", "offload", "offload_params", "activation_checkpointing", "replicate_across")
+"""Options that distinguish the rows of a plan."""
 MAX_SUGGESTIONS = 3
 """Number of suggested configurations."""
 _SMALL = GIB // 200
@@ -143,7 +145,17 @@ def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
     except Exception as error:
         log.exception("planning after an out-of-memory error failed")
         return [f"Cannot suggest a configuration that fits ({type(error).__name__})."]
-    present, free_bytes = _present(plan), plan.question.cluster.smallest_device.free_bytes
+    # the row with the session's options
+    options = current_config().options
+    present = next(
+        (
+            row
+            for row in plan.rows
+            if all(getattr(row.options, name) == getattr(options, name) for name in _COMPARED)
+        ),
+        None,
+    )
+    free_bytes = plan.question.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
         return [_not_the_model(present, free_bytes, requested)]
     if rows := _fitting(plan):
@@ -193,22 +205,6 @@ def _plan(probe: MemoryProbe) -> Plan:
             offload_candidates=("none", "cpu"),
         )
     )
-
-
-def _present(plan: Plan) -> PlanRow | None:
-    """Return the row with the session's options; None if there is none."""
-    options = current_config().options
-    names = (
-        "backend",
-        "offload",
-        "offload_params",
-        "activation_checkpointing",
-        "replicate_across",
-    )
-    for row in plan.rows:
-        if all(getattr(row.options, name) == getattr(options, name) for name in names):
-            return row
-    return None
 
 
 def _fitting(plan: Plan) -> list[PlanRow]:

@@ -1,1 +1,48 @@
 """Collective operations on all ranks: save, load, switch, resize, export, import."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+    from pathlib import Path
+
+    from nbdist.protocol.operations import Operation, SaveRequest
+    from nbdist.worker.collective_check import CollectiveBarrier
+    from nbdist.worker.report import Reporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """Parts of this rank that the operations use."""
+
+    variables: MutableMapping[str, Any]
+    """The user's variables."""
+    predefined: dict[str, Any]
+    """The variables before the first cell; later differences are the user's."""
+    initial_environ: dict[str, str]
+    reporter: Reporter
+    on_phase: Callable[[str], None]
+    """Called with the name of each phase and with progress texts."""
+    begin_save: Callable[[SaveRequest], str]
+    """Starts a save in the background; returns its id."""
+    barrier: CollectiveBarrier | None
+    """Barrier of CPU ranks before each collective."""
+    folder: Path
+    """Private folder of this node's ranks."""
+
+
+def run_operation(
+    operation: Operation[Any, Any], content: dict[str, Any], context: RankContext
+) -> dict[str, Any]:
+    """Carry out a request on this rank, a collective; return the content of the reply.
+
+    Raises:
+        NbdistError: of type `operation.raises`: the operation failed.
+    """
+    function = pkgutil.resolve_name(operation.function)
+    report = function(operation.request(**content), context)
+    return {"status": "ok", "report": asdict(report)}

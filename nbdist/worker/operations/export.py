@@ -11,10 +11,9 @@ group of these is gathered on one rank, in batches of at most `BATCH_BYTES` per 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,15 @@ from nbdist.checkpoint import atomic_folder
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.safetensors_file import StoredTensor, build_header
 from nbdist.errors import CheckpointError
+from nbdist.protocol.operations import RankExportReport
 from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
 from nbdist.state.shards import total_bytes
-from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.operations.transaction import (
+    CHECKING_PHASE,
+    ByteProgress,
+    Transaction,
+    try_call,
+)
 from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
 
 if TYPE_CHECKING:
@@ -34,38 +39,18 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from nbdist.protocol.operations import ExportRequest
     from nbdist.state.hf_export_plan import DerivedTensors, ExportOutline, OutputTensor
+    from nbdist.worker.operations import RankContext
 
 BATCH_BYTES = 256 << 20
 """Maximum size of the whole tensors gathered on a rank at a time; a larger one goes alone."""
-_OF_TEXT = "PreTrainedTokenizerBase"
-_OF_SEVERAL = "ProcessorMixin"
-_OF_SIGNALS = frozenset({"ImageProcessingMixin", "FeatureExtractionMixin"})
-
-
-@dataclass(slots=True, kw_only=True)
-class RankExportReport:
-    """Result of an export on this rank."""
-
-    model: str = ""
-    tensors: int = 0
-    files: list[str] = field(default_factory=list)
-    """Names of the files that contain tensors."""
-    size_bytes: int = 0
-    """Total size of the tensors in all files."""
-    gathered_bytes: int = 0
-    """Bytes that this rank sent to other ranks."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    companions: list[str] = field(default_factory=list)
-    """Variables that were saved with the model: tokenizer, processor."""
-    notes: list[str] = field(default_factory=list)
-    how: str = ""
-    """Expression that loads the folder."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
+_COMPANIONS = {
+    "processor": {"ProcessorMixin"},
+    "tokenizer": {"PreTrainedTokenizerBase"},
+    "image_processor": {"ImageProcessingMixin", "FeatureExtractionMixin"},
+}
+"""Variable name to prefer -> names of transformers base classes to look for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,172 +63,164 @@ class _OutputFile:
     size_bytes: int
 
 
-class ModelExport:
-    """Export of one model."""
+def export(request: ExportRequest, context: RankContext) -> RankExportReport:
+    """Write the folder; returns when it is on disk under its final name; a collective.
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        names: Mapping[str, Any],
-        on_phase: Callable[[str], None],
-        dtype: str | None = None,
-        max_shard_size: str = "5GB",
-        overwrite: bool = False,
-        model: str | None = None,
-    ) -> None:
-        """Set up an export.
-
-        Args:
-            target: absolute path of the output folder.
-            names: the user's variables.
-            on_phase: called with the name of each phase and with progress texts.
-            dtype: name of the torch dtype for floating-point tensors; None keeps their dtype.
-            max_shard_size: maximum size of a file, for example "5GB".
-            overwrite: replace the folder if it exists and is not empty.
-            model: name of the variable with the model; None selects the only prepared model.
-        """
-        self._target, self._names, self._tell = Path(target), names, on_phase
-        self._dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
-        self._max, self._overwrite, self._model = max_shard_size, overwrite, model
-        self._folder: Path | None = None
-        """Temporary folder; set on rank 0 only."""
-        self._first = collectives.rank() == 0
-        self._phase = Transaction("Export", on_phase, CheckpointError)
-        self.report = RankExportReport(seconds=self._phase.seconds)
-
-    def run(self) -> RankExportReport:
-        """Write the folder; returns when it is on disk under its final name.
-
-        Raises:
-            CheckpointError: the export failed; raised on all ranks, and partial output is removed.
-        """
-        with self._phase(CHECKING_PHASE):
-            living = ModelTensors(select_model(self._model, self._names))
-            model = living.to_meta()
-            outline = hf_export_plan.plan_export(model, living.parameter_keys(), self._dtype)
-            sharing = hf_export_plan.assign_to_files(outline, self._max)
-            files = {name: _file(targets) for name, targets in sharing.items()}
-            self._summarise(model, outline, files)
-            atomic_folder.check_target(self._target, overwrite=self._overwrite)
-        with self._phase("comparing"):
-            _check_same(collectives.all_gather_values(_fingerprint(files)))
-        try:
-            with self._phase("preparing"):
-                if self._first:
-                    self._prepare(model, living.widest_dtype, files, sharing)
-            folder = Path(collectives.all_gather_values(str(self._folder))[0])
-            with self._phase("writing"):
-                self._write(folder, living, model, outline, files)
-            with self._phase("finishing"):
-                if self._folder is not None:
-                    atomic_folder.commit(self._folder, self._target, overwrite=self._overwrite)
-        except BaseException:
-            if self._folder is not None:
-                atomic_folder.abort(self._folder)
-            raise
-        return self.report
-
-    def _summarise(
-        self, model: nn.Module, outline: ExportOutline, files: Mapping[str, _OutputFile]
-    ) -> None:
-        """Fill the report with the planned content and the expression that loads it."""
-        name, location = type(model).__name__, repr(str(self._target))
-        self.report.model, self.report.tensors = name, len(outline.targets)
-        self.report.files = list(files)
-        self.report.size_bytes = sum(
-            target.numel * target.dtype.itemsize for target in outline.targets
-        )
-        if outline.left_out:
-            self.report.notes.append(f"not exported, not a tensor: {', '.join(outline.left_out)}")
-        if hf_export_plan.is_adapter_only(model):
-            self.report.how = f"peft.PeftModel.from_pretrained(base, {location})"
-        elif hf_export_plan.has_from_pretrained(model):
-            self.report.how = f"{name}.from_pretrained({location})"
-        else:
-            self.report.how = f"huggingface_hub.load_torch_model(model, {location}) fills a model"
-
-    def _prepare(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
-        files: Mapping[str, _OutputFile],
-        sharing: Mapping[str, list[OutputTensor]],
-    ) -> None:
-        """Write everything except the tensors and preallocate the files for them; on rank 0."""
-        self._folder = folder = atomic_folder.create_temporary(self._target)
-        hf_export_plan.write_configs(model, folder, self._dtype or dtype)
-        for name, value in find_processors(self._names, self.report.notes).items():
-            value.save_pretrained(str(folder))
-            self.report.companions.append(name)
-        if len(files) > 1:
-            kind = next(iter(files)).rsplit("-", 3)[0]
-            text = json.dumps(hf_export_plan.weight_index(model, sharing), indent=2, sort_keys=True)
-            (folder / f"{kind}.safetensors.index.json").write_text(text + "\n")
-        for name, file in files.items():
-            atomic_folder.preallocate(folder / name, file.head, file.size_bytes)
-        atomic_folder.sync_files(folder)
-
-    def _write(
-        self,
-        folder: Path,
-        model_tensors: ModelTensors,
-        model: nn.Module,
-        outline: ExportOutline,
-        files: Mapping[str, _OutputFile],
-    ) -> None:
-        """Write this rank's shards to all files."""
-        places = {
-            name: (folder / file, offset)
-            for file, planned in files.items()
-            for name, offset in planned.offsets.items()
-        }
-        direct = [
-            parallel_writer.TensorFileRegion(
-                *places[target.name],
-                target.dtype,
-                target.key,
-                target.start,
-                target.start + target.numel,
+    Raises:
+        CheckpointError: the export failed; raised on all ranks, and partial output is removed.
+    """
+    phase = Transaction("Export", context.on_phase, CheckpointError)
+    report = RankExportReport(seconds=phase.seconds)
+    target = Path(request.folder)
+    dtype: torch.dtype | None = None if request.dtype is None else getattr(torch, request.dtype)
+    with phase(CHECKING_PHASE):
+        tensors = ModelTensors(select_model(request.model, context.variables))
+        model = tensors.to_meta()
+        outline = hf_export_plan.plan_export(model, tensors.parameter_keys(), dtype)
+        assigned = hf_export_plan.assign_to_files(outline, request.max_shard_size)
+        files = {name: _plan_file(outputs) for name, outputs in assigned.items()}
+        _fill_report(report, model, outline, target)
+        report.files = list(files)
+        atomic_folder.check_target(target, overwrite=request.overwrite)
+    with phase("comparing"):
+        planned = [(name, file.head, file.size_bytes) for name, file in files.items()]
+        digest = hashlib.sha256(repr(planned).encode()).hexdigest()
+        if len(set(collectives.all_gather_values(digest))) > 1:
+            raise CheckpointError(
+                "The ranks have different models and cannot export one together. Prepare the same"
+                " model on all ranks."
             )
-            for target in outline.targets
-            if target.key
-        ]
-        order = parallel_writer.stagger_by_rank(
-            direct, collectives.rank(), collectives.group_size()
-        )
-        progress = ByteProgress(self._tell, "writing", total_bytes(model_tensors.owned_shards))
-        with parallel_writer.OpenFiles() as opened:
-            error = _caught(
-                lambda: parallel_writer.write_shards(
-                    opened, order, model_tensors.owned_shards, on_progress=progress
-                )
+    temporary: Path | None = None
+    try:
+        with phase("preparing"):
+            if collectives.rank() == 0:
+                temporary = atomic_folder.create_temporary(target)
+                hf_export_plan.write_configs(model, temporary, dtype or tensors.widest_dtype)
+                for name, value in find_processors(context.variables, report.notes).items():
+                    value.save_pretrained(str(temporary))
+                    report.companions.append(name)
+                if len(files) > 1:
+                    kind = next(iter(files)).rsplit("-", 3)[0]
+                    index = hf_export_plan.weight_index(model, assigned)
+                    text = json.dumps(index, indent=2, sort_keys=True)
+                    (temporary / f"{kind}.safetensors.index.json").write_text(text + "\n")
+                for name, file in files.items():
+                    atomic_folder.preallocate(temporary / name, file.head, file.size_bytes)
+                atomic_folder.sync_files(temporary)
+        folder = Path(collectives.all_gather_values(str(temporary))[0])
+        with phase("writing"):
+            report.gathered_bytes = _write(
+                {
+                    name: (folder / file, offset)
+                    for file, layout in files.items()
+                    for name, offset in layout.offsets.items()
+                },
+                tensors,
+                model,
+                outline,
+                on_phase=context.on_phase,
             )
-            kinds = {target.name: target.dtype for target in outline.targets}
-            for number, by_rank in enumerate(rounds := _rounds(outline.groups, model_tensors)):
-                self._tell(f"computing, {number / len(rounds):.0%}")
-                tensors = self._gathered(model_tensors, by_rank)
-                own_groups = by_rank[collectives.rank()]
-                put = functools.partial(_put, opened, model, own_groups, tensors, places, kinds)
+        with phase("finishing"):
+            if temporary is not None:
+                atomic_folder.commit(temporary, target, overwrite=request.overwrite)
+    except BaseException:
+        if temporary is not None:
+            atomic_folder.abort(temporary)
+        raise
+    return report
+
+
+def _fill_report(
+    report: RankExportReport, model: nn.Module, outline: ExportOutline, target: Path
+) -> None:
+    """Fill in the planned content and the expression that loads it."""
+    name, location = type(model).__name__, repr(str(target))
+    report.model, report.tensors = name, len(outline.targets)
+    report.size_bytes = sum(output.numel * output.dtype.itemsize for output in outline.targets)
+    if outline.left_out:
+        report.notes.append(f"not exported, not a tensor: {', '.join(outline.left_out)}")
+    if hf_export_plan.is_adapter_only(model):
+        report.how = f"peft.PeftModel.from_pretrained(base, {location})"
+    elif hf_export_plan.has_from_pretrained(model):
+        report.how = f"{name}.from_pretrained({location})"
+    else:
+        report.how = f"huggingface_hub.load_torch_model(model, {location}) fills a model"
+
+
+def _write(
+    places: Mapping[str, tuple[Path, int]],
+    tensors: ModelTensors,
+    model: nn.Module,
+    outline: ExportOutline,
+    *,
+    on_phase: Callable[[str], None],
+) -> int:
+    """Write this rank's shards to all files; return the bytes sent to other ranks.
+
+    Args:
+        places: tensor name -> file and offset.
+        tensors: this rank's shards of the model.
+        model: the model on the meta device.
+        outline: tensors to write, and how to compute those that are not in the model.
+        on_phase: called with progress texts.
+    """
+    regions = [
+        parallel_writer.TensorFileRegion(
+            *places[output.name],
+            output.dtype,
+            output.key,
+            output.start,
+            output.start + output.numel,
+        )
+        for output in outline.targets
+        if output.key
+    ]
+    own_rank, sent_bytes = collectives.rank(), 0
+    regions = parallel_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
+    progress = ByteProgress(on_phase, "writing", total_bytes(tensors.owned_shards))
+    dtypes = {output.name: output.dtype for output in outline.targets}
+    with parallel_writer.OpenFiles() as opened:
+        _, error = try_call(
+            lambda: parallel_writer.write_shards(
+                opened, regions, tensors.owned_shards, on_progress=progress
+            )
+        )
+        for number, by_rank in enumerate(rounds := _rounds(outline.groups, tensors)):
+            on_phase(f"computing, {number / len(rounds):.0%}")
+            sources, sent = _gather_sources(tensors, by_rank)
+            sent_bytes += sent
+            try:
+                for group in by_rank[own_rank]:
+                    inputs = {name: sources[key] for name, key in group.sources.items()}
+                    outputs = hf_export_plan.compute_tensors(model, group, inputs)
+                    for name, tensor in outputs.items():
+                        path, offset = places[name]
+                        opened.write_tensor(path, tensor, dtypes[name], offset)
+            except Exception as caught:  # noqa: BLE001 - raised below
                 # A rank that cannot write continues: the others need it in the next all-to-all.
-                error = error or _caught(put)
-            if error is not None:
-                raise error
+                error = error or caught
+        if error is not None:
+            raise error
+    return sent_bytes
 
-    def _gathered(
-        self, model_tensors: ModelTensors, by_rank: Sequence[Sequence[DerivedTensors]]
-    ) -> dict[str, torch.Tensor]:
-        """Gather the whole source tensors of this rank's groups, by key; a collective."""
-        needed = {key for groups in by_rank for group in groups for key in group.sources.values()}
-        own_keys = {key for group in by_rank[collectives.rank()] for key in group.sources.values()}
-        share = {key: shard for key, shard in model_tensors.owned_shards.items() if key in needed}
-        room = {
-            key: torch.empty(model_tensors.owned_shards[key].shape, dtype=model_tensors.dtypes[key])
-            for key in own_keys
-        }
-        target = {key: whole_shard(tensor) for key, tensor in room.items()}
-        self.report.gathered_bytes += reshard.reshard(share, target)
-        return room
+
+def _gather_sources(
+    tensors: ModelTensors, by_rank: Sequence[Sequence[DerivedTensors]]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Gather the whole source tensors of this rank's groups; a collective.
+
+    Returns:
+        The tensors by key, and the bytes sent to other ranks.
+    """
+    needed = {key for groups in by_rank for group in groups for key in group.sources.values()}
+    own_keys = {key for group in by_rank[collectives.rank()] for key in group.sources.values()}
+    share = {key: shard for key, shard in tensors.owned_shards.items() if key in needed}
+    sources = {
+        key: torch.empty(tensors.owned_shards[key].shape, dtype=tensors.dtypes[key])
+        for key in own_keys
+    }
+    target = {key: whole_shard(tensor) for key, tensor in sources.items()}
+    return sources, reshard.reshard(share, target)
 
 
 def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -276,15 +253,7 @@ def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any
     return selected
 
 
-_COMPANIONS = {
-    "processor": {_OF_SEVERAL},
-    "tokenizer": {_OF_TEXT},
-    "image_processor": _OF_SIGNALS,
-}
-"""Variable name to prefer -> names of transformers base classes to look for."""
-
-
-def _file(targets: Sequence[OutputTensor]) -> _OutputFile:
+def _plan_file(targets: Sequence[OutputTensor]) -> _OutputFile:
     """Plan the layout of a file."""
     # Largest itemsize first: each tensor must start at a multiple of its itemsize.
     ordered = sorted(targets, key=lambda target: (-target.dtype.itemsize, target.name))
@@ -303,23 +272,6 @@ def _file(targets: Sequence[OutputTensor]) -> _OutputFile:
         offsets[tensor.name] = end
         end += tensor.size_bytes
     return _OutputFile(head=head, offsets=offsets, size_bytes=end)
-
-
-def _fingerprint(files: Mapping[str, _OutputFile]) -> str:
-    """Return a digest of the planned files, which must be the same on all ranks."""
-    return hashlib.sha256(
-        repr([(name, file.head, file.size_bytes) for name, file in files.items()]).encode()
-    ).hexdigest()
-
-
-def _check_same(fingerprints: Sequence[str]) -> None:
-    """Raise if the ranks would not write the same files."""
-    if len(set(fingerprints)) > 1:
-        message = (
-            "The ranks have different models and cannot export one together. Prepare the same"
-            " model on all ranks."
-        )
-        raise CheckpointError(message)
 
 
 def _rounds(
@@ -344,28 +296,3 @@ def _rounds(
             remaining.remove(group)
         rounds.append(by_rank)
     return rounds
-
-
-def _put(
-    opened: parallel_writer.OpenFiles,
-    model: nn.Module,
-    groups: Sequence[DerivedTensors],
-    tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, tuple[Path, int]],
-    kinds: Mapping[str, torch.dtype],
-) -> None:
-    """Compute the tensors of groups from their gathered sources and write them."""
-    for group in groups:
-        sources = {name: tensors[key] for name, key in group.sources.items()}
-        for name, tensor in hf_export_plan.compute_tensors(model, group, sources).items():
-            path, offset = places[name]
-            opened.write_tensor(path, tensor, kinds[name], offset)
-
-
-def _caught(attempt: Callable[[], object]) -> Exception | None:
-    """Return the exception that a call raised, or None."""
-    try:
-        attempt()
-    except Exception as error:  # noqa: BLE001 - sent to all ranks
-        return error
-    return None

@@ -12,124 +12,99 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
+from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, shards
 from nbdist.state.shards import Shard
+from nbdist.worker.operations.load import back_up, restore, zero_shards
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Mapping
 
+    from nbdist.protocol.operations import ImportRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 
 
-@dataclass(slots=True, kw_only=True)
-class RankImportReport:
-    """Result of an import on this rank."""
-
-    kind: str = ""
-    tensors: int = 0
-    read_bytes: int = 0
-    """Bytes that this rank read."""
-    steps: float | None = None
-    """Optimizer steps taken; None if the optimizer state was not loaded."""
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
-
-
-def load(
-    path: str,
-    *,
-    names: Mapping[str, Any],
-    on_phase: Callable[[str], None],
-    trust: bool = False,
-    model: str | None = None,
-) -> RankImportReport:
+def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImportReport:
     """Load a checkpoint that another tool wrote; a collective.
-
-    Args:
-        path: absolute path of a folder or a file.
-        names: the user's variables.
-        on_phase: called with the name of each phase.
-        trust: allow code in the checkpoint to run.
-        model: name of the variable with the model; None selects the only prepared model.
 
     Raises:
         CheckpointError: the load failed; raised on all ranks, and the state is unchanged.
     """
     began, report = time.perf_counter(), RankImportReport()
-    phase = Transaction("Load", on_phase, CheckpointError)
+    phase = Transaction("Load", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
-        prepared = select_model(model, names)
+        prepared = select_model(request.model, context.variables)
         groups = [
             group for owned in prepared.live_optimizers for group in owned.recipe.param_group_names
         ]
         saved = importers.open_checkpoint(
-            Path(path), trust=trust, names=_names(prepared), groups=groups
+            Path(request.path), trust=request.trust, names=_file_names(prepared), groups=groups
         )
         number = prepared_models.all_models().index(prepared)
-        carried = ModelState(number, prepared)
+        state = ModelState(number, prepared)
         stem = str(number + 1) if number else ""
-        _rename(saved, prepared.meta.aliases)
-        keys = _matched(saved, carried, stem, prepared.meta.aliases, report)
-        states = _states(saved, stem)
+        _rename_tied(saved, prepared.meta.aliases)
+        keys = _match_keys(saved, state, stem, prepared.meta.aliases, report.notes)
+        # Shapes and dtypes of the optimizer state, without pieces.
+        optimizer_state = {
+            f"optim{stem}." + key.removeprefix("optim."): Shard(
+                shape=entry.shape, dtype=entry.dtype
+            )
+            for key, entry in saved.keys.items()
+            if key.startswith("optim.")
+        }
     with phase("keeping"):
-        counts, live = carried.scalar_state(), carried.owned_shards()
-        copies = shards.copy_to_host(live)
-        buffers = {key: value.detach().clone() for key, value in carried.buffers().items()}
+        counts = state.scalar_state()
+        backup = back_up(state, prepared, state.owned_shards(), counts)
     try:
         with phase("loading"):
-            carried.allocate_optimizer_state(states)
+            state.allocate_optimizer_state(optimizer_state)
         with phase("loading"):
-            report.read_bytes = _fill(saved, carried, keys, states)
+            report.read_bytes = _fill(saved, state, keys, optimizers=bool(optimizer_state))
         with phase("taking over"):
-            carried.finalize_state(saved.scalar_state if states else counts)
+            state.finalize_state(saved.scalar_state if optimizer_state else counts)
     except CheckpointError:
-        carried.load_from(copies, counts)
-        for key, value in carried.buffers().items():
-            value.copy_(buffers[key])
+        restore(state, prepared, backup, optimizers=True)
         raise
     finally:
-        copies.clear()
+        backup.tensors.clear()
         shards.give_back()
     steps = [value.get("step", 0.0) for value in saved.scalar_state.values()]
-    report.steps = max(steps, default=0.0) if states else None
-    report.kind, report.tensors = saved.kind, len(keys) + len(states)
+    report.steps = max(steps, default=0.0) if optimizer_state else None
+    report.kind, report.tensors = saved.kind, len(keys) + len(optimizer_state)
     report.notes += saved.notes
-    if not states and prepared.live_optimizers:
+    if not optimizer_state and prepared.live_optimizers:
         report.notes.append("weights only: the optimizer state is unchanged")
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _rename(found: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
+def _rename_tied(saved: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
     """Rename the optimizer state of tied parameters to their first name."""
-    for key in [key for key in found.keys if key.startswith("optim.state.")]:
+    for key in [key for key in saved.keys if key.startswith("optim.state.")]:
         parameter, _, state = key.removeprefix("optim.state.").rpartition(".")
         renamed = f"optim.state.{aliases.get(parameter, parameter)}.{state}"
-        if renamed not in found.keys:
-            found.keys[renamed] = found.keys.pop(key)
-            found.parts[renamed] = found.parts.pop(key)
-    for parameter in [alias for alias in found.scalar_state if alias in aliases]:
-        counts = found.scalar_state.pop(parameter)
-        found.scalar_state.setdefault(aliases[parameter], counts)
+        if renamed not in saved.keys:
+            saved.keys[renamed] = saved.keys.pop(key)
+            saved.parts[renamed] = saved.parts.pop(key)
+    for parameter in [alias for alias in saved.scalar_state if alias in aliases]:
+        counts = saved.scalar_state.pop(parameter)
+        saved.scalar_state.setdefault(aliases[parameter], counts)
 
 
-def _names(prepared: PreparedModel) -> RenamedTensors:
+def _file_names(prepared: PreparedModel) -> RenamedTensors:
     """Map tensor names in the model's files to keys, except for computed tensors."""
     living = ModelTensors(prepared)
     model = living.to_meta()
@@ -150,124 +125,96 @@ def _names(prepared: PreparedModel) -> RenamedTensors:
     }
 
 
-def _matched(
-    found: ForeignCheckpoint,
-    model_state: ModelState,
+def _match_keys(
+    saved: ForeignCheckpoint,
+    state: ModelState,
     stem: str,
     aliases: Mapping[str, str],
-    report: RankImportReport,
+    notes: list[str],
 ) -> dict[str, str]:
     """Match each tensor of the model with its key in the checkpoint.
 
     Raises:
-        CheckpointError: tensors are missing or have another shape. The message lists them.
+        CheckpointError: tensors are missing or have another shape, or optimizer state is not
+            element-wise. The message lists them.
     """
-    weights = model_state.target_shards(optimizers=False)
-    buffers = model_state.target_buffers()
+    weights, buffers = state.target_shards(optimizers=False), state.target_buffers()
     aliases_of: dict[str, list[str]] = {}
     for alias, first in aliases.items():
         aliases_of.setdefault(first, []).append(alias)
     keys: dict[str, str] = {}
     missing = []
     for key in [*weights, *buffers]:
-        expected = "model." + key.removeprefix(f"model{stem}.")
-        options = [
-            expected,
-            *(f"model.{name}" for name in aliases_of.get(expected.removeprefix("model."), ())),
-        ]
-        stored = next((option for option in options if option in found.keys), None)
+        name = key.removeprefix(f"model{stem}.")
+        options = [f"model.{option}" for option in (name, *aliases_of.get(name, ()))]
+        stored = next((option for option in options if option in saved.keys), None)
         if stored is not None:
             keys[key] = stored
         elif key in weights:
-            missing.append(expected)
+            missing.append(f"model.{name}")
         else:
-            report.notes.append(
-                f"unchanged, not in the checkpoint: buffer {expected.removeprefix('model.')}"
-            )
+            notes.append(f"unchanged, not in the checkpoint: buffer {name}")
     if missing:
-        message = (
-            f"The checkpoint ({found.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {_list(missing)}. Load it into the model that it was saved from."
+        raise CheckpointError(
+            f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
+            f" {_list(map(printable, missing))}. Load it into the model that it was saved from."
         )
-        raise CheckpointError(message)
-    _check_shapes(found, {**weights, **buffers}, keys)
-    _check_states(found)
-    expected_keys = {
-        *keys.values(),
-        *(f"model.{name}" for tied in aliases_of.values() for name in tied),
-    }
-    extra = [key for key in found.keys if key.startswith("model.") and key not in expected_keys]
+    shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
+    _check_shapes(saved, shapes, keys)
+    tied = {f"model.{name}" for names in aliases_of.values() for name in names}
+    used = {*keys.values(), *tied}
+    extra = [key for key in saved.keys if key.startswith("model.") and key not in used]
     if extra:
-        report.notes.append(
-            f"{len(extra)} tensors of the checkpoint are not in the model: {_list(extra)}"
+        notes.append(
+            f"{len(extra)} tensors of the checkpoint are not in the model:"
+            f" {_list(map(printable, extra))}"
         )
     return keys
 
 
 def _check_shapes(
-    found: ForeignCheckpoint, wanted: Mapping[str, Shard], keys: Mapping[str, str]
+    saved: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]
 ) -> None:
+    """Raise if a tensor has another shape, or optimizer state is not element-wise."""
     wrong = [
-        f"{printable(stored)} {tuple(wanted[key].shape)} (saved {found.keys[stored].shape})"
+        f"{printable(stored)} {shapes[key]} (saved {saved.keys[stored].shape})"
         for key, stored in keys.items()
-        if tuple(wanted[key].shape) != tuple(found.keys[stored].shape)
+        if shapes[key] != tuple(saved.keys[stored].shape)
     ]
     if wrong:
-        more = ", ..." if len(wrong) > _LISTED else ""
-        message = (
+        raise CheckpointError(
             f"{len(wrong)} of {len(keys)} tensors have a different shape:"
-            f" {', '.join(wrong[:_LISTED])}{more}. Load it into the model that it was saved from."
+            f" {_list(wrong)}. Load it into the model that it was saved from."
         )
-        raise CheckpointError(message)
-
-
-def _check_states(found: ForeignCheckpoint) -> None:
-    """Raise if optimizer state is not element-wise."""
-    for key, entry in found.keys.items():
-        if key.startswith("optim.state."):
-            weight_key = "model." + key.removeprefix("optim.state.").rpartition(".")[0]
-            if weight_key in found.keys and math.prod(found.keys[weight_key].shape) != math.prod(
-                entry.shape
-            ):
-                message = (
-                    f"{printable(key)} has shape {entry.shape} and is not element-wise. Only"
-                    " the state of element-wise optimizers such as AdamW and SGD can be loaded."
-                )
-                raise CheckpointError(message)
-
-
-def _states(found: ForeignCheckpoint, stem: str) -> dict[str, Shard]:
-    """Describe the checkpoint's optimizer state by nbdist's keys: shapes and dtypes, no pieces."""
-    return {
-        f"optim{stem}." + key.removeprefix("optim."): Shard(shape=entry.shape, dtype=entry.dtype)
-        for key, entry in found.keys.items()
-        if key.startswith("optim.")
-    }
+    for key, entry in saved.keys.items():
+        if not key.startswith("optim.state."):
+            continue
+        weight = saved.keys.get("model." + key.removeprefix("optim.state.").rpartition(".")[0])
+        if weight is not None and math.prod(weight.shape) != math.prod(entry.shape):
+            raise CheckpointError(
+                f"{printable(key)} has shape {entry.shape} and is not element-wise. Only"
+                " the state of element-wise optimizers such as AdamW and SGD can be loaded."
+            )
 
 
 def _fill(
-    found: ForeignCheckpoint,
-    model_state: ModelState,
-    keys: Mapping[str, str],
-    states: Mapping[str, Shard],
+    saved: ForeignCheckpoint, state: ModelState, keys: Mapping[str, str], *, optimizers: bool
 ) -> int:
     """Read into the engine's tensors; optimizer state that was not saved is set to zero."""
-    everything = model_state.target_shards(optimizers=bool(states)) | model_state.target_buffers()
-    done = found.read_into({stored: everything[key] for key, stored in keys.items()})
-    states_wanted = {
+    targets = state.target_shards(optimizers=optimizers) | state.target_buffers()
+    wanted = {stored: targets[key] for key, stored in keys.items()}
+    read_bytes = saved.read_into(wanted)
+    optimizer_state = {
         "optim." + key.partition(".")[2]: shard
-        for key, shard in everything.items()
+        for key, shard in targets.items()
         if key.startswith("optim")
     }
-    for key, shard in states_wanted.items():
-        if key not in found.keys:
-            for piece in shard.pieces:
-                piece.view.zero_()
-    return done + found.read_into(
-        {key: shard for key, shard in states_wanted.items() if key in found.keys}
-    )
+    absent = [key for key in optimizer_state if key not in saved.keys]
+    zero_shards(optimizer_state.pop(key) for key in absent)
+    return read_bytes + saved.read_into(optimizer_state)
 
 
-def _list(names: list[str]) -> str:
-    more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(printable(name) for name in names[:_LISTED]) + more
+def _list(items: Iterable[str]) -> str:
+    listed = list(items)
+    more = ", ..." if len(listed) > _LISTED else ""
+    return ", ".join(listed[:_LISTED]) + more

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbdist import checkpoint
-from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url
+from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
+from nbdist.protocol.operations import RankLoadReport
 from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io, shards
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.worker.operations import save
@@ -41,46 +42,23 @@ from nbdist.worker.training.model_recipe import LossScale
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
+    from nbdist.protocol.operations import LoadRequest
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
 """Maximum number of elements in the state of a random generator."""
-_WEIGHTS_ONLY = "load with --weights-only (weights_only=True)"
 _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
 
 
-@dataclass(slots=True, kw_only=True)
-class RankLoadReport:
-    """Result of a load on this rank."""
-
-    step: int = 0
-    backend: str = ""
-    """Backend that wrote the checkpoint."""
-    world_size: int = 0
-    """Number of ranks that wrote the checkpoint."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    read_bytes: int = 0
-    verified: int = 0
-    """Number of tensors whose digest equals the saved one."""
-    loaded: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Differences from the saved state, with the reason."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class _StateBackup:
-    """Copy of one model's state, made before the load."""
+class ModelBackup:
+    """Copy of one model's state, to restore it after a failure."""
 
     tensors: dict[str, Shard]
     buffers: dict[str, torch.Tensor]
@@ -91,85 +69,72 @@ class _StateBackup:
     steps: int
 
 
-class CheckpointLoad:
+def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
+    """Load a checkpoint, or leave the state unchanged; a collective.
+
+    Raises:
+        CheckpointError: the checkpoint does not match, or a phase failed; raised on all ranks.
+    """
+    return _CheckpointLoad(request, context).run()
+
+
+class _CheckpointLoad:
     """Load of one checkpoint."""
 
-    def __init__(
-        self,
-        path: Path | Url,
-        checkpoint_id: str,
-        *,
-        folder: Path,
-        on_phase: Callable[[str], None],
-        weights_only: bool = False,
-    ) -> None:
-        """Set up a load.
-
-        Args:
-            path: location of the checkpoint.
-            checkpoint_id: id in the manifest that the notebook read there.
-            folder: private folder of this node's ranks, for downloads from a URL.
-            on_phase: called with the name of each phase and with progress texts.
-            weights_only: leave optimizers, schedulers, generators and loaders unchanged.
-        """
-        self._place, self._id, self._tell = path, checkpoint_id, on_phase
-        self._folder = folder / f"load-{checkpoint_id}"
+    def __init__(self, request: LoadRequest, context: RankContext) -> None:
+        self._id, self._weights_only = request.id, request.weights_only
+        self._on_phase = context.on_phase
+        self._location = parse_location(request.path)
+        self._download_folder = context.folder / f"load-{request.id}"
         self._download: CheckpointDownload | None = None
-        self._weights_only = weights_only
-        self._trained: list[PreparedModel] = []
-        self._carried: list[ModelState] = []
-        self._before: list[_StateBackup] = []
-        self._places: list[tuple[Any, LoaderPosition]] = []
-        self._random: rng_state.RngState | None = None
-        self._phase = Transaction("Load", on_phase, CheckpointError)
+        """Download of a checkpoint at a URL: at first only of its manifest and headers."""
+        self._models: list[tuple[ModelState, PreparedModel]] = []
+        self._backups: list[ModelBackup] = []
+        self._positions: list[tuple[Any, LoaderPosition]] = []
+        """Prepared loaders and their saved positions."""
+        self._rng: rng_state.RngState | None = None
+        self._phase = Transaction("Load", context.on_phase, CheckpointError)
         self.report = RankLoadReport(seconds=self._phase.seconds)
 
     def run(self) -> RankLoadReport:
-        """Load the checkpoint, or leave the state unchanged.
-
-        Raises:
-            CheckpointError: the checkpoint does not match, or a phase failed; raised on all ranks.
-        """
+        """Load the checkpoint, or leave the state unchanged."""
         try:
             return self._run()
         finally:
-            self._before.clear()
+            self._backups.clear()
             shards.give_back()
             if self._download is not None:
                 self._download.remove()
 
     def _run(self) -> RankLoadReport:
         generators = rng_state.get_rng_state()
+        # What may fail on one rank and what is a collective (under FSDP1) are separate phases.
         with self._phase(CHECKING_PHASE):
-            self._path = self._local_folder()
-            self._manifest = self._open_manifest()
-            self._trained = prepared_models.all_models()
-            self._check_models()
+            trained = self._open()
         with self._phase(CHECKING_PHASE):
-            self._carried = [
-                ModelState(number, prepared) for number, prepared in enumerate(self._trained)
+            self._models = [
+                (ModelState(number, prepared), prepared) for number, prepared in enumerate(trained)
             ]
             self._check_tensors()
             if not self._weights_only:
                 self._check_training()
         if self._download is None:
-            self._compare()
+            self._compare_checksums()
         with self._phase("keeping"):
             live = [
-                carried.owned_shards(optimizers=not self._weights_only) for carried in self._carried
+                (state.owned_shards(optimizers=not self._weights_only), state.scalar_state())
+                for state, _ in self._models
             ]
-            counts = [carried.scalar_state() for carried in self._carried]
         with self._phase("keeping"):
-            for shares, scalars, (carried, prepared) in zip(
-                live, counts, self._pairs(), strict=True
-            ):
-                self._before.append(_kept(carried, prepared, shares, scalars))
-            places = [
-                dataloader_state.position_of(loader) for loader in prepared_models.all_loaders()
+            for (state, prepared), (tensors, counts) in zip(self._models, live, strict=True):
+                self._backups.append(back_up(state, prepared, tensors, counts))
+            loaders = [
+                (loader, dataloader_state.position_of(loader))
+                for loader in prepared_models.all_loaders()
             ]
         try:
             with self._phase("reading"):
-                targets = [self._target(carried) for carried in self._carried]
+                targets = [self._readable_target(state) for state, _ in self._models]
             if self._download is not None:
                 with self._phase("downloading"):
                     self._fetch_files(
@@ -177,7 +142,7 @@ class CheckpointLoad:
                     )
             with self._phase("reading"):
                 for target in targets:
-                    progress = ByteProgress(self._tell, "reading", total_bytes(target))
+                    progress = ByteProgress(self._on_phase, "reading", total_bytes(target))
                     self.report.read_bytes += shard_io.read_shards(
                         self._path, self._manifest, target, progress
                     )
@@ -186,19 +151,39 @@ class CheckpointLoad:
             with self._phase("verifying"):
                 self._verify()
         except CheckpointError as error:
-            self._restore_all(error, places)
+            self._roll_back(error, loaders)
             raise
         finally:
             rng_state.set_rng_state(generators)
-        if self._random is not None:
-            rng_state.set_rng_state(self._random)
+        if self._rng is not None:
+            rng_state.set_rng_state(self._rng)
         self._summarise()
         return self.report
 
-    def _pairs(self) -> list[tuple[ModelState, PreparedModel]]:
-        return list(zip(self._carried, self._trained, strict=True))
+    # -- the files
 
-    def _compare(self) -> None:
+    def _open(self) -> list[PreparedModel]:
+        """Open the manifest; return the models to load into."""
+        if isinstance(self._location, Url):
+            self._download = CheckpointDownload(self._location, self._download_folder)
+            self._path = self._download_folder
+        else:
+            self._path = self._location
+        with CheckpointReader.open_folder(self._path) as opened:
+            self._manifest = opened.manifest
+        if self._manifest.id != self._id:
+            raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
+        trained = prepared_models.all_models()
+        if not trained:
+            raise CheckpointError(
+                "No model is prepared to load into. Run the cell with accelerator.prepare(model,"
+                " optimizer, ...) first, with any backend."
+            )
+        for prepared in trained:
+            save.check_savable(prepared, optimizers=not self._weights_only)
+        return trained
+
+    def _compare_checksums(self) -> None:
         """Compare all files with their checksums; each rank reads a part of the files."""
         with self._phase("comparing"):
             share = checkpoint.files_for_rank(
@@ -206,17 +191,8 @@ class CheckpointLoad:
             )
             sizes = {file.name: file.size_bytes for file in self._manifest.files}
             total = sum(sizes[name] for name in share)
-            progress = ByteProgress(self._tell, "comparing", total)
+            progress = ByteProgress(self._on_phase, "comparing", total)
             checkpoint.verify_files(self._path, files=share, on_progress=progress)
-
-    # -- at a URL
-
-    def _local_folder(self) -> Path:
-        """Return the folder to read from; for a URL it has only manifest and headers at first."""
-        if not isinstance(self._place, Url):
-            return self._place
-        self._download = CheckpointDownload(self._place, self._folder)
-        return self._folder
 
     def _fetch_files(self, target: Mapping[str, Shard]) -> None:
         """Download the files that the target needs, unless the checkpoint is local."""
@@ -224,158 +200,128 @@ class CheckpointLoad:
             return
         names = shard_io.files_to_read(self._path, self._manifest, target)
         total = sum(file.size_bytes for file in self._manifest.files if file.name in names)
-        progress = ByteProgress(self._tell, "downloading", total)
+        progress = ByteProgress(self._on_phase, "downloading", total)
         self._download.fetch(
             names, progress, first=collectives.rank() * len(names) // collectives.group_size()
         )
 
     # -- checking
 
-    def _open_manifest(self) -> Manifest:
-        with CheckpointReader.open_folder(self._path) as opened:
-            if opened.manifest.id != self._id:
-                raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
-            return opened.manifest
-
-    def _check_models(self) -> None:
-        if not self._trained:
-            raise CheckpointError(
-                "No model is prepared to load into. Run the cell with accelerator.prepare(model,"
-                " optimizer, ...) first, with any backend."
-            )
-        for prepared in self._trained:
-            save.check_savable(prepared, optimizers=not self._weights_only)
-
     def _check_tensors(self) -> None:
         """Compare names and shapes of all weights and buffers; a collective under FSDP1."""
-        shapes = {
-            key: shard.shape
-            for carried in self._carried
-            for key, shard in {
-                **carried.target_shards(optimizers=False),
-                **carried.target_buffers(),
-            }.items()
-        }
-        aliases = {key: to for carried in self._carried for key, to in carried.aliases().items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        aliases: dict[str, str] = {}
+        for state, _ in self._models:
+            wanted = state.target_shards(optimizers=False) | state.target_buffers()
+            shapes |= {key: shard.shape for key, shard in wanted.items()}
+            aliases |= state.aliases()
         check_keys(self._manifest, shapes, aliases)
 
     def _check_training(self) -> None:
         """Compare classes and groups of optimizers and schedulers, and shapes of their state."""
-        for number, (carried, prepared) in enumerate(self._pairs()):
-            training_metadata.check_optimizers(self._optimizers(carried), prepared)
+        world_size = collectives.group_size()
+        for number, (state, prepared) in enumerate(self._models):
+            training_metadata.check_optimizers(self._optimizers(state), prepared)
             training_metadata.check_schedulers(self._schedulers(number), prepared)
-            self._check_state(carried, prepared)
-            if prepared.live_schedulers and self._manifest.world_size != collectives.group_size():
+            self._check_optimizer_state(state, prepared)
+            if prepared.live_schedulers and self._manifest.world_size != world_size:
                 self.report.notes.append(
-                    f"Accelerate advances schedulers once per rank: {collectives.group_size()}"
-                    f" times per optimizer step, compared with {self._manifest.world_size} when"
-                    " saved"
+                    f"Accelerate advances schedulers once per rank: {world_size} times per"
+                    f" optimizer step, compared with {self._manifest.world_size} when saved"
                 )
-        self._places = self._find_places()
-        self._random = self._find_random()
+        self._positions = self._match_loaders()
+        if self._manifest.world_size == world_size:
+            rank = collectives.rank()
+            tensors = self._read_generators(f"rng.{rank:05d}.")
+            self._rng = _rng_state(tensors, self._rng_metadata(rank))
+        else:
+            self.report.notes.append(
+                f"random generators are unchanged: saved by {self._manifest.world_size} ranks, now"
+                f" {world_size}; dropout masks will differ"
+            )
 
-    def _check_state(self, model_state: ModelState, prepared: PreparedModel) -> None:
-        shapes = {
-            key: shard.shape for key, shard in model_state.target_shards(optimizers=False).items()
-        }
+    def _check_optimizer_state(self, state: ModelState, prepared: PreparedModel) -> None:
+        shapes = {key: shard.shape for key, shard in state.target_shards(optimizers=False).items()}
         stepped = {
             name
             for owned in prepared.live_optimizers
             for group in owned.recipe.param_group_names
             for name in group
         }
-        for key, saved in self._state_keys(model_state).items():
-            name = key.removeprefix(f"{model_state.optimizer_prefix}.state.").rpartition(".")[0]
-            if name not in stepped or shapes.get(model_state.model_prefix + name) != saved.shape:
+        for key, saved in self._state_keys(state).items():
+            name = key.removeprefix(f"{state.optimizer_prefix}.state.").rpartition(".")[0]
+            if name not in stepped or shapes.get(state.model_prefix + name) != saved.shape:
                 raise CheckpointError(
                     f"The checkpoint has optimizer state {printable(key)} of shape {saved.shape},"
-                    f" which matches no prepared optimizer. To skip it, {_WEIGHTS_ONLY}."
+                    " which matches no prepared optimizer. To skip it, load with --weights-only"
+                    " (weights_only=True)."
                 )
 
-    def _optimizers(self, model_state: ModelState) -> list[OptimizerMetadata]:
+    def _optimizers(self, state: ModelState) -> list[OptimizerMetadata]:
         return [
             optimizer
             for optimizer in self._manifest.optimizers
-            if optimizer.prefix == model_state.optimizer_prefix
+            if optimizer.prefix == state.optimizer_prefix
         ]
 
     def _schedulers(self, number: int) -> list[Any]:
-        saved = self._manifest.schedulers
         return [
             scheduler
-            for scheduler in saved
+            for scheduler in self._manifest.schedulers
             if isinstance(scheduler, dict) and scheduler.get("model") == number
         ]
 
-    def _state_keys(self, model_state: ModelState) -> dict[str, TensorMetadata]:
-        prefix = f"{model_state.optimizer_prefix}.state."
+    def _state_keys(self, state: ModelState) -> dict[str, TensorMetadata]:
+        prefix = f"{state.optimizer_prefix}.state."
         return {
             key: tensor for key, tensor in self._manifest.keys.items() if key.startswith(prefix)
         }
 
-    # -- restore after a failure
-
-    def _restore_all(self, error: CheckpointError, places: Sequence[LoaderPosition]) -> None:
-        """Restore the state from before the load.
-
-        Raises:
-            CheckpointError: restoring failed too.
-        """
-        try:
-            with self._phase("going back"):
-                for (carried, prepared), before in zip(self._pairs(), self._before, strict=True):
-                    _restore_model(carried, prepared, before, optimizers=not self._weights_only)
-                for loader, place in zip(prepared_models.all_loaders(), places, strict=False):
-                    dataloader_state.seek(loader, place)
-        except CheckpointError as second:
-            raise CheckpointError(
-                f"{str(error).removesuffix('.')}. The previous state could not be restored either:"
-                f" {str(second).removesuffix('.')}. Run %nbdist restart, run the cell with"
-                " accelerator.prepare(...) and load a checkpoint."
-            ) from second
-
     # -- the state of the checkpoint
 
-    def _target(self, model_state: ModelState) -> dict[str, Shard]:
+    def _readable_target(self, state: ModelState) -> dict[str, Shard]:
         """Return the live shards to read for one model; a collective under FSDP1."""
-        keys = {} if self._weights_only else self._state_keys(model_state)
-        model_state.allocate_optimizer_state(
-            {key: _empty_shard(key, saved) for key, saved in keys.items()}
+        if self._weights_only:
+            return state.target_shards(optimizers=False) | state.target_buffers()
+        keys = self._state_keys(state)
+        for key, saved in keys.items():
+            if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
+                raise CheckpointError(
+                    f"{printable(key)} has dtype {saved.dtype}, which optimizer state cannot have."
+                )
+        state.allocate_optimizer_state(
+            {
+                key: Shard(shape=saved.shape, dtype=getattr(torch, saved.dtype))
+                for key, saved in keys.items()
+            }
         )
-        targets = model_state.target_shards(optimizers=not self._weights_only)
-        prefix = f"{model_state.optimizer_prefix}.state."
-        not_saved = {
-            key: shard
-            for key, shard in targets.items()
-            if key.startswith(prefix) and key not in keys
-        }
-        _clear(not_saved)
-        readable = {key: shard for key, shard in targets.items() if key not in not_saved}
-        return readable | model_state.target_buffers()
+        targets = state.target_shards()
+        prefix = f"{state.optimizer_prefix}.state."
+        absent = [key for key in targets if key.startswith(prefix) and key not in keys]
+        zero_shards(targets.pop(key) for key in absent)
+        return targets | state.target_buffers()
 
     def _settle(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
-        for number, (carried, prepared) in enumerate(self._pairs()):
+        for number, (state, prepared) in enumerate(self._models):
             if self._weights_only:
-                carried.finalize_state({})
+                state.finalize_state({})
                 continue
-            counts = training_metadata.initial_scalar_state(carried.scalar_state())
-            for saved in self._optimizers(carried):
+            counts = training_metadata.initial_scalar_state(state.scalar_state())
+            for saved in self._optimizers(state):
                 counts |= {name: dict(scalars) for name, scalars in saved.counts.items()}
-            carried.finalize_state(counts)
-            for saved, owned in zip(
-                self._optimizers(carried), prepared.live_optimizers, strict=True
-            ):
+            state.finalize_state(counts)
+            for saved, owned in zip(self._optimizers(state), prepared.live_optimizers, strict=True):
                 training_metadata.set_options(owned, training_metadata.group_options(saved, owned))
             for entry, wrapper in zip(
                 self._schedulers(number), prepared.live_schedulers, strict=True
             ):
                 training_metadata.set_scheduler(wrapper.scheduler, entry["state"])
-            self._set_rest(number, prepared)
-        for loader, place in self._places:
-            dataloader_state.seek(loader, place)
+            self._set_counters(number, prepared)
+        for loader, position in self._positions:
+            dataloader_state.seek(loader, position)
 
-    def _set_rest(self, number: int, prepared: PreparedModel) -> None:
+    def _set_counters(self, number: int, prepared: PreparedModel) -> None:
         """Set the step count and the loss scale."""
         models = self._manifest.extra.get("models")
         entry = models[number] if isinstance(models, list) and number < len(models) else {}
@@ -390,14 +336,13 @@ class CheckpointLoad:
 
     def _verify(self) -> None:
         """Compare digests with the manifest; a collective."""
-        saved = self._manifest.keys
         live: dict[str, Shard] = {}
-        for carried in self._carried:
-            live |= carried.owned_shards(optimizers=not self._weights_only)
-            live |= carried.owned_buffers()
-        aliases = self._manifest.aliases
+        for state, _ in self._models:
+            live |= state.owned_shards(optimizers=not self._weights_only)
+            live |= state.owned_buffers()
+        keys, aliases = self._manifest.keys, self._manifest.aliases
         expected = {
-            key: saved[aliases.get(key, key)] for key in live if _is_saved(key, saved, aliases)
+            key: keys[aliases.get(key, key)] for key in live if aliases.get(key, key) in keys
         }
         same_dtype = {key for key, tensor in expected.items() if tensor.dtype == _dtype(live[key])}
         actual = digest.global_digests({key: live[key] for key in sorted(same_dtype)})
@@ -417,13 +362,12 @@ class CheckpointLoad:
 
     # -- generators and loaders
 
-    def _tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+    def _read_generators(self, prefix: str) -> dict[str, torch.Tensor]:
         """Read the tensors of random generators, by key without the prefix."""
-        keys = {
-            key: tensor for key, tensor in self._manifest.keys.items() if key.startswith(prefix)
-        }
-        tensors = {}
-        for key, tensor in keys.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for key, tensor in self._manifest.keys.items():
+            if not key.startswith(prefix):
+                continue
             if tensor.numel > _GENERATOR_NUMBERS or tensor.dtype not in {"uint8", "int64"}:
                 raise CheckpointError(
                     f"{printable(key)} is not the state of a random generator."
@@ -431,29 +375,17 @@ class CheckpointLoad:
                 )
             tensors[key] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
         target = {key: whole_shard(tensor) for key, tensor in tensors.items()}
-        self._fetch_files(target)
-        self.report.read_bytes += (
-            shard_io.read_shards(self._path, self._manifest, target) if target else 0
-        )
+        if target:
+            self._fetch_files(target)
+            self.report.read_bytes += shard_io.read_shards(self._path, self._manifest, target)
         return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
-    def _plain(self, rank: int) -> Mapping[str, Any]:
+    def _rng_metadata(self, rank: int) -> Mapping[str, Any]:
         """Return the saved state of a rank's generators besides tensors."""
         entry = self._manifest.rng[rank] if rank < len(self._manifest.rng) else None
         return entry if isinstance(entry, dict) else {}
 
-    def _find_random(self) -> rng_state.RngState | None:
-        """Return this rank's generator state; None if the world size differs."""
-        if self._manifest.world_size != collectives.group_size():
-            self.report.notes.append(
-                f"random generators are unchanged: saved by {self._manifest.world_size} ranks, now"
-                f" {collectives.group_size()}; dropout masks will differ"
-            )
-            return None
-        rank = collectives.rank()
-        return _state(self._tensors(f"rng.{rank:05d}."), self._plain(rank))
-
-    def _find_places(self) -> list[tuple[Any, LoaderPosition]]:
+    def _match_loaders(self) -> list[tuple[Any, LoaderPosition]]:
         """Return the position for each loader; the loaders prepared last match the saved ones."""
         loaders, saved = prepared_models.all_loaders(), list(enumerate(self._manifest.positions))
         pairs = list(zip(reversed(loaders), reversed(saved), strict=False))
@@ -462,48 +394,68 @@ class CheckpointLoad:
                 f"{len(saved)} loaders were saved and {len(loaders)} are prepared; the last"
                 f" {len(pairs)} resume at the saved positions"
             )
-        places = []
-        for loader, (number, place) in reversed(pairs):
-            if not isinstance(place, dict):
+        positions = []
+        for loader, (number, entry) in reversed(pairs):
+            if not isinstance(entry, dict):
                 raise CheckpointError(_BAD_LOADERS)
-            if place.get("length") != dataloader_state.num_samples(loader):
+            if entry.get("length") != dataloader_state.num_samples(loader):
                 self.report.notes.append(
-                    f"loader {number} had {place.get('length')} samples and now has"
+                    f"loader {number} had {entry.get('length')} samples and now has"
                     f" {dataloader_state.num_samples(loader)}; it starts from the beginning"
                 )
                 continue
-            places.append((loader, self._fitted(loader, number, place)))
-        return places
+            positions.append((loader, self._position(loader, number, entry)))
+        return positions
 
-    def _fitted(self, loader: Any, number: int, place: Mapping[str, Any]) -> LoaderPosition:
+    def _position(self, loader: Any, number: int, entry: Mapping[str, Any]) -> LoaderPosition:
+        """Return the saved position of a loader, rescaled if its global batch size differs."""
         same_world_size = self._manifest.world_size == collectives.group_size()
         # All ranks draw the same permutation: use that of rank 0.
         rank = collectives.rank() if same_world_size else 0
-        position = self._position(rank, number, place)
-        if same_world_size and place.get("batch_size") == dataloader_state.global_batch_size(
-            loader
-        ):
+        tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for key, tensor in self._read_generators(f"position.{rank:05d}.{number}.").items():
+            kind, _, name = key.partition(".")
+            tensors[kind][name] = tensor
+        metadata = self._rng_metadata(rank).get("positions")
+        random = metadata[number] if isinstance(metadata, list) and number < len(metadata) else None
+        position = LoaderPosition(
+            epoch=_count(entry, "epoch"),
+            batches=_count(entry, "batches"),
+            seen=_count(entry, "seen"),
+            samples=None if entry.get("samples") is None else _count(entry, "samples"),
+            generators=dict(tensors["generator"]),
+            rng=None if random is None else _rng_state(tensors["random"], random),
+        )
+        batch_size = dataloader_state.global_batch_size(loader)
+        if same_world_size and entry.get("batch_size") == batch_size:
             return position
         fit, note = dataloader_state.rescale_position(loader, position, self._manifest.world_size)
         if note:
             self.report.notes.append(note)
         return fit
 
-    def _position(self, rank: int, number: int, place: Mapping[str, Any]) -> LoaderPosition:
-        tensors: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-        for key, tensor in self._tensors(f"position.{rank:05d}.{number}.").items():
-            kind, _, name = key.partition(".")
-            tensors[kind][name] = tensor
-        rests = self._plain(rank).get("positions")
-        metadata = rests[number] if isinstance(rests, list) and number < len(rests) else None
-        counted = {name: _count(place, name) for name in ("epoch", "batches", "seen")}
-        samples = None if place.get("samples") is None else _count(place, "samples")
-        return LoaderPosition(
-            **counted,
-            samples=samples,
-            generators=dict(tensors["generator"]),
-            rng=None if metadata is None else _state(tensors["random"], metadata),
-        )
+    # -- after a failure
+
+    def _roll_back(
+        self, error: CheckpointError, loaders: Sequence[tuple[Any, LoaderPosition]]
+    ) -> None:
+        """Restore the state from before the load.
+
+        Raises:
+            CheckpointError: restoring failed too.
+        """
+        try:
+            with self._phase("going back"):
+                for (state, prepared), backup in zip(self._models, self._backups, strict=True):
+                    restore(state, prepared, backup, optimizers=not self._weights_only)
+                for loader, position in loaders:
+                    dataloader_state.seek(loader, position)
+        except CheckpointError as second:
+            raise CheckpointError(
+                f"{str(error).removesuffix('.')}. The previous state could not be restored either:"
+                f" {str(second).removesuffix('.')}. Run %nbdist restart, run the cell with"
+                " accelerator.prepare(...) and load a checkpoint."
+            ) from second
 
     # -- report
 
@@ -511,24 +463,21 @@ class CheckpointLoad:
         report, manifest = self.report, self._manifest
         report.step, report.backend = manifest.step, manifest.backend
         report.world_size = manifest.world_size
-        for prepared in self._trained:
+        for _, prepared in self._models:
             model, names = type(prepared.meta.model).__name__, prepared.meta.names
             report.loaded.append(f"{model} ({len(names)} parameters)")
             if not self._weights_only:
-                report.loaded += [
-                    owned.recipe.optimizer_class.__name__ for owned in prepared.live_optimizers
-                ]
-                report.loaded += [
-                    type(wrapper.scheduler).__name__ for wrapper in prepared.live_schedulers
-                ]
+                classes = [owned.recipe.optimizer_class for owned in prepared.live_optimizers]
+                classes += [type(wrapper.scheduler) for wrapper in prepared.live_schedulers]
+                report.loaded += [cls.__name__ for cls in classes]
         if self._weights_only:
             report.notes.append("weights only, as requested")
             return
         report.loaded.append(f"step {manifest.step}")
-        if self._random is not None:
+        if self._rng is not None:
             report.loaded.append("random generators")
-        for _, place in self._places:
-            report.loaded.append(f"loader at batch {place.batches} of epoch {place.epoch}")
+        for _, position in self._positions:
+            report.loaded.append(f"loader at batch {position.batches} of epoch {position.epoch}")
         not_saved = manifest.extra.get("left_out")
         for name in not_saved if isinstance(not_saved, list) else ():
             report.notes.append(f"not in the checkpoint: {name}")
@@ -575,13 +524,13 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
 
 
-def _kept(
-    model_state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
-) -> _StateBackup:
+def back_up(
+    state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
+) -> ModelBackup:
     """Copy one model's state, so that it can be restored."""
-    return _StateBackup(
+    return ModelBackup(
         tensors=shards.copy_to_host(live),
-        buffers={key: tensor.detach().clone() for key, tensor in model_state.buffers().items()},
+        buffers={key: tensor.detach().clone() for key, tensor in state.buffers().items()},
         counts=counts,
         options=[
             optimizer_recipes.group_options(owned.inner_optimizer)
@@ -593,70 +542,53 @@ def _kept(
     )
 
 
-def _restore_model(
-    model_state: ModelState, prepared: PreparedModel, before: _StateBackup, *, optimizers: bool
+def restore(
+    state: ModelState, prepared: PreparedModel, backup: ModelBackup, *, optimizers: bool
 ) -> None:
     """Restore one model's state from the copy; a collective."""
     with torch.no_grad():
-        for key, live in model_state.buffers().items():
-            live.copy_(before.buffers[key])
+        for key, live in state.buffers().items():
+            live.copy_(backup.buffers[key])
     if not optimizers:
-        reshard.reshard(before.tensors, model_state.target_shards(optimizers=False))
-        model_state.finalize_state({})
+        reshard.reshard(backup.tensors, state.target_shards(optimizers=False))
+        state.finalize_state({})
         return
-    _clear(
-        {
-            key: shard
-            for key, shard in model_state.target_shards().items()
-            if key not in before.tensors
-        }
+    targets = state.target_shards()
+    zero_shards(shard for key, shard in targets.items() if key not in backup.tensors)
+    state.load_from(
+        backup.tensors,
+        training_metadata.initial_scalar_state(state.scalar_state()) | backup.counts,
     )
-    model_state.load_from(
-        before.tensors,
-        training_metadata.initial_scalar_state(model_state.scalar_state()) | before.counts,
-    )
-    for owned, options in zip(prepared.live_optimizers, before.options, strict=True):
+    for owned, options in zip(prepared.live_optimizers, backup.options, strict=True):
         for group, saved in zip(owned.inner_optimizer.param_groups, options, strict=True):
             group.update(saved)
-    for wrapper, state in zip(prepared.live_schedulers, before.schedulers, strict=True):
-        wrapper.scheduler.load_state_dict(state)
-    model_recipe.set_loss_scale(prepared, before.scale)
-    prepared.num_steps = before.steps
+    for wrapper, scheduler in zip(prepared.live_schedulers, backup.schedulers, strict=True):
+        wrapper.scheduler.load_state_dict(scheduler)
+    model_recipe.set_loss_scale(prepared, backup.scale)
+    prepared.num_steps = backup.steps
 
 
 @torch.no_grad()
-def _clear(found: Mapping[str, Shard]) -> None:
+def zero_shards(absent: Iterable[Shard]) -> None:
     """Set optimizer state that was not saved to zero, its value before the first step."""
-    for shard in found.values():
+    for shard in absent:
         for piece in shard.pieces:
             piece.view.zero_()
 
 
-def _empty_shard(key: str, saved: TensorMetadata) -> Shard:
-    if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
-        raise CheckpointError(
-            f"{printable(key)} has dtype {saved.dtype}, which optimizer state cannot have."
-        )
-    return Shard(shape=saved.shape, dtype=getattr(torch, saved.dtype))
-
-
-def _state(tensors: Mapping[str, torch.Tensor], rest: Any) -> rng_state.RngState:
+def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:
     try:
-        return rng_state.from_tensors_and_json(dict(tensors), rest)
+        return rng_state.from_tensors_and_json(dict(tensors), metadata)
     except ValueError as error:
         raise CheckpointError(f"{error}. Load another checkpoint.") from error
-
-
-def _is_saved(key: str, saved: Mapping[str, TensorMetadata], aliases: Mapping[str, str]) -> bool:
-    return aliases.get(key, key) in saved
 
 
 def _dtype(shard: Shard) -> str:
     return str(shard.dtype).removeprefix("torch.")
 
 
-def _count(place: Mapping[str, Any], name: str) -> int:
-    value = place.get(name)
+def _count(entry: Mapping[str, Any], name: str) -> int:
+    value = entry.get(name)
     if type(value) is not int or value < 0:
         raise CheckpointError(_BAD_LOADERS)
     return value

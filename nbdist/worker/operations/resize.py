@@ -12,6 +12,9 @@
 
 The old ranks agree after each phase; a new rank raises at once. The old ranks stay unchanged
 until everything is written, and the files are sufficient to rebuild them.
+
+The pickle has these stages: the state of the process, functions and classes, the models and what
+they need (`_BuildPlan`), schedulers and loaders, and the other variables.
 """
 
 from __future__ import annotations
@@ -23,41 +26,39 @@ import random
 import shutil
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
-from torch import distributed
 
 from nbdist import checkpoint
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
+from nbdist.protocol.operations import RankSwitchReport
+from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io
 from nbdist.state.shards import Shard, total_bytes
+from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import wrap_policy
-from nbdist.worker.memory import memory_check, memory_probe
+from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, switch
-from nbdist.worker.operations.transaction import (
-    CHECKING_PHASE,
-    Transaction,
-    UncoordinatedTransaction,
-)
-from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models, rng_state
+from nbdist.worker.operations.load import zero_shards
+from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
+from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
+from nbdist.worker.training import dataloader_state, prepared_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, MutableMapping, Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
-    from nbdist.checkpoint import CheckpointFile, Manifest
-    from nbdist.strategies import Options
-    from nbdist.worker.initial_namespace import InitialNamespace
-    from nbdist.worker.operations.namespace_pickle import ExternalObject
+    from nbdist.protocol.operations import ResizeLoadRequest, ResizeSaveRequest
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.training.dataloader_state import LoaderPosition
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -72,37 +73,16 @@ _ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBL
 
 
 @dataclass(slots=True, kw_only=True)
-class RankResizeReport:
-    """Result of one half of a resize on this rank."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    folder: str = ""
-    """Folder with the files."""
-    state_bytes: int = 0
-    """Size of this rank's shards of weights and optimizer state."""
-    sent_bytes: int = 0
-    """Bytes that this rank wrote to the folder."""
-    verified: int = 0
-    bound: list[str] = field(default_factory=list)
-    carried: list[str] = field(default_factory=list)
-    not_carried: dict[str, str] = field(default_factory=dict)
-    will_differ: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True, kw_only=True)
 class _BuildPlan:
     """State that a new rank needs before it can build anything."""
 
-    world_size: int
     random: rng_state.RngState
     next_step: int
     accelerators: list[tuple[bool, dict[str, Any], dict[str, Any]]]
     """Per Accelerator: whether it is the predefined one, its arguments, attributes to restore."""
     models: list[tuple[int, ModelRecipe]]
     """Index of the accelerator and recipe of each model."""
-    fed: memory_probe.ForwardInputs
+    forward_inputs: memory_probe.ForwardInputs
     """Last call of the last prepared model: the planner on the new ranks needs the batch."""
 
 
@@ -119,138 +99,129 @@ class _LoaderState:
     """Seed of Accelerate's SeedableRandomSampler, which would otherwise draw a new one."""
 
 
-class ResizeSave:
-    """First half, on the old ranks: writes everything to files and changes nothing."""
+# -- on the old ranks
 
-    def __init__(
-        self,
-        new_options: Options,
-        names: MutableMapping[str, Any],
-        initial_namespace: InitialNamespace,
-        *,
-        on_phase: Callable[[str], object],
-        world_size: int,
-        reset_optimizer: bool = False,
-    ) -> None:
-        """Set up the first half of a resize.
 
-        Args:
-            new_options: validated options of the new ranks.
-            names: the user's variables.
-            initial_namespace: predefined names of this rank.
-            on_phase: called with the name of each phase.
-            world_size: number of new ranks.
-            reset_optimizer: drop the state of the optimizers.
-        """
-        self._phase = Transaction("Switch", on_phase, SwitchError)
-        self.report = RankResizeReport(seconds=self._phase.seconds)
-        self._then, self._names, self._initial_namespace = new_options, names, initial_namespace
-        self._world_size, self._reset = world_size, reset_optimizer
-        self._rank = distributed.get_rank()
-        self._share: dict[str, Shard] = {}
+def save_for_resize(request: ResizeSaveRequest, context: RankContext) -> RankSwitchReport:
+    """Write everything to the first folder with enough free space; changes nothing; a collective.
 
-    def run(self, folders: Sequence[Path]) -> RankResizeReport:
-        """Write everything to the first folder with enough free space.
+    Raises:
+        SwitchError: a phase failed; raised on all ranks, and the state is unchanged.
+    """
+    return _ResizeSave(request, context).run()
 
-        Raises:
-            SwitchError: a phase failed; raised on all ranks, and the state is unchanged.
-        """
+
+class _ResizeSave:
+    def __init__(self, request: ResizeSaveRequest, context: RankContext) -> None:
+        self._request, self._context = request, context
+        self._phase = Transaction("Switch", context.on_phase, SwitchError)
+        self.report = RankSwitchReport(seconds=self._phase.seconds)
+        self._shards: dict[str, Shard] = {}
+
+    def run(self) -> RankSwitchReport:
         generators = rng_state.get_rng_state()
         try:
             with self._phase(CHECKING_PHASE):
-                model_cleanup.release_unused_models()
-                trained = prepared_models.all_models()
-                for prepared in trained:
-                    switch.check_switchable(prepared, self._then, reset_optimizer=self._reset)
-                    hardware = accelerators.current_config().hardware
-                    self.report.notes += [
-                        *memory_check.check_memory(
-                            prepared, self._then, hardware, world_size=self._world_size
-                        ),
-                        *switch.describe_left_behind(prepared),
-                        *_hooks_left(prepared),
-                    ]
-            with self._phase("packing"):
-                packed = self._packed(trained, generators)
-            with self._phase("making room"):
-                plan = namespace_pickle.plan_writes(
-                    packed, self._rank, collectives.all_gather_values
+                self.report.notes += switch.check_models(
+                    Options.from_json(self._request.options),
+                    self._request.world_size,
+                    reset_optimizer=self._request.reset_optimizer,
                 )
-                folder = _with_room(folders, total_bytes(self._share) + plan.size_bytes)
-            self._write(packed, plan, folder)
+                self.report.notes += [
+                    f"step hooks of {type(owned.inner_optimizer).__name__} are not carried;"
+                    " register them again"
+                    for prepared in prepared_models.all_models()
+                    for owned in prepared.live_optimizers
+                    if optimizer_recipes.step_hooks(owned.inner_optimizer)
+                ]
+            with self._phase("packing"):
+                pickled = self._pickle(generators)
+            with self._phase("making room"):
+                blocks = pickled.hash_blocks()
+                own_bytes = total_bytes(self._shards) + len(pickled.stream)
+                folder = _choose_folder(self._request.folders, own_bytes, dict(blocks))
+            self._write(pickled, [name for name, _ in blocks], folder)
         finally:
             rng_state.set_rng_state(generators)
         self.report.folder = str(folder)
-        self.report.sent_bytes = total_bytes(self._share) + plan.size_bytes
-        self._report_removed_ranks()
+        self.report.sent_bytes = own_bytes
+        self._report_not_carried()
         return self.report
 
-    # -- packing
-
-    def _packed(
-        self, trained: list[PreparedModel], generators: rng_state.RngState
-    ) -> namespace_pickle.PickledNamespace:
+    def _pickle(self, generators: rng_state.RngState) -> namespace_pickle.PickledNamespace:
         """Pickle this rank's state except model shards; record variables that cannot be pickled."""
-        built = accelerators.built_accelerators()
-        first = _BuildPlan(
-            world_size=distributed.get_world_size(),
+        built, trained = accelerators.built_accelerators(), prepared_models.all_models()
+        plan = _BuildPlan(
             random=generators,
-            next_step=self._initial_namespace.reporter.next_step,
+            next_step=self._context.reporter.next_step,
             accelerators=[
-                _made_from(accelerator, self._initial_namespace) for accelerator in built
+                (
+                    accelerator is self._context.predefined["accelerator"],
+                    dict(vars(accelerator).get("_nbdist_arguments", {})),
+                    {
+                        name: vars(accelerator)[name]
+                        for name in ("step", "flag_tensor")
+                        if name in vars(accelerator)
+                    },
+                )
+                for accelerator in built
             ],
             models=[
-                (_place(trained_model.owner, built), self._capture_recipe(number, trained_model))
-                for number, trained_model in enumerate(trained)
+                (
+                    next(place for place, other in enumerate(built) if other is prepared.owner),
+                    self._capture_recipe(number, prepared),
+                )
+                for number, prepared in enumerate(trained)
             ],
-            fed=memory_probe.last_forward_inputs(),
+            forward_inputs=memory_probe.last_forward_inputs(),
         )
-        schedules = [
-            [wrapper.scheduler for wrapper in trained_model.live_schedulers]
-            for trained_model in trained
+        schedulers = [
+            [wrapper.scheduler for wrapper in prepared.live_schedulers] for prepared in trained
         ]
-        loaders = [(loader, _loader(loader, built)) for loader in prepared_models.all_loaders()]
-        second = schedules, [recipe for _, recipe in loaders if recipe is not None]
-        carried_loaders = [loader for loader, recipe in loaders if recipe is not None]
-        external = _known(self._initial_namespace, built, trained, carried_loaders)
+        loaders = [
+            (loader, state)
+            for loader in prepared_models.all_loaders()
+            if (state := _loader_state(loader, built)) is not None
+        ]
+        external = _external_objects(
+            self._context.predefined, built, trained, [loader for loader, _ in loaders]
+        )
+        training = schedulers, [state for _, state in loaders]
         variables = self._variables()
-        packed = self._packed_with(first, second, variables, external)
-        self._summarise(first, second, len(variables) - len(self.report.not_carried))
-        return packed
+        pickled = self._pickle_variables(plan, training, variables, external)
+        # What the report lists.
+        items = [] if trained else ["no model was prepared yet"]
+        for (_, recipe), own in zip(plan.models, schedulers, strict=True):
+            items += recipe.describe(reset_optimizer=self._request.reset_optimizer)
+            items += [type(scheduler).__name__ for scheduler in own]
+            items += [f"step {recipe.num_steps}"] if recipe.num_steps else []
+        items += [f"{len(loaders)} loader{'s' * (len(loaders) != 1)}"] if loaders else []
+        count = len(variables) - len(self.report.not_carried)
+        self.report.carried = [*items, f"{count} variable{'s' * (count != 1)}"]
+        return pickled
 
-    def _packed_with(
+    def _pickle_variables(
         self,
-        first: _BuildPlan,
-        second: object,
+        plan: _BuildPlan,
+        training: object,
         variables: dict[str, Any],
         external: list[ExternalObject],
     ) -> namespace_pickle.PickledNamespace:
         """Pickle and test, dropping variables that fail; they are recorded with the reason."""
         early = {name for name, value in variables.items() if isinstance(value, _DEFINITIONS)}
-        own_stages = [
-            namespace_pickle.PickleStage(_process(self._initial_namespace.environ), 0),
-            namespace_pickle.PickleStage(first, 1),
-            namespace_pickle.PickleStage(second, 2),
-        ]
+        process = _process_state(self._context.initial_environ)
         while True:
-            remaining = [name for name in variables if name not in self.report.not_carried]
+            carried = [name for name in variables if name not in self.report.not_carried]
             stages = [
-                own_stages[0],
-                *(
-                    namespace_pickle.PickleStage(variables[name], 0, name)
-                    for name in remaining
-                    if name in early
-                ),
-                *own_stages[1:],
-                *(
-                    namespace_pickle.PickleStage(variables[name], 3, name)
-                    for name in remaining
-                    if name not in early
-                ),
+                PickleStage(process, 0),
+                *(PickleStage(variables[name], 0, name) for name in carried if name in early),
+                PickleStage(plan, 1),
+                PickleStage(training, 2),
+                *(PickleStage(variables[name], 3, name) for name in carried if name not in early),
             ]
             try:
-                pickled = namespace_pickle.pickle_stages(stages, external, self._names)
-                namespace_pickle.verify_unpickles(pickled, external, self._initial_namespace.names)
+                pickled = namespace_pickle.pickle_stages(stages, external, self._context.variables)
+                namespace_pickle.verify_unpickles(pickled, external, self._context.predefined)
             except namespace_pickle.PickleStageError as error:
                 name = stages[error.stage_index].name
                 if not name:
@@ -264,412 +235,380 @@ class ResizeSave:
                 return pickled
 
     def _capture_recipe(self, number: int, prepared: PreparedModel) -> ModelRecipe:
-        carried = ModelState(number, prepared)
-        share = carried.owned_shards(optimizers=not self._reset)
-        self._share |= share
-        self.report.state_bytes += total_bytes(share)
-        self._share |= carried.owned_buffers()  # makes the files a complete checkpoint
-        return ModelRecipe.capture(
-            prepared, carried, share, reset_optimizer=self._reset, hooks=False
-        )
+        state, reset = ModelState(number, prepared), self._request.reset_optimizer
+        owned = state.owned_shards(optimizers=not reset)
+        self.report.state_bytes += total_bytes(owned)
+        self._shards |= owned
+        self._shards |= state.owned_buffers()  # makes the files a complete checkpoint
+        return ModelRecipe.capture(prepared, state, owned, reset_optimizer=reset, hooks=False)
 
     def _variables(self) -> dict[str, Any]:
         """Return the user's variables, without predefined names and IPython's history."""
-        predefined, missing = self._initial_namespace.names, object()
-        return {
-            name: value
-            for name, value in self._names.items()
-            if predefined.get(name, missing) is not value and not _is_ipythons(name)
-        }
-
-    # -- writing
+        variables = {}
+        for name, value in self._context.variables.items():
+            numbered = name.lstrip("_").removeprefix("i").isdigit()  # _12 and _i12
+            history = name.strip("_") in {"", "i", "ii", "iii"} or numbered
+            if name.startswith("_") and history:
+                continue
+            if name not in self._context.predefined or self._context.predefined[name] is not value:
+                variables[name] = value
+        return variables
 
     def _write(
-        self,
-        packed: namespace_pickle.PickledNamespace,
-        plan: namespace_pickle.WritePlan,
-        folder: Path,
+        self, pickled: namespace_pickle.PickledNamespace, digests: list[str], folder: Path
     ) -> None:
         """Write the pickles, and the shards of all ranks as a checkpoint."""
-        keys = reshard.gather_keys(self._share)
-        digests = digest.global_digests(self._share)
+        rank = collectives.rank()
+        keys = reshard.gather_keys(self._shards)
+        tensor_digests = digest.global_digests(self._shards)
         storage = checkpoint.FolderStorage(folder)
-        begun = parts = None
+        begun = files = None
         with self._phase("opening files"):
-            if keys and self._rank == 0:
+            if keys and rank == 0:
                 begun = storage.begin(CHECKPOINT_NAME)
         number = collectives.all_gather_values(begun and begun.id)[0]
         with self._phase("writing"):
-            namespace_pickle.write_namespace(packed, plan, folder, self._rank)
+            namespace_pickle.write_namespace(pickled, digests, folder, rank)
             if number is not None:
                 draft = storage.attach(CHECKPOINT_NAME, number)
-                parts = shard_io.write_shards(self._share, draft, self._rank, "model")
-        everyones = collectives.all_gather_values(parts)
+                files = shard_io.write_shards(self._shards, draft, rank, "model")
+        files_by_rank = collectives.all_gather_values(files)
         with self._phase("closing files"):
-            if begun is not None:
-                manifest_keys = {
+            if begun is None:
+                return
+            trained = prepared_models.all_models()
+            manifest = checkpoint.Manifest(
+                backend=accelerators.current_config().options.backend,
+                world_size=collectives.group_size(),
+                step=max((prepared.num_steps for prepared in trained), default=0),
+                keys={
                     name: checkpoint.TensorMetadata(
                         shape=tuple(entry.shape),
                         dtype=str(entry.dtype).removeprefix("torch."),
-                        digest=digests[name],
+                        digest=tensor_digests[name],
                     )
                     for name, entry in keys.items()
-                }
-                written = tuple(part for rank_parts in everyones for part in rank_parts)
-                begun.commit(CHECKPOINT_NAME, _manifest(manifest_keys, written))
+                },
+                files=tuple(file for rank_files in files_by_rank for file in rank_files),
+            )
+            begun.commit(CHECKPOINT_NAME, manifest)
 
-    # -- the report
-
-    def _summarise(self, first: _BuildPlan, second: Any, variables: int) -> None:
-        items = [] if first.models else ["no model was prepared yet"]
-        for (_, recipe), schedules in zip(first.models, second[0], strict=True):
-            items += recipe.describe(reset_optimizer=self._reset)
-            items += [type(schedule).__name__ for schedule in schedules]
-            items += [f"step {recipe.num_steps}"] if recipe.num_steps else []
-        count = len(second[1])
-        items += [f"{count} loader{'s' * (count != 1)}"] if count else []
-        items.append(f"{variables} variable{'s' * (variables != 1)}")
-        self.report.carried = items
-
-    def _report_removed_ranks(self) -> None:
+    def _report_not_carried(self) -> None:
         """Report the variables and generators of removed ranks; a collective."""
-        everyones = collectives.all_gather_values((set(self._variables()), self.report.not_carried))
-        world_size = len(everyones)
+        by_rank = collectives.all_gather_values((set(self._variables()), self.report.not_carried))
+        world_size = len(by_rank)
         lost: dict[str, str] = {}
-        for name in dict.fromkeys(name for _, bad in everyones for name in bad):
-            ranks = [rank for rank, (_, bad) in enumerate(everyones) if name in bad]
-            reason = everyones[ranks[0]][1][name]
-            lost[name] = reason if len(ranks) == world_size else f"{reason} ({_ranks(ranks)})"
-        removed = range(self._world_size, world_size)
-        staying = set().union(*(names for names, _ in everyones[: self._world_size]))
-        for name in sorted({name for rank in removed for name in everyones[rank][0]} - staying):
-            lost[name] = f"only {_ranks(removed)} had it"
+        for name in dict.fromkeys(name for _, bad in by_rank for name in bad):
+            ranks = [rank for rank, (_, bad) in enumerate(by_rank) if name in bad]
+            reason = by_rank[ranks[0]][1][name]
+            everywhere = len(ranks) == world_size
+            lost[name] = reason if everywhere else f"{reason} ({describe_ranks(ranks)})"
+        removed = range(self._request.world_size, world_size)
+        kept = set().union(*(names for names, _ in by_rank[: self._request.world_size]))
+        for name in sorted({name for rank in removed for name in by_rank[rank][0]} - kept):
+            lost[name] = f"only {describe_ranks(removed)} had it"
         self.report.not_carried = lost
         if removed:
             self.report.will_differ.append(
-                f"{_ranks(removed)} end{'s' * (len(removed) == 1)}; their random generators and"
-                " their own values of variables are lost"
+                f"{describe_ranks(removed)} end{'s' * (len(removed) == 1)}; their random generators"
+                " and their own values of variables are lost"
             )
 
 
-class ResizeRestore:
-    """Second half, on the new ranks: restores everything from the files."""
+def _external_objects(
+    predefined: Mapping[str, Any],
+    built: list[Accelerator],
+    trained: list[PreparedModel],
+    loaders: list[Any],
+) -> list[ExternalObject]:
+    """Return the objects that a new rank creates itself, which are pickled by key."""
+    external = [
+        ExternalObject(value, ("name", name), 0)
+        for name, value in predefined.items()
+        if not isinstance(value, _PLAIN)
+    ]
+    external += [
+        ExternalObject(accelerator, ("accelerator", place), 2)
+        for place, accelerator in enumerate(built)
+    ]
+    for number, prepared in enumerate(trained):
+        for place, owned in enumerate(prepared.live_optimizers):
+            if (user_optimizer := owned.user_optimizer()) is not None:
+                external.append(ExternalObject(user_optimizer, (number, "given", place), 2))
+        for key, part in switch.replaceable_objects(number, prepared).items():
+            external.append(ExternalObject(part, key, 3))
+        for place, wrapper in enumerate(prepared.live_schedulers):
+            external.append(ExternalObject(wrapper, ("scheduler", number, place), 3))
+    external += [
+        ExternalObject(loader, ("loader", place), 3) for place, loader in enumerate(loaders)
+    ]
+    return external
 
-    def __init__(
-        self,
-        folder: Path,
-        names: MutableMapping[str, Any],
-        initial_namespace: InitialNamespace,
-        *,
-        on_phase: Callable[[str], object],
-        old_world_size: int,
-    ) -> None:
-        """Set up the second half of a resize.
 
-        Args:
-            folder: folder that the old ranks wrote.
-            names: namespace for the user's variables.
-            initial_namespace: predefined names of this rank.
-            on_phase: called with the name of each phase.
-            old_world_size: number of old ranks.
-        """
-        self._phase = UncoordinatedTransaction("Switch", on_phase, SwitchError)
-        self.report = RankResizeReport(seconds=self._phase.seconds)
-        self._folder, self._names, self._initial_namespace = folder, names, initial_namespace
-        self._old_world_size, self._rank = old_world_size, distributed.get_rank()
-        self._from = self._rank if self._rank < old_world_size else 0
+def _loader_state(loader: Any, built: list[Accelerator]) -> _LoaderState | None:
+    """Return the state of a prepared loader; None if it or its Accelerator is unknown."""
+    user_loader = prepared_models.user_loader(loader)
+    owners = [
+        place
+        for place, owner in enumerate(built)
+        if any(other is loader for other in owner._dataloaders)  # noqa: SLF001
+    ]
+    if user_loader is None or not owners:
+        return None
+    sampler = get_sampler(loader)
+    position = dataloader_state.position_of(loader)
+    if position.batches and not dataloader_state.is_iterating(loader):
+        # Its iterator is gone: the next one begins an epoch.
+        position = dataloader_state.LoaderPosition(epoch=loader.iteration, seen=position.seen)
+    return _LoaderState(
+        accelerator=owners[0],
+        given=user_loader,
+        position=position,
+        total_batch=dataloader_state.global_batch_size(loader),
+        seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+    )
+
+
+def _choose_folder(folders: Sequence[str], own_bytes: int, blocks: dict[str, int]) -> Path:
+    """Return the first folder with enough free space for all ranks; a collective.
+
+    Args:
+        folders: candidates, best first.
+        own_bytes: bytes that this rank writes besides blocks.
+        blocks: digest -> size in bytes; equal blocks of several ranks are written once.
+
+    Raises:
+        SwitchError: no folder has enough free space.
+    """
+    total = 0
+    all_blocks: dict[str, int] = {}
+    for rank_bytes, rank_blocks in collectives.all_gather_values((own_bytes, blocks)):
+        total += rank_bytes
+        all_blocks |= rank_blocks
+    total += sum(all_blocks.values())
+    checked = []
+    for folder in map(Path, folders):
+        free = shutil.disk_usage(folder).free
+        if folder.is_relative_to("/dev/shm"):  # noqa: S108 - its files are in host memory
+            free = min(free, discovery.host_free_memory_bytes())
+        # Rank 0 decides: other ranks may already see less free space.
+        free = collectives.all_gather_values(free)[0]
+        if free > total:
+            return folder
+        checked.append(f"{folder.parent} has {free / 2**30:.1f} GiB free")
+    raise SwitchError(
+        f"State and variables need {total / 2**30:.1f} GiB of temporary space for the new ranks,"
+        f" but {', '.join(checked)}. Free space in one of them, or set TMPDIR to a folder with"
+        " enough space."
+    )
+
+
+# -- on the new ranks
+
+
+def load_after_resize(request: ResizeLoadRequest, context: RankContext) -> RankSwitchReport:
+    """Restore what the old ranks wrote.
+
+    Raises:
+        SwitchError: a phase failed on this rank; the new ranks are then unusable.
+    """
+    return _ResizeLoad(request, context).run()
+
+
+class _ResizeLoad:
+    def __init__(self, request: ResizeLoadRequest, context: RankContext) -> None:
+        self._phase = Transaction("Switch", context.on_phase, SwitchError, coordinated=False)
+        self.report = RankSwitchReport(seconds=self._phase.seconds)
+        self._folder, self._variables = Path(request.folder), context.variables
+        self._context = context
+        self._old_world_size = request.world_size
+        self._rank, self._world_size = collectives.rank(), collectives.group_size()
         self._built: list[Accelerator] = []
         self._made: list[Any] = []
         """References to prepared objects until the user's variables are bound."""
 
-    def run(self) -> RankResizeReport:
-        """Restore everything.
-
-        Raises:
-            SwitchError: a phase failed on this rank; the new ranks are then unusable.
-        """
-        device: torch.device = self._initial_namespace.names["device"]
+    def run(self) -> RankSwitchReport:
+        predefined = self._context.predefined
         with self._phase("unpacking"):
-            arrived = namespace_pickle.NamespaceReader(self._folder, self._from, device)
-            arrived.set_namespace(self._names)
-            for name, value in self._initial_namespace.names.items():
+            old_rank = self._rank if self._rank < self._old_world_size else 0
+            reader = namespace_pickle.NamespaceReader(self._folder, old_rank, predefined["device"])
+            reader.set_namespace(self._variables)
+            for name, value in predefined.items():
                 if not isinstance(value, _PLAIN):
-                    arrived.known["name", name] = value
-            first = self._first(arrived)
+                    reader.known["name", name] = value
+            # First sys.path: the user's modules may be in folders that only the old ranks had.
+            _restore_process_state(reader.read_stage())
+            self.report.bound += reader.bind_variables()
+            plan: _BuildPlan = reader.read_stage()
+            self._context.reporter.next_step = plan.next_step
         with self._phase("building"):
-            self._build(first, arrived)
-        trained = prepared_models.all_models()
+            self._build(plan, reader)
+        models = list(
+            zip(prepared_models.all_models(), (recipe for _, recipe in plan.models), strict=True)
+        )
         with self._phase("loading"):
-            as_written = [
-                self._load(number, prepared, first) for number, prepared in enumerate(trained)
+            recast = [
+                self._load(number, prepared, recipe)
+                for number, (prepared, recipe) in enumerate(models)
             ]
         with self._phase("verifying"):
             self.report.verified = sum(
                 ModelState(number, prepared).verify(
-                    recipe.digests, as_written[number], recipe.scalar_state
+                    recipe.digests, recast[number], recipe.scalar_state
                 )
-                for number, (prepared, (_, recipe)) in enumerate(
-                    zip(trained, first.models, strict=True)
-                )
+                for number, (prepared, recipe) in enumerate(models)
             )
         with self._phase("binding"):
-            self.report.bound += arrived.bind_variables()
+            self.report.bound += reader.bind_variables()
             # cloudpickle overwrites it in the globals of each function.
-            self._names["__builtins__"] = self._initial_namespace.names["__builtins__"]
+            self._variables["__builtins__"] = predefined["__builtins__"]
         self._made.clear()
-        self._set_generators(first)
+        self._restore_generators(plan)
         return self.report
 
-    def _first(self, arrived: namespace_pickle.NamespaceReader) -> _BuildPlan:
-        """Restore the process state, then unpickle the build plan."""
-        # First sys.path: the user's modules may be in folders that only the old ranks had in it.
-        _restore(arrived.read_stage())
-        self.report.bound += arrived.bind_variables()
-        first: _BuildPlan = arrived.read_stage()
-        self._initial_namespace.reporter.next_step = first.next_step
-        return first
-
-    def _build(self, first: _BuildPlan, arrived: namespace_pickle.NamespaceReader) -> None:
+    def _build(self, plan: _BuildPlan, reader: namespace_pickle.NamespaceReader) -> None:
         """Create and prepare accelerators, models, optimizers, schedulers and loaders."""
-        for place, (is_default, arguments, attributes) in enumerate(first.accelerators):
-            accelerator = (
-                self._initial_namespace.names["accelerator"]
-                if is_default
-                else Accelerator(**arguments)
-            )
-            if is_default:
+        for place, (is_predefined, arguments, attributes) in enumerate(plan.accelerators):
+            if is_predefined:
+                accelerator: Accelerator = self._context.predefined["accelerator"]
                 accelerator._build(())  # noqa: SLF001 - as the first prepare() does
+            else:
+                accelerator = Accelerator(**arguments)
             vars(accelerator).update(attributes)
             self._built.append(accelerator)
-            arrived.known["accelerator", place] = accelerator
-        cast = [recipe.build() for _, recipe in first.models]
-        for number, (_, raws) in enumerate(cast):
-            for place, raw in enumerate(raws):
-                arrived.known[number, "given", place] = raw
-        schedules, loaders = arrived.read_stage()
-        for number, (model, raws) in enumerate(cast):
-            owner = self._built[first.models[number][0]]
-            self._prepare(owner, model, raws, schedules[number])
-            replaceable = switch.replaceable_objects(number, prepared_models.all_models()[-1])
-            arrived.known.update(replaceable)
-            for place, raw in enumerate(raws):
-                arrived.known[number, "given", place] = raw
-            for place, wrapper in enumerate(prepared_models.all_models()[-1].live_schedulers):
-                arrived.known["scheduler", number, place] = wrapper
-        memory_probe.restore_forward_inputs(first.fed)
-        for place, loader in enumerate(loaders):
-            arrived.known["loader", place] = self._loader(loader)
-        self._report_scheduler_steps()
-
-    def _prepare(
-        self,
-        owner: Accelerator,
-        bare: torch.nn.Module,
-        raws: list[Any],
-        schedules: list[Any],
-    ) -> None:
-        for schedule in schedules:
-            for inner in optimizer_recipes.nested_schedulers(schedule):
-                if hasattr(inner, "optimizer"):
-                    # Without it torch 2.13 warns that the scheduler was stepped too early.
-                    inner.optimizer._opt_called = True  # noqa: SLF001
-        with wrap_policy.defer_weights():
-            self._made += owner.prepare(bare, *raws, *schedules, None)
-        self._made += [bare, raws]
-
-    def _report_scheduler_steps(self) -> None:
-        """Report a changed number of scheduler steps."""
+            reader.known["accelerator", place] = accelerator
+        unprepared = [recipe.build() for _, recipe in plan.models]
+        for number, (_, optimizers) in enumerate(unprepared):
+            for place, optimizer in enumerate(optimizers):
+                reader.known[number, "given", place] = optimizer
+        schedulers, loaders = reader.read_stage()
+        for number, (model, optimizers) in enumerate(unprepared):
+            owner = self._built[plan.models[number][0]]
+            prepared = self._prepare_model(owner, model, optimizers, schedulers[number])
+            reader.known.update(switch.replaceable_objects(number, prepared))
+            for place, optimizer in enumerate(optimizers):
+                reader.known[number, "given", place] = optimizer
+            for place, wrapper in enumerate(prepared.live_schedulers):
+                reader.known["scheduler", number, place] = wrapper
+        memory_probe.restore_forward_inputs(plan.forward_inputs)
+        for place, state in enumerate(loaders):
+            reader.known["loader", place] = self._prepare_loader(state)
         # accelerate 1.15 advances each scheduler once per rank at each optimizer step.
-        world_size = distributed.get_world_size()
         counting = {
             type(wrapper.scheduler).__name__
             for prepared in prepared_models.all_models()
             for wrapper in prepared.live_schedulers
             if wrapper.step_with_optimizer and not wrapper.split_batches
         }
-        if counting and world_size != self._old_world_size:
+        if counting and self._world_size != self._old_world_size:
             self.report.will_differ.append(
-                f"{', '.join(sorted(counting))}: {world_size} scheduler steps (before:"
+                f"{', '.join(sorted(counting))}: {self._world_size} scheduler steps (before:"
                 f" {self._old_world_size}) per optimizer step, so that the learning rate follows"
                 " the number of samples with an unchanged batch size per rank"
             )
 
-    def _loader(self, recipe: _LoaderState) -> Any:
+    def _prepare_model(
+        self,
+        owner: Accelerator,
+        model: torch.nn.Module,
+        optimizers: list[Any],
+        schedulers: list[Any],
+    ) -> PreparedModel:
+        for scheduler in schedulers:
+            for inner in optimizer_recipes.nested_schedulers(scheduler):
+                if hasattr(inner, "optimizer"):
+                    # Without it torch 2.13 warns that the scheduler was stepped too early.
+                    inner.optimizer._opt_called = True  # noqa: SLF001
+        with wrap_policy.defer_weights():
+            self._made += owner.prepare(model, *optimizers, *schedulers, None)
+        self._made += [model, optimizers]
+        return prepared_models.all_models()[-1]
+
+    def _prepare_loader(self, state: _LoaderState) -> Any:
         """Prepare a loader and resume it at its position."""
-        loader = self._built[recipe.accelerator].prepare_data_loader(recipe.given)
-        prepared_models.register_loader(loader, recipe.given)
+        loader = self._built[state.accelerator].prepare_data_loader(state.given)
+        prepared_models.register_loader(loader, state.given)
         self._made.append(loader)
         sampler = get_sampler(loader)
-        if isinstance(sampler, SeedableRandomSampler) and recipe.seed is not None:
-            sampler.initial_seed = recipe.seed
+        if isinstance(sampler, SeedableRandomSampler) and state.seed is not None:
+            sampler.initial_seed = state.seed
         position, remark = dataloader_state.rescale_position(
-            loader, recipe.position, self._old_world_size
+            loader, state.position, self._old_world_size
         )
         loader.iteration = position.epoch
         dataloader_state.seek(loader, position)
         total = dataloader_state.global_batch_size(loader)
-        if total != recipe.total_batch:
+        if total != state.total_batch:
             self.report.will_differ.append(
-                f"global batch size: {recipe.total_batch} -> {total} samples, with an unchanged"
+                f"global batch size: {state.total_batch} -> {total} samples, with an unchanged"
                 " batch size per rank"
             )
         if remark:
             self.report.will_differ.append(remark)
         return loader
 
-    # -- state
-
-    def _load(self, number: int, prepared: PreparedModel, first: _BuildPlan) -> dict[str, Shard]:
+    def _load(self, number: int, prepared: PreparedModel, recipe: ModelRecipe) -> dict[str, Shard]:
         """Load a model; return the shards whose dtype changed, in the dtype that was written."""
-        _, recipe = first.models[number]
-        carried = ModelState(number, prepared)
-        path = self._folder / CHECKPOINT_NAME
+        state, path = ModelState(number, prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
-        carried.allocate_optimizer_state(_described(manifest, recipe.digests))
-        targets = carried.target_shards()
-        absent = {key for key in targets if key.startswith("optim") and key not in manifest.keys}
-        for key in absent:
-            for piece in targets[key].pieces:
-                piece.view.zero_()
-        readable = {key: shard for key, shard in targets.items() if key not in absent}
-        shard_io.read_shards(path, manifest, readable)
-        carried.finalize_state(recipe.scalar_state)
+        state.allocate_optimizer_state(
+            {
+                name: Shard(shape=key.shape, dtype=getattr(torch, key.dtype))
+                for name, key in manifest.keys.items()
+                if name in recipe.digests
+            }
+        )
+        targets = state.target_shards()
+        absent = [key for key in targets if key.startswith("optim") and key not in manifest.keys]
+        zero_shards(targets.pop(key) for key in absent)
+        shard_io.read_shards(path, manifest, targets)
+        state.finalize_state(recipe.scalar_state)
         recipe.load_buffers(prepared)
-        return _as_written(path, manifest, carried.owned_shards(), set(recipe.digests))
-
-    def _set_generators(self, first: _BuildPlan) -> None:
-        """Restore the generators of the old rank with this number, or seed new ones."""
-        rng_state.set_rng_state(first.random)
-        world_size = distributed.get_world_size()
-        if world_size > self._old_world_size:
-            added = range(self._old_world_size, world_size)
-            self.report.will_differ.append(
-                f"{_ranks(added)} {'are' if len(added) > 1 else 'is'} new: random generators start"
-                " from seeds derived from rank 0, variables are copies of rank 0"
-            )
-        if self._rank < self._old_world_size:
-            return
-        octets = first.random.cpu.numpy().tobytes() + str(self._rank).encode()
-        seed = int.from_bytes(hashlib.blake2b(octets, digest_size=4).digest(), "little")
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - the one that users' code draws from
-        torch.manual_seed(seed)
-
-
-# Objects of a rank
-
-
-def _hooks_left(prepared: PreparedModel) -> list[str]:
-    """Return notes on step hooks that are not carried."""
-    hooked = [
-        type(owned.inner_optimizer).__name__
-        for owned in prepared.live_optimizers
-        if optimizer_recipes.step_hooks(owned.inner_optimizer)
-    ]
-    return [f"step hooks of {name} are not carried; register them again" for name in hooked]
-
-
-def _known(
-    initial_namespace: InitialNamespace,
-    built: list[Accelerator],
-    trained: list[PreparedModel],
-    prepared: list[Any],
-) -> list[ExternalObject]:
-    """Return the objects that a new rank creates itself, which are pickled by key."""
-    external = [
-        namespace_pickle.ExternalObject(value, ("name", name), 0)
-        for name, value in initial_namespace.names.items()
-        if not isinstance(value, _PLAIN)
-    ]
-    external += [
-        namespace_pickle.ExternalObject(accelerator, ("accelerator", place), 2)
-        for place, accelerator in enumerate(built)
-    ]
-    for number, prepared_model in enumerate(trained):
-        for place, owned in enumerate(prepared_model.live_optimizers):
-            if (user_optimizer := owned.user_optimizer()) is not None:
-                external.append(
-                    namespace_pickle.ExternalObject(user_optimizer, (number, "given", place), 2)
+        recast: dict[str, Shard] = {}
+        for name, shard in state.owned_shards().items():
+            if name not in recipe.digests:
+                continue
+            dtype = getattr(torch, manifest.keys[name].dtype)
+            if dtype != shard.dtype:
+                pieces = tuple(
+                    piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))
+                    for piece in shard.pieces
                 )
-        for key, part in switch.replaceable_objects(number, prepared_model).items():
-            external.append(namespace_pickle.ExternalObject(part, key, 3))
-        for place, wrapper in enumerate(prepared_model.live_schedulers):
-            external.append(
-                namespace_pickle.ExternalObject(wrapper, ("scheduler", number, place), 3)
+                recast[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
+        shard_io.read_shards(path, manifest, recast)
+        return recast
+
+    def _restore_generators(self, plan: _BuildPlan) -> None:
+        """Restore the generators of the old rank with this number, or seed new ones."""
+        rng_state.set_rng_state(plan.random)
+        if self._world_size > self._old_world_size:
+            added = range(self._old_world_size, self._world_size)
+            self.report.will_differ.append(
+                f"{describe_ranks(added)} {'are' if len(added) > 1 else 'is'} new: random"
+                " generators start from seeds derived from rank 0, variables are copies of rank 0"
             )
-    external += [
-        namespace_pickle.ExternalObject(loader, ("loader", place), 3)
-        for place, loader in enumerate(prepared)
-    ]
-    return external
+        if self._rank >= self._old_world_size:
+            octets = plan.random.cpu.numpy().tobytes() + str(self._rank).encode()
+            seed = int.from_bytes(hashlib.blake2b(octets, digest_size=4).digest(), "little")
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002 - the one that users' code draws from
+            torch.manual_seed(seed)
 
 
-def _made_from(
-    accelerator: Accelerator, initial_namespace: InitialNamespace
-) -> tuple[bool, dict[str, Any], dict[str, Any]]:
-    """Return whether an Accelerator is the predefined one, its arguments and its attributes."""
-    attributes = {
-        name: vars(accelerator)[name]
-        for name in ("step", "flag_tensor")
-        if name in vars(accelerator)
-    }
-    is_default = accelerator is initial_namespace.names["accelerator"]
-    return is_default, dict(vars(accelerator).get("_nbdist_arguments", {})), attributes
+# -- the process
 
 
-def _place(accelerator: Accelerator, built: list[Accelerator]) -> int:
-    return next(place for place, other in enumerate(built) if other is accelerator)
-
-
-def _loader(value: Any, built: list[Accelerator]) -> _LoaderState | None:
-    """Return the state of a prepared loader; None if it or its Accelerator is unknown."""
-    user_loader = prepared_models.user_loader(value)
-    owners = [
-        place
-        for place, owner in enumerate(built)
-        if any(loader is value for loader in owner._dataloaders)  # noqa: SLF001
-    ]
-    if user_loader is None or not owners:
-        return None
-    sampler = get_sampler(value)
-    return _LoaderState(
-        accelerator=owners[0],
-        given=user_loader,
-        position=_position(value),
-        total_batch=dataloader_state.global_batch_size(value),
-        seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
-    )
-
-
-def _position(value: Any) -> LoaderPosition:
-    """Return the position of a running iterator, otherwise the start of an epoch."""
-    position = dataloader_state.position_of(value)
-    if position.batches and not dataloader_state.is_iterating(value):
-        return dataloader_state.LoaderPosition(epoch=value.iteration, seen=position.seen)
-    return position
-
-
-def _is_ipythons(name: str) -> bool:
-    """Return whether a name belongs to IPython's history."""
-    digits = name.lstrip("_").removeprefix("i")
-    return name.startswith("_") and (name.strip("_") in {"", "i", "ii", "iii"} or digits.isdigit())
-
-
-# The process
-
-
-def _process(before: Mapping[str, str]) -> dict[str, Any]:
+def _process_state(before: Mapping[str, str]) -> dict[str, Any]:
     """Return the process state that the user may have changed, besides variables."""
-    changed = {
-        name: value
-        for name, value in os.environ.items()
-        if before.get(name) != value and not name.startswith(_ENGINES_OWN)
-    }
     return {
         "cwd": os.getcwd(),  # noqa: PTH109 - a str
         "path": list(sys.path),
-        "environ": changed,
+        "environ": {
+            name: value
+            for name, value in os.environ.items()
+            if before.get(name) != value and not name.startswith(_ENGINES_OWN)
+        },
         "unset": [name for name in before if name not in os.environ],
         "dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
@@ -679,8 +618,8 @@ def _process(before: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _restore(process: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):
+def _restore_process_state(process: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the folder may be gone
         os.chdir(process["cwd"])
     sys.path[:] = process["path"]
     os.environ.update(process["environ"])
@@ -691,79 +630,3 @@ def _restore(process: dict[str, Any]) -> None:
     torch.use_deterministic_algorithms(process["deterministic"])
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = process["cudnn"]
     torch.set_grad_enabled(process["grad"])
-
-
-# Files
-
-
-def _with_room(folders: Sequence[Path], needed: int) -> Path:
-    """Return the first folder with enough free space for all ranks; a collective.
-
-    Raises:
-        SwitchError: no folder has enough free space.
-    """
-    total = sum(collectives.all_gather_values(needed))
-    checked = []
-    for folder in folders:
-        free = shutil.disk_usage(folder).free
-        if folder.is_relative_to("/dev/shm"):  # noqa: S108 - its files are in host memory
-            free = min(free, discovery.host_free_memory_bytes())
-        # Rank 0 decides: other ranks may already see less free space.
-        free = collectives.all_gather_values(free)[0]
-        if free > total:
-            return folder
-        checked.append(f"{folder.parent} has {free / 2**30:.1f} GiB free")
-    message = (
-        f"State and variables need {total / 2**30:.1f} GiB of temporary space for the new ranks,"
-        f" but {', '.join(checked)}. Free space in one of them,"
-        " or set TMPDIR to a folder with enough"
-        " space."
-    )
-    raise SwitchError(message)
-
-
-def _manifest(
-    keys: dict[str, checkpoint.TensorMetadata], written: tuple[CheckpointFile, ...]
-) -> Manifest:
-    return checkpoint.Manifest(
-        backend=accelerators.current_config().options.backend,
-        world_size=distributed.get_world_size(),
-        step=max((prepared.num_steps for prepared in prepared_models.all_models()), default=0),
-        keys=keys,
-        files=written,
-    )
-
-
-def _described(manifest: Manifest, keys: Mapping[str, object]) -> dict[str, Shard]:
-    """Return shards without pieces: shapes and dtypes of the written tensors."""
-    return {
-        name: Shard(shape=key.shape, dtype=getattr(torch, key.dtype))
-        for name, key in manifest.keys.items()
-        if name in keys
-    }
-
-
-def _as_written(
-    path: Path, manifest: Manifest, share: Mapping[str, Shard], keys: set[str]
-) -> dict[str, Shard]:
-    """Read this rank's shards of tensors whose dtype differs in the new engine."""
-    shards = {}
-    for name, shard in share.items():
-        dtype = getattr(torch, manifest.keys[name].dtype) if name in keys else shard.dtype
-        if dtype != shard.dtype:
-            pieces = tuple(
-                piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))
-                for piece in shard.pieces
-            )
-            shards[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
-    shard_io.read_shards(path, manifest, shards)
-    return shards
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 2-3"."""
-    first, last = ranks[0], ranks[-1]
-    if len(ranks) == 1:
-        return f"rank {first}"
-    joined = list(ranks) == list(range(first, last + 1))
-    return f"ranks {first}-{last}" if joined else f"ranks {', '.join(map(str, ranks))}"

@@ -25,9 +25,10 @@ from nbdist.checkpoint.names import check_name
 from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
 from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
+from nbdist.protocol.operations import RankSaveReport, SaveRequest
 from nbdist.state import collectives, digest, layouts, optimizer_recipes, shard_io, shards
 from nbdist.worker.engines import accelerator as accelerators
-from nbdist.worker.operations.consensus import (
+from nbdist.worker.operations.transaction import (
     error_text,
     raise_if_any_failed,
     rank_errors_text,
@@ -43,7 +44,7 @@ from nbdist.worker.training import (
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from nbdist.checkpoint import (
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
         Storage,
     )
     from nbdist.state.shards import Shard
-    from nbdist.worker.training.dataloader_state import LoaderPosition
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
 log = logging.getLogger(__name__)
@@ -67,28 +68,6 @@ NICENESS = 10
 
 before_save_stage: list[Callable[[str], object]] = []
 """Called with "snapshot", "write" or "commit" before that stage; for fault injection in tests."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Options of a save."""
-
-    root: str = field(repr=False)
-    """Folder or URL; a URL may contain a password."""
-    name: str
-    overwrite: bool = False
-    keep: int | None = None
-    folder: str = field(init=False)
-    """Root for messages, without password."""
-
-    def __post_init__(self) -> None:
-        """Set `folder` to the root without password."""
-        object.__setattr__(self, "folder", str(parse_location(self.root)))
-
-    @property
-    def storage(self) -> Storage:
-        """Storage of the checkpoints."""
-        return checkpoint.storage_for(parse_location(self.root))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,8 +86,21 @@ class StateSnapshot:
     """State that is not saved because the manifest cannot represent it."""
 
 
+def save(request: SaveRequest, context: RankContext) -> RankSaveReport:
+    """Copy the training state and start to write a checkpoint; a collective."""
+    return RankSaveReport(id=context.begin_save(request))
+
+
 class CheckpointSaver:
-    """Implementation of the user's `save`, with its background thread."""
+    """Implementation of the user's `save`, with its background thread.
+
+    Args:
+        root: default folder, as for ``set_root``; the same on all ranks.
+        cwd: folder that relative paths are relative to.
+        publish: sends the progress of a save to the notebook; called from any thread.
+        complain: called in a cell; returns a function that writes to that cell's stderr and
+            may be called later from any thread.
+    """
 
     def __init__(
         self,
@@ -117,15 +109,6 @@ class CheckpointSaver:
         publish: Callable[[messages.SaveStatus], object],
         complain: Callable[[], Any],
     ) -> None:
-        """Set up saving.
-
-        Args:
-            root: default folder, as for ``set_root``; the same on all ranks.
-            cwd: folder that relative paths are relative to.
-            publish: sends the progress of a save to the notebook; called from any thread.
-            complain: called in a cell; returns a function that writes to that cell's stderr and
-                may be called later from any thread.
-        """
         self._cwd, self._publish, self._complain = cwd, publish, complain
         self._thread: threading.Thread | None = None
         self.set_root(root)
@@ -159,12 +142,12 @@ class CheckpointSaver:
         """
         root = self._root if folder is None else parse_location(folder, self._cwd)
         self.begin(
-            SaveOptions(
+            SaveRequest(
                 root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
             )
         )
 
-    def begin(self, order: SaveOptions) -> str:
+    def begin(self, request: SaveRequest) -> str:
         """Copy the state and start to write it; return an id that is the same on all ranks.
 
         Raises:
@@ -173,22 +156,26 @@ class CheckpointSaver:
         began = time.perf_counter()
         complain = self._complain()
         self.wait()
-        trained, size = _agreed(order)
-        draft, total = _draft(order, size)
+        trained = _check_request(request)
+        size_bytes = sum(
+            shards.total_bytes(ModelState(number, prepared).owned_shards())
+            for number, prepared in enumerate(trained)
+        )
+        total_bytes = sum(collectives.all_gather_values(size_bytes))
+        draft = _begin_draft(request, total_bytes)
         try:
-            raise_if_any_failed(try_call(lambda: _see(draft, order))[1])
-            snapshot, error = try_call(lambda: _snapshot(trained))
+            raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
+            snapshot, error = try_call(lambda: _take_snapshot(trained))
             raise_if_any_failed(error)
             rng = collectives.all_gather_values(snapshot.rng_metadata)
         except BaseException as error:
-            draft.write_failure(_rank(), error_text(error) or "")
-            if _rank() == 0:
+            draft.write_failure(collectives.rank(), error_text(error) or "")
+            if collectives.rank() == 0:
                 draft.abort()
             raise
-        if _rank() == 0:
-            snapshot.manifest["rng"] = tuple(rng)
-        job = _BackgroundSave(order, draft, snapshot, began, self._publish, complain)
-        job.tell(messages.SaveStatus(state="running", size_bytes=total))
+        snapshot.manifest["rng"] = tuple(rng)
+        job = _BackgroundSave(request, draft, snapshot, began, self._publish, complain)
+        job.publish_status(messages.SaveStatus(state="running", size_bytes=total_bytes))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
         return draft.id
@@ -208,16 +195,16 @@ class _BackgroundSave:
 
     def __init__(
         self,
-        order: SaveOptions,
+        request: SaveRequest,
         draft: PendingCheckpoint,
         snapshot: StateSnapshot,
         began: float,
         publish: Callable[[messages.SaveStatus], object],
         complain: Callable[[str], object],
     ) -> None:
-        self._order, self._draft, self._snapshot, self._began = order, draft, snapshot, began
+        self._request, self._draft, self._snapshot = request, draft, snapshot
         self._publish, self._complain = publish, complain
-        self._pause_s = time.perf_counter() - began
+        self._began, self._pause_s = began, time.perf_counter() - began
         # The thread outlives process groups: during a recovery there is none for a moment.
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
 
@@ -238,49 +225,56 @@ class _BackgroundSave:
         shards.give_back()
 
     def _write(self) -> None:
-        _announce("write")
+        _run_hooks("write")
         parts: list[CheckpointFile] = []
         keys: dict[str, TensorMetadata] = {}
         for kind, tensors in self._snapshot.shards_by_file_kind.items():
             parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
-            undigested = {
-                key: shard for key, shard in tensors.items() if key not in self._snapshot.digests
-            }
-            sums = digest.local_digests(undigested) | self._snapshot.digests
-            keys |= {key: _key(shard, sums[key]) for key, shard in tensors.items()}
+            known = self._snapshot.digests
+            digests = known | digest.local_digests(
+                {key: shard for key, shard in tensors.items() if key not in known}
+            )
+            for key, shard in tensors.items():
+                dtype = str(shard.dtype).removeprefix("torch.")
+                keys[key] = TensorMetadata(shape=shard.shape, dtype=dtype, digest=digests[key])
         self._draft.write_report(self._rank, parts, keys)
 
     def _finish(self) -> None:
         """Complete the save and notify the notebook; on rank 0."""
         done, error = try_call(self._commit)
         if error is None:
-            self.tell(done)
+            self.publish_status(done)
             return
         try_call(self._draft.abort)  # a failure is ignored: the next save removes what remains
         reason = error_text(error) or ""
-        self.tell(messages.SaveStatus(state="failed", error=reason))
-        self._complain(f"nbdist: checkpoint {self._order.name} was not saved: {reason}\n")
+        self.publish_status(messages.SaveStatus(state="failed", error=reason))
+        self._complain(f"nbdist: checkpoint {self._request.name} was not saved: {reason}\n")
 
     def _commit(self) -> messages.SaveStatus:
         """Wait for the reports of all ranks, write the manifest and rename the folder."""
-        reports = self._everyone()
-        if errors := {rank: report.error for rank, report in reports.items() if report.error}:
-            raise CheckpointError(_rank_errors(errors))
-        _announce("commit")
-        order, reports_in_order = self._order, [reports[rank] for rank in range(self._world_size)]
+        by_rank = self._wait_for_reports()
+        errors = [
+            report.error if report.error.startswith("rank ") else f"rank {rank}: {report.error}"
+            for rank, report in by_rank.items()
+            if report.error
+        ]
+        if errors:
+            raise CheckpointError(" / ".join(errors))
+        _run_hooks("commit")
+        name, keep = self._request.name, self._request.keep
+        reports = [by_rank[rank] for rank in range(self._world_size)]
         manifest = Manifest(
-            files=tuple(file for report in reports_in_order for file in report.files),
-            keys=checkpoint.merge_tensors(reports_in_order),
+            files=tuple(file for report in reports for file in report.files),
+            keys=checkpoint.merge_tensors(reports),
             **self._snapshot.manifest,
         )
-        path = self._draft.commit(order.name, manifest, overwrite=order.overwrite)
-        removed: list[str] = []
-        error: Exception | None = None
-        if order.keep is not None:
-            name, count = order.name, order.keep
-            removed, error = try_call(lambda: order.storage.remove_oldest(count, written=name))
+        path = self._draft.commit(name, manifest, overwrite=self._request.overwrite)
         notes = [f"not saved: {item}" for item in dict.fromkeys(self._snapshot.not_saved)]
-        notes += [error_text(error) or ""] if error is not None else []
+        removed: list[str] | None = []
+        if keep is not None:
+            storage = _storage(self._request)
+            removed, error = try_call(lambda: storage.remove_oldest(keep, written=name))
+            notes += [error_text(error) or ""] if error is not None else []
         return messages.SaveStatus(
             state="done",
             path=location_with_password(path),
@@ -291,34 +285,35 @@ class _BackgroundSave:
             notes=notes,
         )
 
-    def _everyone(self) -> dict[int, RankReport]:
+    def _wait_for_reports(self) -> dict[int, RankReport]:
         """Wait for the reports of all ranks and return them."""
         reports: dict[int, RankReport] = {}
         size_bytes, since = -1, time.monotonic()
         while True:
-            reports |= self._draft.read_reports(set(range(self._world_size)) - reports.keys())
-            if len(reports) == self._world_size:
+            missing = set(range(self._world_size)) - reports.keys()
+            reports |= self._draft.read_reports(missing)
+            missing -= reports.keys()
+            if not missing:
                 return reports
             written = self._draft.written_bytes()
             if written is None or written != size_bytes:
                 size_bytes, since = written or 0, time.monotonic()
             elif time.monotonic() - since > STALL_TIMEOUT_S:
-                missing = ", ".join(map(str, sorted(set(range(self._world_size)) - reports.keys())))
                 raise CheckpointError(
-                    f"rank {missing} wrote nothing for {STALL_TIMEOUT_S:.0f} s. Check the disk and"
-                    " save again."
+                    f"rank {', '.join(map(str, sorted(missing)))} wrote nothing for"
+                    f" {STALL_TIMEOUT_S:.0f} s. Check the disk and save again."
                 )
             time.sleep(self._draft.poll_s)
 
-    def tell(self, content: messages.SaveStatus) -> None:
+    def publish_status(self, content: messages.SaveStatus) -> None:
         """Send the progress of the save to the notebook; only rank 0 does."""
         if self._rank == 0:
             self._publish(
                 {
                     **content,
                     "id": self._draft.id,
-                    "root": self._order.root,
-                    "name": self._order.name,
+                    "root": self._request.root,
+                    "name": self._request.name,
                     "seconds": time.perf_counter() - self._began,
                     "pause_s": self._pause_s,
                 }
@@ -328,42 +323,48 @@ class _BackgroundSave:
 # -- before anything is written
 
 
-def _agreed(order: SaveOptions) -> tuple[list[PreparedModel], int]:
-    """Return the models and this rank's bytes of them; all ranks check and compare options.
+def _storage(request: SaveRequest) -> Storage:
+    return checkpoint.storage_for(parse_location(request.root))
+
+
+def _check_request(request: SaveRequest) -> list[PreparedModel]:
+    """Check the arguments and all models, and that the ranks agree; return the models.
 
     Raises:
-        CheckpointError: a rank cannot save or the options differ; raised on all ranks.
+        CheckpointError: a rank cannot save or the arguments differ; raised on all ranks.
     """
-    trained, error = try_call(lambda: _checked(order))
-    outcomes = collectives.all_gather_values((order, error_text(error)))
-    orders = list(dict.fromkeys(requested for requested, _ in outcomes))
-    if len(orders) > 1:
+
+    def check() -> list[PreparedModel]:
+        check_name(request.name)
+        keep = request.keep
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
+        trained = prepared_models.all_models()
+        if not trained:
+            raise CheckpointError(
+                "No model is prepared, so there is nothing to save. Run the cell with"
+                " accelerator.prepare(model, optimizer, ...) first."
+            )
+        for prepared in trained:
+            check_savable(prepared)
+        return trained
+
+    trained: list[PreparedModel]
+    trained, error = try_call(check)
+    outcomes = collectives.all_gather_values((request, error_text(error)))
+    requests = list(dict.fromkeys(other for other, _ in outcomes))
+    if len(requests) > 1:
+        calls = [
+            f"save({other.name!r}, overwrite={other.overwrite}, keep={other.keep},"
+            f" folder={str(parse_location(other.root))!r})"
+            for other in requests[:2]
+        ]
         raise CheckpointError(
-            f"The ranks called save with different arguments: {orders[0]} and {orders[1]}. Use the"
+            f"The ranks called save with different arguments: {' and '.join(calls)}. Use the"
             " same arguments on all ranks."
         )
     if errors := {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}:
         raise CheckpointError(rank_errors_text(errors, len(outcomes))) from error
-    size = sum(
-        shards.total_bytes(ModelState(number, prepared).owned_shards())
-        for number, prepared in enumerate(trained)
-    )
-    return trained, size
-
-
-def _checked(order: SaveOptions) -> list[PreparedModel]:
-    """Check the options and all models; return the models."""
-    check_name(order.name)
-    if order.keep is not None and (type(order.keep) is not int or order.keep < 1):
-        raise CheckpointError(f"keep must be an integer >= 1 or None, got {order.keep!r}.")
-    trained = prepared_models.all_models()
-    if not trained:
-        raise CheckpointError(
-            "No model is prepared, so there is nothing to save. Run the cell with"
-            " accelerator.prepare(model, optimizer, ...) first."
-        )
-    for prepared in trained:
-        check_savable(prepared)
     return trained
 
 
@@ -394,18 +395,18 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
             )
 
 
-def _draft(order: SaveOptions, size: int) -> tuple[PendingCheckpoint, int]:
-    """Create the pending checkpoint and sum up the bytes of all ranks; a collective.
+def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
+    """Create the pending checkpoint on rank 0 and attach the others to it; a collective.
 
     Raises:
         CheckpointError: rank 0 could not create it; raised on all ranks.
     """
-    sizes = collectives.all_gather_values(size)
-    begun, error = None, None
-    if _rank() == 0:
+    begun: PendingCheckpoint | None = None
+    error = None
+    if collectives.rank() == 0:
         begun, error = try_call(
-            lambda: order.storage.begin(
-                order.name, overwrite=order.overwrite, size_bytes=sum(sizes)
+            lambda: _storage(request).begin(
+                request.name, overwrite=request.overwrite, size_bytes=size_bytes
             )
         )
     try:
@@ -416,10 +417,10 @@ def _draft(order: SaveOptions, size: int) -> tuple[PendingCheckpoint, int]:
         raise
     if reason is not None:
         raise CheckpointError(reason) from error
-    return begun or order.storage.attach(order.name, number), sum(sizes)
+    return begun or _storage(request).attach(request.name, number)
 
 
-def _see(draft: PendingCheckpoint, order: SaveOptions) -> None:
+def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
     """Wait until this rank sees the folder that rank 0 created: NFS may show it late.
 
     Raises:
@@ -428,8 +429,9 @@ def _see(draft: PendingCheckpoint, order: SaveOptions) -> None:
     deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
     while not draft.is_visible():
         if time.monotonic() > deadline:
+            folder = parse_location(request.root)
             raise CheckpointError(
-                f"{order.folder} on {socket.gethostname()} is missing or not the folder that rank 0"
+                f"{folder} on {socket.gethostname()} is missing or not the folder that rank 0"
                 f" uses. {SHARED_FOLDER_HINT}."
             )
         time.sleep(POLL_S)
@@ -438,50 +440,57 @@ def _see(draft: PendingCheckpoint, order: SaveOptions) -> None:
 # -- snapshot
 
 
-def _snapshot(trained: list[PreparedModel]) -> StateSnapshot:
+def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
-    _announce("snapshot")
+    _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
     schedules: list[dict[str, Any]] = []
     optimizers: list[OptimizerMetadata] = []
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    everything = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
-    shares = [carried.owned_shards() | carried.owned_buffers() for carried in everything]
-    scalars = [carried.scalar_state() for carried in everything]
+    states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+    live = [state.owned_shards() | state.owned_buffers() for state in states]
+    scalars = [state.scalar_state() for state in states]
     for number, prepared in enumerate(trained):  # no collective from here on
-        carried, live, counts = everything[number], shares[number], scalars[number]
+        state, counts = states[number], scalars[number]
         for kind in ("model", "optim"):
-            of_kind = {key: shard for key, shard in live.items() if key.startswith(kind)}
-            snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(of_kind)
+            tensors = {key: shard for key, shard in live[number].items() if key.startswith(kind)}
+            snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(tensors)
+            # On a GPU a digest takes milliseconds; on the CPU the background thread computes it.
             snapshot.digests |= digest.local_digests(
-                {k: v for k, v in of_kind.items() if _on_gpu(v)}
+                {
+                    key: shard
+                    for key, shard in tensors.items()
+                    if any(piece.view.is_cuda for piece in shard.pieces)
+                }
             )
         scale = model_recipe.get_loss_scale(prepared)
         optimizers += training_metadata.optimizer_metadata(
-            carried.optimizer_prefix, prepared, counts, snapshot.not_saved
+            state.optimizer_prefix, prepared, counts, snapshot.not_saved
         )
         schedules += [
             {"model": number, **scheduler}
             for scheduler in training_metadata.scheduler_states(prepared, snapshot.not_saved)
         ]
-        aliases |= carried.aliases()
+        aliases |= state.aliases()
+        steps = [int(values.get("step", 0)) for values in counts.values()]
         models.append(
             {
                 "class": training_metadata.class_name(prepared.meta.model),
-                "steps": count_steps(prepared, counts),
+                "steps": max(prepared.num_steps, *steps) if steps else prepared.num_steps,
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
-    snapshot.shards_by_file_kind["rng"], snapshot.rng_metadata, places = _generators(_rank())
+    places = _copy_generators(snapshot, collectives.rank())
     options = accelerators.current_config().options
+    libraries = ("nbdist", "torch", "accelerate", "deepspeed", "transformers")
     snapshot.manifest = {
         "backend": options.backend,
         "world_size": collectives.group_size(),
         "step": max(model["steps"] for model in models),
         "samples": max((place["seen"] for place in places), default=0),
         "options": training_metadata.to_json_mapping(options.to_json(), "options", []),
-        "versions": library_versions(),
+        "versions": {name: version(name) for name in libraries},
         "aliases": aliases,
         "optimizers": tuple(optimizers),
         "schedulers": tuple(schedules),
@@ -491,16 +500,10 @@ def _snapshot(trained: list[PreparedModel]) -> StateSnapshot:
     return snapshot
 
 
-def count_steps(prepared: PreparedModel, counts: Mapping[str, Mapping[str, float]]) -> int:
-    """Return the number of optimizer steps that a model has taken."""
-    counted = [int(scalars.get("step", 0)) for scalars in counts.values()]
-    return max(prepared.num_steps, *counted) if counted else prepared.num_steps
-
-
-def _generators(rank: int) -> tuple[dict[str, Shard], dict[str, Any], list[dict[str, Any]]]:
-    """Return the random generators and loader positions of a rank: tensors, metadata, positions."""
+def _copy_generators(snapshot: StateSnapshot, rank: int) -> list[dict[str, Any]]:
+    """Copy the random generators and the loaders' generators; return the loaders' positions."""
     state = rng_state.get_rng_state()
-    named = {
+    tensors = {
         f"rng.{rank:05d}.{name}": tensor for name, tensor in rng_state.to_tensors(state).items()
     }
     metadata: dict[str, Any] = rng_state.to_json(state)
@@ -508,64 +511,33 @@ def _generators(rank: int) -> tuple[dict[str, Shard], dict[str, Any], list[dict[
     for number, loader in enumerate(prepared_models.all_loaders()):
         position = dataloader_state.position_of(loader)
         prefix = f"position.{rank:05d}.{number}."
-        named |= {
+        tensors |= {
             f"{prefix}generator.{name}": tensor for name, tensor in position.generators.items()
         }
-        if position.rng is not None:
-            tensors = rng_state.to_tensors(position.rng)
-            named |= {f"{prefix}random.{name}": tensor for name, tensor in tensors.items()}
-        metadata["positions"].append(
-            None if position.rng is None else rng_state.to_json(position.rng)
+        if position.rng is None:
+            metadata["positions"].append(None)
+        else:
+            random = rng_state.to_tensors(position.rng)
+            tensors |= {f"{prefix}random.{name}": tensor for name, tensor in random.items()}
+            metadata["positions"].append(rng_state.to_json(position.rng))
+        places.append(
+            {
+                "epoch": position.epoch,
+                "batches": position.batches,
+                "samples": position.samples,
+                "seen": position.seen,
+                "batch_size": dataloader_state.global_batch_size(loader),
+                "length": dataloader_state.num_samples(loader),
+                "generators": list(position.generators),
+            }
         )
-        places.append(_place(loader, position))
-    return {key: whole_shard(tensor.clone()) for key, tensor in named.items()}, metadata, places
-
-
-def _place(loader: Any, at: LoaderPosition) -> dict[str, Any]:
-    """Return the position of a loader and its sizes, for the manifest."""
-    return {
-        "epoch": at.epoch,
-        "batches": at.batches,
-        "samples": at.samples,
-        "seen": at.seen,
-        "batch_size": dataloader_state.global_batch_size(loader),
-        "length": dataloader_state.num_samples(loader),
-        "generators": list(at.generators),
+    snapshot.rng_metadata = metadata
+    snapshot.shards_by_file_kind["rng"] = {
+        key: whole_shard(tensor.clone()) for key, tensor in tensors.items()
     }
+    return places
 
 
-def library_versions() -> dict[str, str]:
-    """Return package -> version, for the manifest."""
-    names = ("nbdist", "torch", "accelerate", "deepspeed", "transformers")
-    return {name: version(name) for name in names}
-
-
-# -- helpers
-
-
-def _on_gpu(shard: Shard) -> bool:
-    return any(piece.view.is_cuda for piece in shard.pieces)
-
-
-def _key(shard: Shard, sum_of_part: int) -> TensorMetadata:
-    return TensorMetadata(
-        shape=shard.shape, dtype=str(shard.dtype).removeprefix("torch."), digest=sum_of_part
-    )
-
-
-def _rank_errors(errors: Mapping[int, str]) -> str:
-    """Return the errors of ranks as one text, each with its rank."""
-    named = [
-        reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
-        for rank, reason in errors.items()
-    ]
-    return " / ".join(named)
-
-
-def _announce(step: str) -> None:
+def _run_hooks(stage: str) -> None:
     for hook in before_save_stage:
-        hook(step)
-
-
-def _rank() -> int:
-    return collectives.rank()
+        hook(stage)

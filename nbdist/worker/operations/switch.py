@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import deepspeed_builds
+from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards
+from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import trainer, wrap_policy
 from nbdist.worker.memory import memory_check, memory_probe
@@ -37,12 +39,11 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping, Sequence
-
     from accelerate import Accelerator
 
+    from nbdist.protocol.operations import SwitchRequest
     from nbdist.state.shards import Shard
-    from nbdist.strategies import Options
+    from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
 
 
@@ -60,58 +61,44 @@ class DetachedModel:
     """This rank's shards, in host memory."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RankSwitchReport:
-    """Result of a switch on this rank."""
+def switch(request: SwitchRequest, context: RankContext) -> RankSwitchReport:
+    """Rebuild the prepared models under another engine; a collective.
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds."""
-    state_bytes: int = 0
-    """Size of this rank's shards."""
-    sent_bytes: int = 0
-    """Bytes that this rank sent to other ranks."""
-    verified: int = 0
-    """Number of tensors whose digest is unchanged."""
-    bound: list[str] = field(default_factory=list)
-    """The user's variables that were rebound to new objects."""
-    carried: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Notes for the user."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for a message."""
-        return asdict(self)
+    Raises:
+        SwitchError: a phase failed; raised on all ranks with the phase, ranks and reasons.
+    """
+    options = Options.from_json(request.options)
+    change = EngineSwitch(options, context, reset_optimizer=request.reset_optimizer)
+    return change.run()
 
 
 class EngineSwitch:
-    """Change of the engine of all prepared models."""
+    """Change of the engine of all prepared models.
+
+    Args:
+        new_options: validated new options.
+        context: this rank.
+        reset_optimizer: drop the state of the optimizers.
+        reason: error message of the replaced objects; default: that the engine was switched.
+    """
 
     def __init__(
         self,
         new_options: Options,
-        names: MutableMapping[str, Any],
+        context: RankContext,
         *,
-        on_phase: Callable[[str], None],
         reset_optimizer: bool = False,
         reason: str = "",
     ) -> None:
-        """Set up a switch.
-
-        Args:
-            new_options: validated new options.
-            names: the user's variables.
-            on_phase: called with the name of each phase.
-            reset_optimizer: drop the state of the optimizers.
-            reason: error message of the replaced objects; default: that the engine was switched.
-        """
-        self._now, self._then = accelerators.current_config().options, new_options
-        self._names, self._tell, self._reset = names, on_phase, reset_optimizer
-        self._reason = reason or stale_reason(self._now, new_options)
-        self._renewed = rebind.ReplacementMap()
-        self._kept: list[DetachedModel] = []
+        self._old_options = accelerators.current_config().options
+        self._new_options = new_options
+        self._context, self._reset = context, reset_optimizer
+        self._reason = reason or stale_reason(self._old_options, new_options)
+        self._replaced = rebind.ReplacementMap()
+        self._detached: list[DetachedModel] = []
         self._made: list[object] = []
         """References to prepared objects until the user's variables are rebound."""
-        self._phase = Transaction("Switch", on_phase, SwitchError)
+        self._phase = Transaction("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
 
     def run(self) -> RankSwitchReport:
@@ -123,77 +110,67 @@ class EngineSwitch:
         try:
             return self._run()
         finally:
-            self._kept.clear()
+            self._detached.clear()
             shards.give_back()
 
     def _run(self) -> RankSwitchReport:
-        generators, fed = rng_state.get_rng_state(), memory_probe.last_forward_inputs()
+        generators, forward_inputs = rng_state.get_rng_state(), memory_probe.last_forward_inputs()
         with self._phase(CHECKING_PHASE):
-            model_cleanup.release_unused_models()
-            trained = prepared_models.all_models()
-            self._check(trained)
+            self.report.notes += check_models(
+                self._new_options, collectives.group_size(), reset_optimizer=self._reset
+            )
             hardware = accelerators.current_config().hardware
-            ops = self._then.strategy.required_ops(self._then, hardware)
-            deepspeed_builds.build_missing_ops(ops, progress=self._tell)
+            ops = self._new_options.strategy.required_ops(self._new_options, hardware)
+            deepspeed_builds.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
-            self._kept = [self._keep(number, prepared) for number, prepared in enumerate(trained)]
+            for number, prepared in enumerate(prepared_models.all_models()):
+                self._detached.append(self._detach(number, prepared))
         try:
             with self._phase("freeing"):
-                self._free(trained)
-            self._build_engines(self._then)
+                self._free_engines()
+            self._build_engines(self._new_options)
         except SwitchError as error:
             self._restore_old_engine(error)
             raise
         finally:
             rng_state.set_rng_state(generators)
-            memory_probe.restore_forward_inputs(fed)
+            memory_probe.restore_forward_inputs(forward_inputs)
         self._summarise()
         return self.report
 
     # -- the old engine
 
-    def _check(self, trained: Sequence[PreparedModel]) -> None:
-        """Raise if a model cannot be switched; changes nothing."""
-        for prepared in trained:
-            check_switchable(prepared, self._then, reset_optimizer=self._reset)
-            hardware = accelerators.current_config().hardware
-            self.report.notes += [
-                *memory_check.check_memory(
-                    prepared, self._then, hardware, world_size=collectives.group_size()
-                ),
-                *describe_left_behind(prepared),
-            ]
-
-    def _keep(self, number: int, prepared: PreparedModel) -> DetachedModel:
+    def _detach(self, number: int, prepared: PreparedModel) -> DetachedModel:
         """Copy this rank's shards to host memory."""
-        carried = ModelState(number, prepared)
-        live = carried.owned_shards(optimizers=not self._reset)
+        state = ModelState(number, prepared)
+        live = state.owned_shards(optimizers=not self._reset)
         needed = sum(piece.view.nbytes for shard in live.values() for piece in shard.pieces)
         check_host_memory(needed)
         self.report.state_bytes += needed
-        share = shards.copy_to_host(live)
+        copies = shards.copy_to_host(live)
         return DetachedModel(
             model_index=number,
             accelerator=prepared.owner,
             recipe=ModelRecipe.capture(
-                prepared, carried, share, reset_optimizer=self._reset, hooks=True
+                prepared, state, copies, reset_optimizer=self._reset, hooks=True
             ),
             schedulers=prepared.live_schedulers,
-            tensors=share,
+            tensors=copies,
         )
 
-    def _free(self, trained: Sequence[PreparedModel]) -> None:
+    def _free_engines(self) -> None:
         """Free the memory of the current engines even if references to them remain."""
-        for number, prepared in enumerate(trained):
+        for number, prepared in enumerate(prepared_models.all_models()):
             for key, part in replaceable_objects(number, prepared).items():
-                self._renewed.add_old(key, part)
+                self._replaced.add_old(key, part)
             layouts.free_model(prepared.model)
         prepared_models.clear()
         self._made.clear()
-        for owner in self._owners():
+        owners = {id(detached.accelerator): detached.accelerator for detached in self._detached}
+        for owner in owners.values():
             accelerators.detach_models(owner)
         model_cleanup.clear_engine_registries()
-        rebind.invalidate(self._renewed.not_replaced(), self._reason)
+        rebind.invalidate(self._replaced.not_replaced(), self._reason)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -207,13 +184,13 @@ class EngineSwitch:
             accelerators.set_options(options)
             for owner in accelerators.built_accelerators():
                 accelerators.rebuild_in_place(owner)
-            for detached in self._kept:
+            for detached in self._detached:
                 self._build(detached)
         trained = prepared_models.all_models()
         with self._phase("loading"):
-            for detached, prepared in zip(self._kept, trained, strict=True):
-                carried = ModelState(detached.model_index, prepared)
-                self.report.sent_bytes += carried.load_from(
+            for detached, prepared in zip(self._detached, trained, strict=True):
+                state = ModelState(detached.model_index, prepared)
+                self.report.sent_bytes += state.load_from(
                     detached.tensors, detached.recipe.scalar_state
                 )
                 detached.recipe.load_buffers(prepared)
@@ -222,40 +199,49 @@ class EngineSwitch:
                 ModelState(detached.model_index, prepared).verify(
                     detached.recipe.digests, detached.tensors, detached.recipe.scalar_state
                 )
-                for detached, prepared in zip(self._kept, trained, strict=True)
+                for detached, prepared in zip(self._detached, trained, strict=True)
             )
         with self._phase("binding"):
-            self.report.bound = self._renewed.rebind_variables(self._names)
-            for value in list(self._names.values()):
+            variables = self._context.variables
+            self.report.bound = self._replaced.rebind_variables(variables)
+            for value in list(variables.values()):
                 # Schedulers that were not passed to prepare(). isinstance() would access the
                 # object's __class__, which raises for a dead weakref.proxy.
                 if issubclass(type(value), LRScheduler):
-                    optimizer_recipes.rebind_scheduler(value, self._renewed.replacements())
-            for found_trainer in trainer.find_trainers(self._names):
-                self._renewed.rebind_variables(vars(found_trainer))
-                self._renewed.rebind_variables(vars(found_trainer.callback_handler))
+                    optimizer_recipes.rebind_scheduler(value, self._replaced.replacements())
+            for found_trainer in trainer.find_trainers(variables):
+                self._replaced.rebind_variables(vars(found_trainer))
+                self._replaced.rebind_variables(vars(found_trainer.callback_handler))
                 trainer.update_trainer_engine(found_trainer)
 
     def _build(self, detached: DetachedModel) -> None:
         """Create a model with its optimizers and prepare it."""
         model, raws = detached.recipe.build()
         for place, raw in enumerate(raws):
-            self._renewed.add_replacements(
+            self._replaced.add_replacements(
                 {(detached.model_index, kind, place): raw for kind in ("raw", "given")}
             )
             # Schedulers refer to it from here on: needed to restore the old engine.
-            self._renewed.add_old((detached.model_index, "given", place), raw)
-        for wrapper in detached.schedulers:
-            optimizer_recipes.rebind_scheduler(wrapper.scheduler, self._renewed.replacements())
+            self._replaced.add_old((detached.model_index, "given", place), raw)
+        wrappers = detached.schedulers
+        for wrapper in wrappers:
+            optimizer_recipes.rebind_scheduler(wrapper.scheduler, self._replaced.replacements())
         with wrap_policy.defer_weights():
             # Keep references: Accelerate keeps only the bare model of DDP, and no variable holds
             # the new objects yet.
             self._made += detached.accelerator.prepare(
-                model, *raws, *(wrapper.scheduler for wrapper in detached.schedulers), None
+                model, *raws, *(wrapper.scheduler for wrapper in wrappers), None
             )
         prepared = prepared_models.all_models()[-1]
-        _restore_scheduler_wrappers(prepared, detached.schedulers)
-        self._renewed.add_replacements(replaceable_objects(detached.model_index, prepared))
+        # Variables refer to the old wrappers of the schedulers: put them in place of the new ones.
+        for wrapper, new_wrapper in zip(wrappers, prepared.live_schedulers, strict=True):
+            vars(wrapper).update(vars(new_wrapper))
+            schedulers = prepared.owner._schedulers  # noqa: SLF001
+            schedulers[:] = [
+                wrapper if scheduler is new_wrapper else scheduler for scheduler in schedulers
+            ]
+        prepared.schedulers[:] = map(weakref.ref, wrappers)
+        self._replaced.add_replacements(replaceable_objects(detached.model_index, prepared))
 
     def _restore_old_engine(self, error: SwitchError) -> None:
         """Restore the engine with the old options.
@@ -264,34 +250,25 @@ class EngineSwitch:
             SwitchError: restoring failed too.
         """
         try:
-            self._reason = stale_reason(self._then, self._now)
+            self._reason = stale_reason(self._new_options, self._old_options)
             with self._phase("freeing"):
-                self._free(prepared_models.all_models())
-            self._build_engines(self._now)
+                self._free_engines()
+            self._build_engines(self._old_options)
         except SwitchError as second:
-            message = (
+            raise SwitchError(
                 f"{str(error).removesuffix('.')}. The previous state could not be restored either:"
                 f" {str(second).removesuffix('.')}. Run %nbdist restart, run the cell with"
                 " accelerator.prepare(...) and load the last checkpoint."
-            )
-            raise SwitchError(message) from second
-
-    def _owners(self) -> list[Accelerator]:
-        return list(
-            {id(detached.accelerator): detached.accelerator for detached in self._kept}.values()
-        )
+            ) from second
 
     def _summarise(self) -> None:
         """List the carried state in the report."""
-        items = [] if self._kept else ["no model was prepared yet"]
-        for detached in self._kept:
+        items = [] if self._detached else ["no model was prepared yet"]
+        for detached in self._detached:
             items += detached.recipe.describe(reset_optimizer=self._reset)
             items += [type(wrapper.scheduler).__name__ for wrapper in detached.schedulers]
-            steps = [
-                count
-                for scalars in detached.recipe.scalar_state.values()
-                for count in scalars.values()
-            ]
+            scalars = detached.recipe.scalar_state.values()
+            steps = [count for counts in scalars for count in counts.values()]
             items += [f"step {max(steps):g}"] if steps else []
         loaders = len(prepared_models.all_loaders())
         items += [f"{loaders} loader{'s' * (loaders != 1)}"] if loaders else []
@@ -307,36 +284,55 @@ def stale_reason(before: Options, now: Options) -> str:
     )
 
 
-def check_switchable(
-    prepared: PreparedModel, new_options: Options, *, reset_optimizer: bool
-) -> None:
-    """Raise if a model cannot be switched to another engine.
+def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool) -> list[str]:
+    """Check that all prepared models can be rebuilt with new options; changes nothing.
+
+    Args:
+        new_options: the new options.
+        world_size: number of ranks with them.
+        reset_optimizer: the state of the optimizers is dropped.
+
+    Returns:
+        Notes about memory, and about state that is not carried.
 
     Raises:
-        SwitchError: the model cannot be switched. The message has the reason and the remedy.
+        SwitchError: a model cannot be switched. The message has the reason and the remedy.
     """
+    model_cleanup.release_unused_models()
+    hardware = accelerators.current_config().hardware
+    notes: list[str] = []
+    for prepared in prepared_models.all_models():
+        _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
+        notes += memory_check.check_memory(prepared, new_options, hardware, world_size=world_size)
+        named = prepared.model.named_parameters()
+        if hooked := [name for name, p in named if p._backward_hooks]:  # noqa: SLF001
+            notes.append(
+                f"gradient hooks of {len(hooked)} parameters ({meta_model.bare_name(hooked[0])})"
+                " are not carried; register them again"
+            )
+    return notes
+
+
+def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimizer: bool) -> None:
     if prepared.rebuild_error:
         raise SwitchError(prepared.rebuild_error)
     if waiting := prepared_models.count_pending_micro_batches(prepared):
-        message = (
+        raise SwitchError(
             f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Run a"
             " cell up to the step, or drop them with optimizer.zero_grad()."
         )
-        raise SwitchError(message)
     if accelerators.has_user_plugin(prepared.owner):
-        message = (
+        raise SwitchError(
             "The model was prepared by an Accelerator with its own plugin. Prepare it with the"
             " predefined `accelerator` to switch it."
         )
-        raise SwitchError(message)
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if new_options.strategy.engine == "deepspeed" and len(prepared.live_optimizers) != 1:
-        message = (
+        raise SwitchError(
             f"{type(prepared.meta.model).__name__} has {len(prepared.live_optimizers)}"
             " optimizers, but DeepSpeed supports exactly one per model. Use ddp, fsdp2 or fsdp1."
         )
-        raise SwitchError(message)
     for owned in prepared.live_optimizers:
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
@@ -344,18 +340,6 @@ def check_switchable(
             owned.recipe.optimizer_class, new_options.backend
         ):
             raise SwitchError(f"{reason} or another optimizer.")
-
-
-def describe_left_behind(prepared: PreparedModel) -> list[str]:
-    """Return notes on the state of a model that is not carried."""
-    hooked = [name for name, p in prepared.model.named_parameters() if p._backward_hooks]  # noqa: SLF001
-    if not hooked:
-        return []
-    note = (
-        f"gradient hooks of {len(hooked)} parameters ({meta_model.bare_name(hooked[0])}) are not"
-        " carried; register them again"
-    )
-    return [note]
 
 
 def check_host_memory(needed: int) -> None:
@@ -371,11 +355,10 @@ def check_host_memory(needed: int) -> None:
     needed_on_host = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = discovery.host_free_memory_bytes()
     if needed_on_host > free:
-        message = (
+        raise SwitchError(
             f"A copy of the state needs {needed_on_host / 2**30:.1f} GiB of host memory, but only"
             f" {free / 2**30:.1f} GiB are free. Free some memory, or save, restart and load."
         )
-        raise SwitchError(message)
 
 
 def _check_optimizer(
@@ -393,12 +376,11 @@ def _check_optimizer(
         # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}
         if len(steps) > 1:
-            message = (
+            raise SwitchError(
                 f"Parameters of one group were stepped {min(steps):g} to {max(steps):g} times, but"
                 " DeepSpeed keeps one step count per group. Use ddp, fsdp2 or fsdp1, or"
                 " --reset-optimizer."
             )
-            raise SwitchError(message)
 
 
 def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, object]:
@@ -410,14 +392,3 @@ def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, ob
         if (user_optimizer := owned.user_optimizer()) is not None:
             replaceable[number, "given", place] = user_optimizer
     return replaceable
-
-
-def _restore_scheduler_wrappers(prepared: PreparedModel, wrappers: Sequence[Any]) -> None:
-    """Replace the new scheduler wrappers with the old ones, which variables refer to."""
-    for wrapper, new_wrapper in zip(wrappers, prepared.live_schedulers, strict=True):
-        vars(wrapper).update(vars(new_wrapper))
-        schedulers = prepared.owner._schedulers  # noqa: SLF001
-        schedulers[:] = [
-            wrapper if scheduler is new_wrapper else scheduler for scheduler in schedulers
-        ]
-    prepared.schedulers[:] = map(weakref.ref, wrappers)

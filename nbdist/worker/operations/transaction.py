@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import CollectiveMismatch, NbdistError
+from nbdist.errors import CheckpointError, CollectiveMismatch, NbdistError
 from nbdist.state import collectives
 from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
-from nbdist.worker.operations import consensus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,28 +22,33 @@ CHECKING_PHASE = "checking"
 AGREEMENT_TAG = 1
 INTERRUPTED = "interrupted"
 PROGRESS_INTERVAL_S = 0.25
-
-PhaseOutcome = tuple[str | None, bool, bool]
-"""Error text or None; whether it is an `NbdistError`; whether another rank's error caused it."""
+_NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
 
 before_phase: list[Callable[[str], object]] = []
 """Called with the name of each phase before it begins; for fault injection in tests."""
 
 
 class Transaction:
-    """Phases of a collective operation, with their durations."""
+    """Phases of a collective operation, with their durations.
+
+    Args:
+        what: name of the operation at the start of a message: "Switch".
+        on_phase: called with the name of each phase.
+        raises: class of the error that a failed phase raises.
+        coordinated: whether a phase fails on all ranks if it fails on one. If not, it raises on
+            this rank at once, and the kernel ends all ranks.
+    """
 
     def __init__(
-        self, what: str, on_phase: Callable[[str], object], raises: type[NbdistError]
+        self,
+        what: str,
+        on_phase: Callable[[str], object],
+        raises: type[NbdistError],
+        *,
+        coordinated: bool = True,
     ) -> None:
-        """Set up the phases.
-
-        Args:
-            what: name of the operation at the start of a message: "Switch".
-            on_phase: called with the name of each phase.
-            raises: class of the error that a failed phase raises.
-        """
-        self._what, self._tell, self._raises = what, on_phase, raises
+        self._what, self._on_phase, self._raises = what, on_phase, raises
+        self._coordinated = coordinated
         self.seconds: dict[str, float] = {}
         """Phase -> seconds."""
 
@@ -58,8 +63,8 @@ class Transaction:
                 The message has the phase, the ranks and the reasons.
         """
         began = time.perf_counter()
-        self._tell(name)
-        self._agree(name, consensus.try_call(lambda: [hook(name) for hook in before_phase])[1])
+        self._on_phase(name)
+        self._agree(name, try_call(lambda: [hook(name) for hook in before_phase])[1])
         error: BaseException | None = None
         try:
             yield
@@ -73,27 +78,34 @@ class Transaction:
         """Raise on all ranks if one of them failed or was interrupted; a collective."""
         with interrupt_flag.block_interrupts(error):
             error = error or (KeyboardInterrupt() if interrupt_flag.is_set else None)
-            refused = isinstance(error, NbdistError)
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            reason = INTERRUPTED if is_interrupt else error_text(error)
+            if not self._coordinated:
+                if reason is None:
+                    return
+                where = f"rank {collectives.rank()}"
+                raise self._raises(
+                    f"{self._what} failed while {name}, on {where}: {reason}"
+                ) from error
+            # Whether another rank's error caused this one.
             follows = isinstance(error, CollectiveMismatch)
-            outcomes = self._everyones(name, (_words(error), refused, follows))
+            outcomes = self._gather(name, (reason, isinstance(error, NbdistError), follows))
         failed = {rank: reason for rank, (reason, *_) in enumerate(outcomes) if reason is not None}
         # Drop the errors of ranks that failed only because another rank did.
-        failed = {
-            rank: reason for rank, reason in failed.items() if not outcomes[rank][2]
-        } or failed
+        failed = {rank: text for rank, text in failed.items() if not outcomes[rank][2]} or failed
         if not failed:
             return
         interrupt_flag.ignore()
         if set(failed.values()) == {INTERRUPTED}:
             raise self._raises(f"{self._what} interrupted while {name}.") from error
         if name == CHECKING_PHASE and all(outcomes[rank][1] for rank in failed):
-            raise self._raises(consensus.rank_errors_text(failed, len(outcomes))) from error
+            raise self._raises(rank_errors_text(failed, len(outcomes))) from error
         reasons = " / ".join(dict.fromkeys(failed.values()))
         everywhere = len(failed) == len(outcomes)
-        ranks = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
-        raise self.phase_error(name, ranks, reasons) from error
+        where = "all ranks" if everywhere else f"rank {', '.join(map(str, failed))}"
+        raise self._raises(f"{self._what} failed while {name}, on {where}: {reasons}") from error
 
-    def _everyones(self, name: str, outcome: PhaseOutcome) -> list[PhaseOutcome]:
+    def _gather(self, name: str, outcome: tuple[str | None, bool, bool]) -> list[Any]:
         """All-gather the outcomes of a phase.
 
         Raises:
@@ -109,41 +121,21 @@ class Transaction:
                 interrupt_flag.ignore()
                 if stopped:
                     raise self._raises(f"{self._what} interrupted while {name}.") from error
-                reason = f"the ranks lost their connection ({consensus.error_text(error)})"
+                reason = f"the ranks lost their connection ({error_text(error)})"
                 raise self._raises(f"{self._what} failed while {name}: {reason}") from error
-
-    def phase_error(self, name: str, ranks: str, reasons: str) -> NbdistError:
-        """Return the error of a failed phase."""
-        return self._raises(f"{self._what} failed while {name}, on {ranks}: {reasons}")
-
-
-def _words(error: BaseException | None) -> str | None:
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else consensus.error_text(error)
-
-
-class UncoordinatedTransaction(Transaction):
-    """Phases that raise on this rank at once: if one fails, the kernel ends all new ranks."""
-
-    def _agree(self, name: str, error: BaseException | None) -> None:
-        error = error or (KeyboardInterrupt() if interrupt_flag.is_set else None)
-        if error is not None:
-            raise self.phase_error(
-                name, f"rank {collectives.rank()}", _words(error) or ""
-            ) from error
 
 
 class ByteProgress:
-    """Progress of a transfer as a text with a percentage, at a limited rate."""
+    """Progress of a transfer as a text with a percentage, at a limited rate.
+
+    Args:
+        on_phase: called with the text.
+        doing: start of the text: "writing".
+        total: bytes of this rank.
+    """
 
     def __init__(self, on_phase: Callable[[str], object], doing: str, total: int) -> None:
-        """Set up the progress.
-
-        Args:
-            on_phase: called with the text.
-            doing: start of the text: "writing".
-            total: bytes of this rank.
-        """
-        self._tell, self._doing, self._total = on_phase, doing, total
+        self._on_phase, self._doing, self._total = on_phase, doing, total
         self._due = 0.0
 
     def __call__(self, done: int) -> None:
@@ -151,4 +143,53 @@ class ByteProgress:
         now = time.monotonic()
         if self._total and now >= self._due:
             self._due = now + PROGRESS_INTERVAL_S
-            self._tell(f"{self._doing}, {min(done / self._total, 1):.0%}")
+            self._on_phase(f"{self._doing}, {min(done / self._total, 1):.0%}")
+
+
+def error_text(error: BaseException | None) -> str | None:
+    """Return an error as one line of text; None for no error."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        location = f" at {error.filename}" if error.filename else ""
+        advice = ". Free space there or use another folder." if error.errno in _NO_ROOM else ""
+        return (
+            f"{error.strerror} ({errno.errorcode.get(error.errno, error.errno)}){location}{advice}"
+        )
+    text = " ".join(str(error).split()) or "no reason given"
+    return text if isinstance(error, NbdistError) else f"{type(error).__name__}: {text}"
+
+
+def try_call(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return a call's result and None, or None and the exception that it raised."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001 - sent to all ranks
+        return None, error
+
+
+def raise_if_any_failed(
+    error: Exception | None, raises: type[NbdistError] = CheckpointError, prefix: str = ""
+) -> None:
+    """Raise on all ranks if any rank failed; a collective.
+
+    Args:
+        error: error of this rank.
+        raises: class of the error to raise.
+        prefix: start of its message.
+
+    Raises:
+        NbdistError: at least one rank failed. The message is the same on all ranks.
+    """
+    texts = collectives.all_gather_values(error_text(error))
+    if failed := {rank: text for rank, text in enumerate(texts) if text is not None}:
+        raise raises(prefix + rank_errors_text(failed, len(texts))) from error
+
+
+def rank_errors_text(failed: dict[int, str], world_size: int) -> str:
+    """Return the errors of several ranks as one line of text."""
+    reasons = " / ".join(dict.fromkeys(failed.values()))
+    if len(failed) == world_size:
+        return reasons
+    ranks = ", ".join(map(str, failed))
+    return f"rank {ranks}: {reasons}"

@@ -2,12 +2,14 @@
 
 ``instrument`` patches data loading, copies to the device, forward and backward of the prepared
 models, the optimizer and collectives, to record time spans of the main thread. `Patches.undo`
-removes all patches.
+removes all patches. ``LineSampler`` attributes the time outside of these phases to lines of the
+cell.
 """
 
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
 import threading
 import time
@@ -24,15 +26,26 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
 from torch.utils.data import dataloader
 
-from nbdist.worker import collective_check
+from nbdist.profiler.measurements import LineProfile
+from nbdist.worker import collective_check, stacks
 from nbdist.worker.engines import deepspeed
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from nbdist.worker.profiling.step_breakdown import Span
+
+SAMPLE_INTERVAL_S = 0.01
+MAX_LINES = 12
+SOURCE_CHARS = 120
+_PASSES = frozenset({"forward", "backward", "optimizer", "data", "offload"})
+"""Phases that are not attributed to a line."""
+
+CellLine = tuple[str, str, int]
+"""Cell, file, line."""
 
 
 @dataclass(slots=True)
@@ -181,15 +194,7 @@ class Patches:
 def instrument(marks: PhaseSpans) -> Patches:
     """Install the instrumentation, which records into `marks`."""
     patches = Patches()
-    try:
-        _install(marks, patches)
-    except BaseException:
-        patches.undo()
-        raise
-    return patches
 
-
-def _install(marks: PhaseSpans, patches: Patches) -> None:
     def marked(phase: str) -> Callable[..., Any]:
         def body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with marks.mark(phase):
@@ -197,24 +202,28 @@ def _install(marks: PhaseSpans, patches: Patches) -> None:
 
         return body
 
-    patches.around(torch.autograd, "backward", marked("backward"))
-    patches.around(Accelerator, "backward", marked("backward"))
-    patches.around(Accelerator, "clip_grad_norm_", marked("optimizer"))
-    patches.around(torch.nn.utils, "clip_grad_norm_", marked("optimizer"))
-    for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
-        patches.around(cls, "zero_grad", marked("optimizer"))
-    patches.around(accelerate.data_loader, "send_to_device", marked("copies"))
-    _mark_loaders(marks, patches)
-    _mark_collectives(marks, patches)
-    _mark_forwards(marks, patches)
-    if is_offloading():
-        for name, classes in _OFFLOAD_METHODS.items():
+    try:
+        patches.around(torch.autograd, "backward", marked("backward"))
+        patches.around(Accelerator, "backward", marked("backward"))
+        patches.around(Accelerator, "clip_grad_norm_", marked("optimizer"))
+        patches.around(torch.nn.utils, "clip_grad_norm_", marked("optimizer"))
+        for cls in (AcceleratedOptimizer, deepspeed.SteppingOptimizerWrapper):
+            patches.around(cls, "zero_grad", marked("optimizer"))
+        patches.around(accelerate.data_loader, "send_to_device", marked("copies"))
+        _mark_loaders(marks, patches)
+        _mark_collectives(marks, patches)
+        _mark_forwards(marks, patches)
+        for name, classes in _OFFLOAD_METHODS.items() if is_offloading() else ():
             module = sys.modules.get(name)  # a module that is not imported is not in use
             for owner, methods in classes.items():
                 cls = getattr(module, owner, None)
                 for method in methods:
                     if cls is not None and method in vars(cls):
                         patches.around(cls, method, marked("offload"))
+    except BaseException:
+        patches.undo()
+        raise
+    return patches
 
 
 def _mark_loaders(marks: PhaseSpans, patches: Patches) -> None:
@@ -364,3 +373,80 @@ _OFFLOAD_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Module -> class -> methods of deepspeed 0.19.8 that read or write NVMe files or copy gradients to
 the host. Updated parameters are copied back in the optimizer step itself."""
+
+
+# --------------------------------------------------------------------------- lines
+
+
+class LineSampler:
+    """Samples the current line of the cell on the main thread every 10 ms, in a separate thread.
+
+    Time outside of forward, backward and the other phases is attributed to the line, including the
+    library code it calls.
+
+    Args:
+        marks: time spans, which tell the current phase.
+        cell_of: IPython's `compile.format_code_name`.
+    """
+
+    def __init__(self, marks: PhaseSpans, cell_of: Callable[[str], tuple[str, str] | None]) -> None:
+        self._marks, self._cell_of = marks, cell_of
+        self._seconds: dict[CellLine, float] = defaultdict(float)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="nbdist-profile", daemon=True)
+
+    def start(self) -> None:
+        """Start sampling."""
+        self._thread.start()
+
+    def restart(self) -> None:
+        """Clear the samples."""
+        self._seconds.clear()
+
+    def stop(self) -> None:
+        """Stop sampling and join the thread."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def seconds_by_line(self) -> dict[CellLine, float]:
+        """Seconds per line so far."""
+        return dict(self._seconds)
+
+    def _sample(self) -> None:
+        last = time.perf_counter()
+        while not self._ended.wait(SAMPLE_INTERVAL_S):
+            now = time.perf_counter()
+            if self._marks.current_phase not in _PASSES:
+                place = cell_line_of(stacks.main_frame(), self._cell_of)
+                if place is not None:
+                    self._seconds[place] += now - last
+            last = now
+
+
+def slowest_lines(seconds: Mapping[CellLine, float], steps: int) -> list[LineProfile]:
+    """Return the lines with the most time, in seconds per step."""
+    longest = sorted(seconds.items(), key=lambda pair: -pair[1])[:MAX_LINES]
+    return [
+        LineProfile(
+            cell=cell, line=line, source=source_text(file, line), seconds=spent / max(1, steps)
+        )
+        for (cell, file, line), spent in longest
+    ]
+
+
+def cell_line_of(
+    frame: FrameType | None, cell_of: Callable[[str], tuple[str, str] | None]
+) -> CellLine | None:
+    """Return cell, file and line of the innermost frame in a cell, if there is one."""
+    for outer in stacks.frames_outwards(frame):
+        name = outer.f_code.co_filename
+        if (cell := cell_of(name)) is not None:
+            return cell[1], name, stacks.line_of(outer)
+    return None
+
+
+def source_text(file: str, line: int) -> str:
+    """Return the text of a line of a cell, at most 120 characters."""
+    return linecache.getline(file, line).strip()[:SOURCE_CHARS]

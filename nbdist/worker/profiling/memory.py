@@ -18,7 +18,7 @@ import torch
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.profiler.measurements import LineProfile, PeakMemory
 from nbdist.worker.memory import memory_accounting, memory_probe
-from nbdist.worker.profiling.sampler import CellLine, cell_line_of, source_text
+from nbdist.worker.profiling.instrumentation import CellLine, cell_line_of, source_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -18,7 +18,7 @@ from nbdist.profiler.measurements import DataLoaderStats, ProfiledModel, RankPro
 from nbdist.state.layouts.base import unwrap_compiled
 from nbdist.worker.memory import memory_accounting, memory_probe
 from nbdist.worker.memory.memory_probe import probe_state
-from nbdist.worker.profiling import instrumentation, kineto, sampler
+from nbdist.worker.profiling import instrumentation, kineto
 from nbdist.worker.profiling.step_breakdown import (
     SECONDS_PER_NS,
     WindowTrace,
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.profiler.measurements import WindowEndReason
     from nbdist.worker.memory.memory_probe import MemoryProbe
-    from nbdist.worker.profiling.instrumentation import LoaderStats
-    from nbdist.worker.profiling.sampler import CellLine
+    from nbdist.worker.profiling.instrumentation import CellLine, LoaderStats
     from nbdist.worker.profiling.step_breakdown import CollectiveSpans
 
 MAX_COMPILED_STEPS = 5
@@ -78,7 +77,7 @@ class StepRecorder:
         """
         self._rank, self._trace = rank, trace
         self._marks = instrumentation.PhaseSpans()
-        self._sampler = sampler.LineSampler(self._marks, cell_of)
+        self._sampler = instrumentation.LineSampler(self._marks, cell_of)
         self._recorder = kineto.KinetoRecorder(probe_state.device, shapes=bool(trace))
         self._recorder.start()
         self._patches: instrumentation.Patches | None = None
@@ -214,7 +213,7 @@ class StepRecorder:
             traffic=breakdown.traffic,
             hidden_s=breakdown.overlapped_s,
             begins=breakdown.collective_begins,
-            lines=sampler.slowest_lines(counts.seconds_by_line, self.num_steps),
+            lines=instrumentation.slowest_lines(counts.seconds_by_line, self.num_steps),
             loaders=summarize_loaders(counts.loader_stats, self.num_steps),
             operators=events.operator_table,
             ended=ended,

@@ -144,7 +144,11 @@ class StepBreakdown:
 
 def break_down_step(trace: WindowTrace) -> StepBreakdown:
     """Break down a window into the parts of a step."""
-    computing = _computing(trace)
+    if trace.kernels is None:
+        computing = union(trace.operators, gap=MIN_GAP_NS)
+    else:
+        phases = ("forward", "backward", "optimizer")
+        computing = union(span for phase in phases for span in trace.kernels[phase])
     waits = union(trace.wait_spans)
     exposed = [_exposed(collective, computing, waits, trace) for collective in trace.collectives]
     all_exposed = union(span for spans in exposed for span in spans)
@@ -159,14 +163,6 @@ def break_down_step(trace: WindowTrace) -> StepBreakdown:
         * SECONDS_PER_NS
         / trace.num_steps,
         collective_begins=_begins(trace, exposed),
-    )
-
-
-def _computing(trace: WindowTrace) -> list[Span]:
-    if trace.kernels is None:
-        return union(trace.operators, gap=MIN_GAP_NS)
-    return union(
-        span for phase in ("forward", "backward", "optimizer") for span in trace.kernels[phase]
     )
 
 

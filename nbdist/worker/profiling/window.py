@@ -253,7 +253,14 @@ class ProfileWindow:
             return reason if step_gate.num_steps_begun >= end else None
         can_end = sum(seconds) + seconds[-1] >= self._request["limit_s"]
         if not requested:
-            can_end = can_end or len(seconds) >= DEFAULT_STEPS - 1 or _are_stable(seconds)
+            can_end = (
+                can_end
+                or len(seconds) >= DEFAULT_STEPS - 1
+                or (
+                    len(seconds) >= MIN_STEPS
+                    and statistics.pstdev(seconds) < STABLE_SPREAD * statistics.fmean(seconds)
+                )
+            )
         if not can_end:
             return None
         if self._context.rank == min(self._request["ranks"]):
@@ -350,9 +357,3 @@ def _note_errors(figures: RankProfile) -> Iterator[None]:
     except Exception:
         log.exception("The memory measurement failed")
         figures.notes.append("The memory of a step could not be measured. See the log.")
-
-
-def _are_stable(seconds: list[float]) -> bool:
-    if len(seconds) < MIN_STEPS:
-        return False
-    return statistics.pstdev(seconds) < STABLE_SPREAD * statistics.fmean(seconds)

@@ -2,7 +2,7 @@
 
 In a notebook, the cell that prepares a model is often run again. Accelerate 1.15 keeps references
 to every prepared model, optimizer, scheduler and loader, and DeepSpeed 0.19 to every engine, so a
-GPU would be full after a few runs. `worker.engines.accelerator` calls ``register_accelerator`` for
+GPU would be full after a few runs. `worker.engines.accelerator` calls ``accelerators.add`` for
 each Accelerator and ``release_unused_models`` before a new model is prepared.
 
 Only references of the libraries are dropped. A variable with an output or a loss keeps the
@@ -26,20 +26,11 @@ if TYPE_CHECKING:
 _KEPT = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Lists of prepared objects in accelerate 1.15's Accelerator."""
 
-_accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+"""The Accelerators of this rank."""
 
 _is_pending = False
 """True if a previously prepared object was still in use at the last cleanup."""
-
-
-def register_accelerator(accelerator: Accelerator) -> None:
-    """Register an Accelerator for the cleanup."""
-    _accelerators.add(accelerator)
-
-
-def registered_accelerators() -> list[Accelerator]:
-    """Return the registered Accelerators that still exist."""
-    return list(_accelerators)
 
 
 def clear_engine_registries() -> None:
@@ -76,7 +67,7 @@ def release_unused_models() -> None:
     with defer_interrupt():
         lists = _deepspeed_lists()
         engines = []
-        for accelerator in registered_accelerators():
+        for accelerator in list(accelerators):
             lists += [getattr(accelerator, name) for name in _KEPT]
             wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
             if wrapped is not None:  # the engine that `backward()` uses

@@ -31,6 +31,7 @@ class ModelRecipe:
     attributes: dict[str, dict[str, object]]
     """Attributes of the modules with plain values."""
     trainable: dict[str, bool]
+    """Whether each parameter requires a gradient, by name; tied ones under all their names."""
     buffers: dict[str, torch.Tensor]
     """This rank's buffers by name, in host memory."""
     optimizers: list[tuple[OptimizerRecipe, list[optimizer_recipes.GroupOptions]]]
@@ -57,8 +58,8 @@ class ModelRecipe:
 
         Args:
             prepared: the model.
-            carried: its state.
-            share: this rank's shards of the state.
+            model_state: its state.
+            shards: this rank's shards of the state.
             reset_optimizer: omit the optimizer state.
             hooks: include optimizer hooks, which may not be picklable.
         """
@@ -66,7 +67,10 @@ class ModelRecipe:
         return cls(
             meta=prepared.meta,
             attributes=meta_model.module_attributes(prepared.model, prepared.meta),
-            trainable=meta_model.requires_grad_by_name(prepared.model),
+            trainable={
+                meta_model.bare_name(name): parameter.requires_grad
+                for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
+            },
             buffers=_buffers(prepared),
             optimizers=[
                 (owned.recipe, optimizer_recipes.group_options(owned.inner_optimizer))
@@ -87,8 +91,9 @@ class ModelRecipe:
         """Build the unprepared model and its optimizers, without weights and state."""
         model = meta_model.materialize(self.meta)
         meta_model.restore_attributes(model, self.attributes)
-        meta_model.set_requires_grad(model, self.trainable)
         named = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in named.items():
+            parameter.requires_grad_(self.trainable.get(name, parameter.requires_grad))
         raws = [
             optimizer_recipes.build_optimizer(recipe, named, groups)
             for recipe, groups in self.optimizers

@@ -148,7 +148,9 @@ class ModelState:
         """
         shards = self.owned_shards()
         recast = {
-            key: shard for key, shard in saved_shards.items() if _is_recast(shard, shards.get(key))
+            key: shard
+            for key, shard in saved_shards.items()
+            if key in shards and shards[key].dtype != shard.dtype
         }
         dtypes = {key: shards[key].dtype for key in recast}
         expected = {**digests, **digest.global_digests(recast, dtypes=dtypes)}
@@ -172,11 +174,6 @@ def whole_shard(tensor: torch.Tensor, *, mine: bool = True) -> Shard:
     return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
 
 
-def _is_recast(before: Shard, now: Shard | None) -> bool:
-    """Return whether the engine stores a tensor in another dtype than the previous engine."""
-    return now is not None and now.dtype != before.dtype
-
-
 class ModelTensors:
     """View of one prepared model, without copies."""
 
@@ -188,9 +185,8 @@ class ModelTensors:
         """
         self.meta = prepared.meta
         self._prepared = prepared
-        number = prepared_models.all_models().index(prepared)
-        carried = ModelState(number, prepared)
-        self._prefix = f"model{number + 1 if number else ''}."
+        carried = ModelState(prepared_models.all_models().index(prepared), prepared)
+        self._prefix = carried.model_prefix
         weights = carried.owned_shards(optimizers=False)
         self.owned_shards: dict[str, Shard] = weights | carried.owned_buffers()
         before = {

@@ -370,7 +370,7 @@ def _names(prepared: PreparedModel) -> dict[int, str]:
         return {}
     named = {id(p): meta_model.bare_name(name) for name, p in model.named_parameters()}
     return named | {
-        id(old): named[id(new)] for old, new in fsdp.sharded_by_original() if id(new) in named
+        id(old): named[id(new)] for old, new in fsdp.shard_of_original.items() if id(new) in named
     }
 
 

@@ -1,4 +1,4 @@
-"""Parses descriptions of devices such as "8xH100-80GB,nvlink"; pure.
+"""The devices to plan for: described as text such as "8xH100-80GB,nvlink", or detected.
 
 Several machines are written with one of them in brackets: "2x(8xH100-80GB,nvlink),400Gb/s".
 """
@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Literal
 
 from nbdist.errors import PlanError
-from nbdist.planner.cluster_spec import (
-    USABLE_MEMORY_FRACTION,
-    ClusterSpec,
-    cpu_cluster,
-    default_link,
-    device_with_memory,
-    with_default_network,
-)
+from nbdist.hardware import discovery
+from nbdist.planner import cluster_spec
+from nbdist.planner.cluster_spec import ClusterSpec, cpu_cluster, default_link
 from nbdist.planner.gpu_catalog import (
     GB,
     GIB,
@@ -29,11 +26,12 @@ from nbdist.planner.gpu_catalog import (
     gpu_families,
     gpus_of_family,
 )
+from nbdist.planner.measurements import MeasurementStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from nbdist.planner.cluster_spec import Link
+    from nbdist.hardware.discovery import GpuFreeMemory, SessionNode
 
 MAX_DEVICES = 100_000
 """Larger than any cluster; more is a typing error."""
@@ -64,19 +62,13 @@ def parse_devices(text: str) -> ClusterSpec:
     Raises:
         PlanError: invalid syntax, an unknown GPU, or an invalid number.
     """
-    if len(str(text)) > _MAX_CHARS or not str(text).isprintable():
+    text = str(text)
+    if len(text) > _MAX_CHARS or not text.isprintable():
         # The regular expressions below take time quadratic in the length.
         message = f"Cannot parse devices {_short(text)}. Example: 8xH100-80GB."
         raise PlanError(message)
-    return _nodes(str(text)) if set("()") & set(str(text)) else _plain(str(text))
-
-
-def _nodes(text: str) -> ClusterSpec:
-    """Parse several machines, one of them in brackets.
-
-    Raises:
-        PlanError: unbalanced brackets, or an item on the wrong side of them.
-    """
+    if not set("()") & set(text):
+        return _parse_machines(text)
     parts = _BRACKETS.fullmatch(text.strip())
     if parts is None:
         message = (
@@ -87,23 +79,6 @@ def _nodes(text: str) -> ClusterSpec:
         raise PlanError(message)
     nodes, (first, *inside) = _count(parts[1], text), _words(parts[2])
     outside = _words(parts[3])[1:]
-    _check_sides(first, inside, outside, text)
-    node = _plain(",".join([first, *inside]))
-    _check_size(nodes * node.world_size, text)
-    devices = node.devices * nodes
-    return _finished(replace(node, devices=devices, num_nodes=nodes), outside, text)
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _check_sides(first: str, inside: Sequence[str], outside: Sequence[str], text: str) -> None:
-    """Reject items on the wrong side of the brackets.
-
-    Raises:
-        PlanError: if there is one.
-    """
     counted = _COUNTED.fullmatch(first)
     wrong = ""
     if _CPU.fullmatch(first):
@@ -117,13 +92,18 @@ def _check_sides(first: str, inside: Sequence[str], outside: Sequence[str], text
     if wrong:
         message = f"Cannot parse devices {_short(text)}: {wrong}."
         raise PlanError(message)
+    node = _parse_machines(",".join([first, *inside]))
+    _check_size(nodes * node.world_size, text)
+    return _finished(replace(node, devices=node.devices * nodes, num_nodes=nodes), outside, text)
 
 
-def _plain(text: str) -> ClusterSpec:
+def _parse_machines(text: str) -> ClusterSpec:
     """Parse a description without brackets."""
     first, *more = _words(text)
     if cpu := _CPU.fullmatch(first):
-        _refuse_rest(text, more)
+        if more:
+            message = f"CPU ranks do not take {more[0]!r} (devices {_short(text)})."
+            raise PlanError(f"{message} Remove {more[0]!r}.")
         ranks = _count(cpu[1], text)
         _check_size(ranks, text)
         return cpu_cluster(ranks)
@@ -138,7 +118,7 @@ def _plain(text: str) -> ClusterSpec:
             " machines and the GPUs of one machine. Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
         raise PlanError(message)
-    device, notes = _described(name, text)
+    device, notes = _find_device(name, text)
     cluster = ClusterSpec(
         devices=(device,) * (nodes * count),
         link=default_link(device, nodes * count),
@@ -148,22 +128,16 @@ def _plain(text: str) -> ClusterSpec:
     return _finished(cluster, more, text)
 
 
-def _check_size(count: int, text: str) -> None:
-    """Check the number of devices.
-
-    Raises:
-        PlanError: if it exceeds MAX_DEVICES.
-    """
-    if count > MAX_DEVICES:
-        message = f"Too many devices in {_short(text)}: {count}. At most {MAX_DEVICES} are allowed."
-        raise PlanError(message)
-
-
 def _finished(cluster: ClusterSpec, more: Sequence[str], text: str) -> ClusterSpec:
     """Apply link, network and host memory to a cluster, and add notes about assumptions."""
     for word in more:
         if word.lower() in _LINKS:
-            cluster = replace(cluster, link=_link(word.lower(), cluster))
+            device = cluster.devices[0]
+            if word.lower() == "nvlink" and not device.nvlink:
+                message = f"{device.name} has no NVLink. Use pcie."
+                raise PlanError(message)
+            if cluster.world_size > 1:
+                cluster = replace(cluster, link="nvlink" if word.lower() == "nvlink" else "pcie")
         elif network := _NETWORK.fullmatch(word):
             if cluster.num_nodes == 1:
                 message = (
@@ -175,46 +149,44 @@ def _finished(cluster: ClusterSpec, more: Sequence[str], text: str) -> ClusterSp
             cluster = replace(cluster, network_bandwidth=speed)
         elif store := _STORE.fullmatch(word):
             size = int(_positive(store[1], text) * (GB if store[2].upper() == "GB" else TERA))
-            where = "nvme_bytes" if store[3].lower() == "nvme" else "host_memory_bytes"
-            cluster = replace(cluster, **{where: size})  # type: ignore[arg-type]
+            if store[3].lower() == "nvme":
+                cluster = replace(cluster, nvme_bytes=size)
+            else:
+                cluster = replace(cluster, host_memory_bytes=size)
         else:
             raise PlanError(_unknown_word(word, text))
-    return (
-        with_default_network(cluster)
-        if cluster.num_nodes > 1 and not cluster.network_bandwidth
-        else cluster
-    )
+    has_network = cluster.num_nodes == 1 or cluster.network_bandwidth
+    return cluster if has_network else cluster_spec.with_default_network(cluster)
 
 
-def _described(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
+def _find_device(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
     """Return the device of a name, or a typical one with that memory."""
     if memory := _MEMORY.fullmatch(name.strip()):
         size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
         if size > MAX_MEMORY_GB:
             message = f"No GPU has {size:g} GB ({_short(text)}). Give the memory of one GPU."
             raise PlanError(message)
-        return device_with_memory(
-            size * USABLE_MEMORY_FRACTION * GIB, f"{size:g} GB does not name a GPU"
-        )
+        usable = size * cluster_spec.USABLE_MEMORY_FRACTION * GIB
+        return cluster_spec.device_with_memory(usable, f"{size:g} GB does not name a GPU")
     device = find_gpu(name)
     if device is None:
         raise PlanError(_unknown_gpu(name, text))
     return device, ()
 
 
-def _link(word: str, cluster: ClusterSpec) -> Link:
-    """Return the requested link.
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _check_size(count: int, text: str) -> None:
+    """Check the number of devices.
 
     Raises:
-        PlanError: NVLink was requested for a GPU without it.
+        PlanError: if it exceeds MAX_DEVICES.
     """
-    device = cluster.devices[0]
-    if word == "nvlink" and not device.nvlink:
-        message = f"{device.name} has no NVLink. Use pcie."
+    if count > MAX_DEVICES:
+        message = f"Too many devices in {_short(text)}: {count}. At most {MAX_DEVICES} are allowed."
         raise PlanError(message)
-    if cluster.world_size == 1:
-        return "none"
-    return "nvlink" if word == "nvlink" else "pcie"
 
 
 def _count(text: str | None, whole: str) -> int:
@@ -242,17 +214,8 @@ def _positive(text: str, whole: str) -> float:
     return value
 
 
-def _refuse_rest(text: str, more: Sequence[str]) -> None:
-    """Reject items that CPU ranks do not take."""
-    if more:
-        message = f"CPU ranks do not take {more[0]!r} (devices {_short(text)}). Remove {more[0]!r}."
-        raise PlanError(message)
-
-
 def _unknown_gpu(name: str, text: str) -> str:
     """Return the error message for an unknown GPU, with similar names."""
-    from difflib import get_close_matches
-
     wanted = GpuName.parse(name)
     if same := [device.name for device in gpus_of_family(name)]:
         known = ", ".join(same)
@@ -272,8 +235,6 @@ def _unknown_gpu(name: str, text: str) -> str:
 
 def _unknown_word(word: str, text: str) -> str:
     """Return the error message for an unknown item after the GPU."""
-    from difflib import get_close_matches
-
     near = get_close_matches(word.lower(), sorted(_LINKS), n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     if _BYTES.fullmatch(word):
@@ -287,3 +248,81 @@ def _unknown_word(word: str, text: str) -> str:
 def _short(text: str, limit: int = 60) -> str:
     """Quote a user's text, truncated if it is long."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")
+
+
+# -- detected devices -----------------------------------------------------------------------
+
+
+def resolve_cluster(given: str | ClusterSpec | None, world_size: int | None) -> ClusterSpec:
+    """Return the requested devices, one per rank.
+
+    Args:
+        given: a description, a cluster, or None to detect the devices of this machine.
+        world_size: number of ranks, if it differs from the number of devices.
+
+    Raises:
+        PlanError: an invalid description.
+    """
+    if isinstance(given, ClusterSpec):
+        resolved = given
+    elif given is None:
+        resolved = detect_local_cluster(world_size)
+    else:
+        resolved = parse_devices(given)
+    return (
+        resolved
+        if world_size in {None, resolved.world_size}
+        else resolved.with_num_ranks(world_size)
+    )
+
+
+def detect_local_cluster(
+    world_size: int | None = None,
+    *,
+    kind: Literal["cuda", "cpu"] | None = None,
+    own: Collection[int] = (),
+) -> ClusterSpec:
+    """Return the GPUs of this machine with their free memory; without GPUs, CPU ranks.
+
+    Measurements on this machine take precedence over the catalogue.
+
+    Args:
+        world_size: number of CPU ranks.
+        kind: "cpu" for CPU ranks even if there are GPUs.
+        own: processes whose GPU memory counts as free: ranks that the plan would replace.
+    """
+    machine = discovery.discover_machine()
+    if kind == "cpu":
+        machine = replace(machine, gpus=(), link=None)
+    detected = cluster_spec.cluster_for_machine(
+        machine,
+        discovery.gpu_memory_usage(machine, own=own),
+        cpu_ranks=world_size or discovery.DEFAULT_CPU_RANKS,
+        host_free_bytes=discovery.host_free_memory_bytes(),
+    )
+    return detected.with_measurements(MeasurementStore(discovery.host_fingerprint(machine)))
+
+
+def cluster_for_session_nodes(
+    readings: Sequence[tuple[SessionNode, Sequence[GpuFreeMemory], int]],
+) -> ClusterSpec:
+    """Return a session's nodes with one device per rank and the memory that is free.
+
+    Args:
+        readings: each node, the usage of its GPUs, and its free host memory.
+    """
+    clusters = {
+        node.name: cluster_spec.cluster_for_machine(
+            node.machine, usage, cpu_ranks=len(node.ranks), host_free_bytes=host_free_bytes
+        )
+        for node, usage, host_free_bytes in readings
+    }
+    hosts = dict.fromkeys(discovery.host_fingerprint(node.machine) for node, *_ in readings)
+    return cluster_spec.cluster_for_nodes(clusters).with_measurements(
+        MeasurementStore(" and ".join(hosts))
+    )
+
+
+def print_progress(text: str) -> None:
+    """Print the progress of a trace to stderr."""
+    print(f"nbdist: {text}", file=sys.stderr)  # noqa: T201 - shown to the waiting user

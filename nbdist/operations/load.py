@@ -1,0 +1,94 @@
+"""Loading of a checkpoint into the prepared models; the notebook's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nbdist import checkpoint
+from nbdist.display.units import format_bytes
+from nbdist.errors import CheckpointError
+from nbdist.protocol.operations import LOAD, LoadRequest, distinct_notes, slowest_phases
+from nbdist.session.collective_request import CollectiveRequest
+from nbdist.session.progress import StatusLine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from nbdist.checkpoint import Url
+    from nbdist.session.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """Result of a load."""
+
+    name: str
+    step: int
+    written: str
+    """Backend and number of ranks that wrote it."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, of the slowest rank."""
+    read_bytes: int = 0
+    """Sum over all ranks."""
+    verified: int = 0
+    """Number of tensors whose digest matches the saved one."""
+    loaded: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Differences from the saved state, with reasons."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases."""
+        return sum(self.seconds.values())
+
+    def __str__(self) -> str:
+        """Return a summary of a few lines."""
+        lines = [
+            f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
+            f"  loaded: {'; '.join(self.loaded)}",
+            f"  {self.verified} tensors verified; {format_bytes(self.read_bytes)} read",
+        ]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
+        printer.text("LoadReport(...)" if cycle else str(self))
+
+
+def load_checkpoint(
+    workers: WorkerGroup, world_size: int, name: str, root: Path | Url, *, weights_only: bool
+) -> LoadReport:
+    """Load a checkpoint into the prepared models of the ranks.
+
+    Raises:
+        CheckpointError: the models are unchanged, or the message says otherwise.
+    """
+    title = f"nbdist: loading {name}"
+    with (
+        checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
+        StatusLine() as line,
+    ):
+        request = LoadRequest(
+            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
+        )
+        try:
+            reports = CollectiveRequest(
+                workers, LOAD, world_size, lambda text: line.show(f"{title}: {text}")
+            ).run(request)
+        except CheckpointError:
+            line.show(f"{title}: failed")
+            raise
+        first = reports[0]
+        report = LoadReport(
+            name=name,
+            step=first.step,
+            written=f"{first.backend} on {first.world_size} ranks",
+            seconds=slowest_phases(reports),
+            read_bytes=sum(report.read_bytes for report in reports),
+            verified=first.verified,
+            loaded=tuple(first.loaded),
+            notes=distinct_notes(reports),
+        )
+        line.show(f"{title}: done in {report.total_s:.1f} s")
+    return report
