@@ -8,8 +8,11 @@ the reading carries a note. For a CPU rank the memory is the resident memory of 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from dataclasses import asdict, dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
     from nbdist.hardware.discovery import SessionNode
 
+    Ranks = Mapping[int, tuple[str, int | None]]
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""Idle time before a node closes NVML; panels request usage every second."""
 _KB = 1024
 _LINK_FIELDS = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
 _ALL_LINKS = 0xFFFFFFFF
@@ -223,3 +232,58 @@ class NvlinkCounters:
             max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
         )
         return sent, received
+
+
+class UsageMonitor:
+    """Measures a node's usage for its agent, one request at a time, on its own thread.
+
+    NVML can be slow, and the agent's main thread forwards messages. NVML is closed after some idle
+    time.
+
+    Args:
+        answer: called with the id of a request and its result, on the measuring thread.
+    """
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], None]) -> None:
+        self._on_result = answer
+        self._monitor = GpuMonitor()
+        self._requests: SimpleQueue[tuple[int, Ranks] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def request_usage(self, number: int, ranks: Ranks) -> None:
+        """Request a measurement. Not allowed after `close`.
+
+        Args:
+            number: id of the request.
+            ranks: per rank the UUID of its GPU, or "", and its process id if it has one yet.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
+            self._thread.start()
+        self._requests.put((number, ranks))
+
+    def close(self) -> None:
+        """Close NVML and end the thread."""
+        self._requests.put(None)
+
+    def _serve(self) -> None:
+        idle_s: float | None = None
+        while True:
+            try:
+                request = self._requests.get(timeout=idle_s)
+            except Empty:
+                self._monitor.close()
+                idle_s = None
+                continue
+            if request is None:
+                self._monitor.close()
+                return
+            idle_s = IDLE_S
+            number, ranks = request
+            devices = [(uuid, () if pid is None else (pid,)) for uuid, pid in ranks.values()]
+            try:
+                readings = dict(zip(ranks, self._monitor.read_gpus(devices), strict=True))
+                usage = UsageSnapshot(discovery.host_free_memory_bytes(), readings)
+                self._on_result(number, usage.to_json())
+            except Exception:  # a driver reset must not end the thread
+                log.exception("cannot read the devices")

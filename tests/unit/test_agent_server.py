@@ -9,10 +9,9 @@ import pytest
 import zmq
 
 from nbdist.cluster import kv_store, protocol
-from nbdist.cluster.agent.files import TransferFiles
 from nbdist.cluster.agent_server import AgentServer
 from nbdist.cluster.protocol import KeyValueRequest
-from nbdist.cluster.run_dir import RunDir
+from nbdist.cluster.run_dir import RunDir, shared_folder_error
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -27,7 +26,10 @@ class Asked:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.point = kv_store.KeyValueStore(lambda *reply: self.replies.append(reply))
+        self.point = kv_store.KeyValueStore(self.take)
+
+    def take(self, index: int, message: KeyValueRequest, *frames: bytes) -> None:
+        self.replies.append((index, message, list(frames)))
 
     def __call__(
         self,
@@ -166,11 +168,10 @@ def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a", tmp_path / "b")
     for folder in (run_dir.path, run_dir.payload_dir):
         folder.mkdir()
-    files = TransferFiles(run_dir)
-    path = files.create_file("../../x", 10)
+    path = run_dir.create_file("../../x", 10)
     assert path == str(run_dir.payload_dir / "x")
-    assert files.append_chunk(path, b"0123456789") == 10
-    assert files.read_chunk(path, 4) == b"456789"
+    assert run_dir.append_chunk(path, b"0123456789") == 10
+    assert run_dir.read_chunk(path, 4) == b"456789"
     outside = tmp_path / "secret"
     outside.write_text("mine")
     (run_dir.payload_dir / "link").symlink_to(outside)
@@ -179,18 +180,21 @@ def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
         f"{run_dir.payload_dir}/../secret",
         str(run_dir.payload_dir / "link"),
     ):
-        for ask in (files.file_size_bytes, files.remove_file, lambda one: files.read_chunk(one, 0)):
+        for ask in (
+            run_dir.file_size_bytes,
+            run_dir.remove_file,
+            lambda one: run_dir.read_chunk(one, 0),
+        ):
             with pytest.raises(PermissionError):
                 ask(name)
     assert outside.read_text() == "mine"
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
-    files = TransferFiles(RunDir(tmp_path, tmp_path))
     trial = tmp_path / "trial"
     trial.write_text("written by the kernel")
-    assert files.shared_folder_error(str(trial), "written by the kernel") == ""
-    assert "is not the same folder there" in files.shared_folder_error(str(trial), "something else")
-    assert "is not the same folder there" in files.shared_folder_error(
+    assert shared_folder_error(str(trial), "written by the kernel") == ""
+    assert "is not the same folder there" in shared_folder_error(str(trial), "something else")
+    assert "is not the same folder there" in shared_folder_error(
         str(tmp_path / "none" / "trial"), "x"
     )

@@ -23,16 +23,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nbdist.cluster import bootstrap, launcher_process, protocol
-from nbdist.cluster.agent.files import TransferFiles
 from nbdist.cluster.agent.relay import MessageRelay
-from nbdist.cluster.agent.telemetry import UsageMonitor
 from nbdist.cluster.interfaces import EXITED
 from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
 from nbdist.cluster.local import LAUNCHER_NAME, Launcher
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
 from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
+from nbdist.cluster.run_dir import shared_folder_error
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
+from nbdist.hardware.telemetry import UsageMonitor
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ class NodeAgent:
     def _start_launcher(self) -> None:
         launcher = self._launcher = self._make_launcher(self._ticket.kind)
         launcher.listener = self._on_launcher_message
-        self._files = TransferFiles(launcher.run_dir)
         hello = protocol.AgentHello(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -386,7 +385,7 @@ class NodeAgent:
             return
         try:
             if ask.what == "read":
-                chunk = self._files.read_chunk(ask.given["path"], ask.given["offset"])
+                chunk = self._started.run_dir.read_chunk(ask.given["path"], ask.given["offset"])
                 self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
             else:
                 self._send(protocol.AgentReply(ask.id, self._done(ask.what, ask.given, frames)))
@@ -395,13 +394,13 @@ class NodeAgent:
 
     def _done(self, what: str, given: dict[str, Any], frames: list[bytes]) -> Any:
         """Handle a request that takes no time; return the result."""
-        files = self._files
+        files = self._started.run_dir
         known: dict[str, Callable[[], Any]] = {
             "receive": lambda: files.create_file(given["name"], given["size"]),
             "chunk": lambda: files.append_chunk(given["path"], frames[0]),
             "remove": lambda: files.remove_file(given["path"]),
             "size": lambda: files.file_size_bytes(given["path"]),
-            "sees": lambda: files.shared_folder_error(given["path"], given["text"]),
+            "sees": lambda: shared_folder_error(given["path"], given["text"]),
             "left": lambda: asdict(self._started.crash_artifacts()),
             "log": self._started.log_tail,
         }
