@@ -19,14 +19,14 @@ from pathlib import Path
 
 from nbdist.cluster.protocol import CHUNK_BYTES, MIN_FREE_BYTES
 from nbdist.errors import StartError
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 
 PREFIX = f"nbdist-{os.getpid()}-"
 """Contains the kernel's pid, so that folders of a killed kernel can be recognised."""
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the terminating zero
 MAX_FILE_NAME_CHARS = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
 MIN_PAYLOAD_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
-SHARED_MEMORY = shm_cleanup.SHM_FOLDER
+SHARED_MEMORY = process_identity.SHM_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RunDir:
 
     def remove(self) -> None:
         """Delete both folders. A second call does nothing."""
-        shm_cleanup.remove_orphaned_files(self.path)
+        process_identity.remove_orphaned_files(self.path)
         for folder in (self.path, self.payload_dir):
             process_identity.remove_folder(folder)
 

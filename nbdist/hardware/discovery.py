@@ -430,12 +430,12 @@ def gpu_memory_usage(
         return ()
     try:
         with open_nvml(nvml):
-            return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
+            return tuple(_free_memory(nvml, gpu, own) for gpu in machine.gpus)
     except _failures(nvml):
         return ()
 
 
-def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> GpuFreeMemory:
+def _free_memory(nvml: Any, gpu: Gpu, own: Collection[int]) -> GpuFreeMemory:
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -504,16 +504,13 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
     if mode != nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS or not others:
         return None
     says = "its compute mode is EXCLUSIVE_PROCESS, and"
-    if os.getpid() in others or (_uses_cuda() and not any(map(psutil.pid_exists, others))):
+    torch = sys.modules.get("torch")
+    uses_cuda = torch is not None and torch.cuda.is_initialized()
+    # in a container NVML reports a different pid for this process
+    if os.getpid() in others or (uses_cuda and not any(map(psutil.pid_exists, others))):
         do = "restart the kernel and use CUDA in %%distribute cells only"
         return Refusal(f"{says} this notebook's own process uses it", do)
     return Refusal(f"{says} {', '.join(map(process_name, others))} uses it", ask)
-
-
-def _uses_cuda() -> bool:
-    """Return True if this process uses CUDA: NVML reports a different pid in a container."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def process_name(pid: int) -> str:
