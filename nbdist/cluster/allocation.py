@@ -73,7 +73,7 @@ class RankDistribution:
 def allocated_nodes(
     descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
 ) -> list[AllocatedNode]:
-    """Return nodes from their descriptions by ``bootstrap.describe_node``."""
+    """Return nodes from their descriptions by ``NodeBootstrap.describe_node``."""
     each = distribution.ranks_per_node
     return [
         AllocatedNode(
