@@ -29,7 +29,7 @@ from nbdist.cluster.agent_server import CLOSE_S, AgentServer
 from nbdist.cluster.allocation import AllocationRequest
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
 from nbdist.cluster.kv_store import KeyValueStore
-from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message
+from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message, ignore_message
 from nbdist.cluster.protocol import (
     CHUNK_BYTES,
     LEASE_S,
@@ -67,10 +67,6 @@ END_S = 10.0
 POLL_INTERVAL_S = 1.0
 SHARED_POLL_S = 0.25
 RUNNING = "running"
-
-
-def _ignore_message(_message: messages.LauncherMessage) -> None:
-    """Ignore messages before a session has taken the nodes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +190,7 @@ class NodeGroup:
     def __init__(self, cluster: Cluster, kind: DeviceType) -> None:
         """Create the kernel's private folders; `start` requests the nodes."""
         self.kind = kind
-        self.listener: Callable[[messages.LauncherMessage], None] = _ignore_message
+        self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
         self.nodes: list[Node] = []
         self.node_by_rank: dict[int, Node] = {}
         """Of the last start."""
@@ -317,7 +313,7 @@ class NodeGroup:
     def _close(self) -> None:
         self._log = self.log_tail()
         self._closing = True
-        self.listener = _ignore_message
+        self.listener = ignore_message
         if self._threads:
             for node in self.nodes:
                 if node.hello is not None:

@@ -152,8 +152,17 @@ def discover_machine(
         driver: a file that exists if the driver is loaded.
     """
     nvml = nvml or import_pynvml()
-    variables = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
-    seen = _cached(nvml, *variables, driver) if nvml else _Seen()
+    key = nvml, environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
+    seen = _answers.get(key, _Seen())
+    if nvml and key not in _answers:
+        try:
+            with open_nvml(nvml):
+                seen = _seen(*key)
+            if not seen.failures:
+                _answers[key] = seen
+        except nvml.NVMLError as error:
+            why = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
+            seen = _Seen(failures=(why,) if driver.exists() else ())
     return Machine(
         seen.gpus,
         seen.link,
@@ -206,21 +215,6 @@ class _Seen(NamedTuple):
 
 _answers: dict[tuple[Any, str | None, str | None], _Seen] = {}
 """Successful queries by module and environment."""
-
-
-def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> _Seen:
-    key = nvml, visible, order
-    if key in _answers:
-        return _answers[key]
-    try:
-        with open_nvml(nvml):
-            seen = _seen(nvml, visible, order)
-    except nvml.NVMLError as error:
-        failure = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
-        return _Seen(failures=(failure,) if driver.exists() else ())
-    if not seen.failures:
-        _answers[key] = seen
-    return seen
 
 
 def _failures(nvml: Any) -> tuple[type[Exception], ...]:

@@ -102,7 +102,8 @@ class GpuMonitor:
         self._nvml = nvml
         self._open: Any = None
         self._processes: dict[int, psutil.Process] = {}
-        self._links = NvlinkCounters()
+        self._nvlink_counts: dict[str, tuple[float, list[int]]] = {}
+        """By GPU the time and values of the last read of its cumulative counters."""
 
     def close(self) -> None:
         """Shut NVML down; the next read opens it again."""
@@ -121,10 +122,6 @@ class GpuMonitor:
         self._processes = {pid: self._processes[pid] for pid in living & self._processes.keys()}
         return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in wanted]
 
-    def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
-        nvml = self._driver()
-        return _gpu(nvml, uuid, own, self._links) if nvml else GpuReading()
-
     def _driver(self) -> Any:
         """Return NVML, initialised; None if it is missing or does not respond."""
         nvml = self._open or self._nvml or discovery.import_pynvml()
@@ -135,6 +132,64 @@ class GpuMonitor:
                 return None
             self._open = nvml
         return self._open
+
+    def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
+        """Read one GPU or MIG instance through NVML."""
+        nvml = self._driver()
+        if nvml is None:
+            return GpuReading()
+
+        def query(call: Callable[[], Any]) -> Any:
+            try:
+                return call()
+            except (nvml.NVMLError, AttributeError):
+                return None  # not supported by this GPU, driver or instance
+
+        handle = query(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        if handle is None:
+            return GpuReading(note="NVML does not respond for this device")
+        memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        total_used = None if memory is None else int(memory.total) - int(memory.free)
+        running = query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        sent = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
+        received = query(
+            lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        )
+        over_links = query(lambda: self._nvlink_bytes_per_s(nvml, uuid, handle)) or (None, None)
+        return GpuReading(
+            utilization=None if rates is None else rates.gpu / 100,
+            power_w=None if power is None else power / 1000,
+            power_limit_w=None if limit is None else limit / 1000,
+            temperature_c=query(
+                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+            ),
+            pcie_tx=None if sent is None else float(sent) * _KB,
+            pcie_rx=None if received is None else float(received) * _KB,
+            nvlink_tx=over_links[0],
+            nvlink_rx=over_links[1],
+            **_memory_by_owner(total_used, running, own),
+        )
+
+    def _nvlink_bytes_per_s(
+        self, nvml: Any, uuid: str, handle: Any
+    ) -> tuple[float | None, float | None]:
+        """Return bytes per second sent and received over all links since the last call."""
+        fields = [(getattr(nvml, name), _ALL_LINKS) for name in _LINK_FIELDS]
+        answers = nvml.nvmlDeviceGetFieldValues(handle, fields)
+        if any(answer.nvmlReturn != nvml.NVML_SUCCESS for answer in answers):
+            return None, None
+        now, counts = time.monotonic(), [int(answer.value.ullVal) * _KB for answer in answers]
+        since, before = self._nvlink_counts.get(uuid, (now, counts))
+        self._nvlink_counts[uuid] = now, counts
+        if now <= since:
+            return None, None
+        sent, received = (
+            max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
+        )
+        return sent, received
 
     def _process(self, own: set[int]) -> GpuReading:
         """Read a CPU rank: resident memory, and CPU utilization since the last call."""
@@ -151,42 +206,6 @@ class GpuMonitor:
             )
         except psutil.Error:
             return GpuReading()  # it has just ended
-
-
-def _gpu(nvml: Any, uuid: str, own: set[int], links: NvlinkCounters) -> GpuReading:
-    """Read one GPU or MIG instance through NVML."""
-
-    def query(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (nvml.NVMLError, AttributeError):
-            return None  # not supported by this GPU, driver or instance
-
-    handle = query(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
-    if handle is None:
-        return GpuReading(note="NVML does not respond for this device")
-    memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    total_used = None if memory is None else int(memory.total) - int(memory.free)
-    running = query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    power = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    limit = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    sent = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
-    received = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
-    over_links = query(lambda: links.bytes_per_s(nvml, uuid, handle)) or (None, None)
-    return GpuReading(
-        utilization=None if rates is None else rates.gpu / 100,
-        power_w=None if power is None else power / 1000,
-        power_limit_w=None if limit is None else limit / 1000,
-        temperature_c=query(
-            lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        ),
-        pcie_tx=None if sent is None else float(sent) * _KB,
-        pcie_rx=None if received is None else float(received) * _KB,
-        nvlink_tx=over_links[0],
-        nvlink_rx=over_links[1],
-        **_memory_by_owner(total_used, running, own),
-    )
 
 
 def _memory_by_owner(
@@ -209,29 +228,6 @@ def _memory_by_owner(
         "others_bytes": max(0, others),
         "holders": tuple(discovery.process_name(process.pid) for process in foreign),
     }
-
-
-class NvlinkCounters:
-    """Transfer rates computed from NVLink's cumulative counters."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[float, list[int]]] = {}
-
-    def bytes_per_s(self, nvml: Any, uuid: str, handle: Any) -> tuple[float | None, float | None]:
-        """Return bytes per second sent and received over all links since the last call."""
-        fields = [(getattr(nvml, name), _ALL_LINKS) for name in _LINK_FIELDS]
-        answers = nvml.nvmlDeviceGetFieldValues(handle, fields)
-        if any(answer.nvmlReturn != nvml.NVML_SUCCESS for answer in answers):
-            return None, None
-        now, counts = time.monotonic(), [int(answer.value.ullVal) * _KB for answer in answers]
-        since, before = self._before.get(uuid, (now, counts))
-        self._before[uuid] = now, counts
-        if now <= since:
-            return None, None
-        sent, received = (
-            max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
-        )
-        return sent, received
 
 
 class UsageMonitor:

@@ -26,7 +26,7 @@ from nbdist.cluster import bootstrap, launcher_process, protocol
 from nbdist.cluster.agent.relay import MessageRelay
 from nbdist.cluster.interfaces import EXITED
 from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
-from nbdist.cluster.local import LAUNCHER_NAME, Launcher
+from nbdist.cluster.local import LAUNCHER_NAME, Launcher, ignore_message
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
 from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
 from nbdist.cluster.run_dir import shared_folder_error
@@ -161,7 +161,7 @@ class NodeAgent:
     def _close(self, why: str) -> None:
         """End everything on this node; send the reason to the kernel if it is connected."""
         if self._launcher is not None:
-            self._launcher.listener = _ignore_message
+            self._launcher.listener = ignore_message
             self._launcher.close()
         self._watch.close()
         self._close_rank_sockets()
@@ -383,18 +383,8 @@ class NodeAgent:
             ranks = {rank: (gpu, pids.get(rank)) for rank, gpu in self._gpus.items()}
             self._watch.request_usage(ask.id, ranks)
             return
-        try:
-            if ask.what == "read":
-                chunk = self._started.run_dir.read_chunk(ask.given["path"], ask.given["offset"])
-                self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
-            else:
-                self._send(protocol.AgentReply(ask.id, self._done(ask.what, ask.given, frames)))
-        except (OSError, ValueError, LookupError) as error:
-            self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
-
-    def _done(self, what: str, given: dict[str, Any], frames: list[bytes]) -> Any:
-        """Handle a request that takes no time; return the result."""
-        files = self._started.run_dir
+        files, given = self._started.run_dir, ask.given
+        # these take no time
         known: dict[str, Callable[[], Any]] = {
             "receive": lambda: files.create_file(given["name"], given["size"]),
             "chunk": lambda: files.append_chunk(given["path"], frames[0]),
@@ -404,7 +394,14 @@ class NodeAgent:
             "left": lambda: asdict(self._started.crash_artifacts()),
             "log": self._started.log_tail,
         }
-        return known[what]()
+        try:
+            if ask.what == "read":
+                chunk = files.read_chunk(given["path"], given["offset"])
+                self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
+            else:
+                self._send(protocol.AgentReply(ask.id, known[ask.what]()))
+        except (OSError, ValueError, LookupError) as error:
+            self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
 
     def _stacks(self, ask: protocol.AgentQuery) -> None:
         """Collect stacks, on a separate thread."""
@@ -416,10 +413,6 @@ class NodeAgent:
         """Send a reply from any thread."""
         self._delayed_replies.append((number, value))
         self._wake()
-
-
-def _ignore_message(_send_to_launcher: messages.LauncherMessage) -> None:
-    """Ignore the message."""
 
 
 def interface_for_address(address: str) -> str:
