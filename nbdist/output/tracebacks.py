@@ -174,7 +174,7 @@ def _kind(error: RankError) -> ErrorKind:
     if error.ename == "KeyboardInterrupt":
         return "interrupt"
     lines = [f"{error.ename}: {strip_ansi(error.evalue)}"]
-    # of chained exceptions, such as "RuntimeError: ..."; source lines are no messages
+    # messages of chained exceptions, such as "RuntimeError: ...", without source lines
     texts = [strip_ansi(item).lstrip("\n") for item in error.traceback]
     lines += [text for text in texts if _EXCEPTION_LINE.match(text) and not _FRAME.match(text)]
     if any(_SECONDARY.search(line) for line in lines):
