@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
 from nbdist.cluster import kv_store, protocol
+from nbdist.cluster.agent.agent import NodeAgent
 from nbdist.cluster.agent_server import AgentServer
 from nbdist.cluster.protocol import KeyValueRequest
 from nbdist.cluster.run_dir import RunDir, shared_folder_error
+from nbdist.protocol import messages
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 Reply = tuple[int, KeyValueRequest, list[bytes]]
@@ -161,6 +166,70 @@ def test_junk_of_one_node_does_not_stop_the_others(
         bad.send_multipart([b"\xff", b"junk"])
         good.send_multipart(protocol.pack_message(protocol.ProcessStates({})))
         eventually(lambda: (1, protocol.ProcessStates({})) in heard, within_s=5)
+
+
+class FakeLauncher:
+    """A launcher that starts nothing."""
+
+    made: FakeLauncher
+    listener: Callable[[messages.LauncherMessage], None]
+
+    def __init__(self, _kind: str) -> None:
+        FakeLauncher.made = self
+        self.process = SimpleNamespace(pid=os.getpid())
+        self.run_dir = RunDir.create()
+        self.sent: list[messages.LauncherMessage] = []
+        self.send = self.sent.append
+
+    def resume_stopped(self) -> None:
+        """Nothing is stopped."""
+
+    def log_tail(self) -> str:
+        return "said"
+
+    def dump_stacks(self, pids: dict[int, int], *, launchers: bool) -> dict[str, str]:
+        return {f"rank{rank}": f"{pid} {launchers}" for rank, pid in pids.items()}
+
+    def close(self) -> None:
+        self.run_dir.remove()
+
+
+def test_an_agent_answers_and_forwards_until_it_is_stopped(
+    hub: tuple[AgentServer, list[tuple[int, object]]],
+) -> None:
+    made, heard = hub
+    public, secret = made.create_node_keys(0)
+    ticket = protocol.AgentTicket(
+        hub=made.address,
+        hub_key=made.public_key,
+        public=public,
+        secret=secret,
+        index=0,
+        kind="cpu",
+        cwd="/",
+    )
+    agent = NodeAgent(ticket, launcher=FakeLauncher)  # type: ignore[arg-type]
+    serving = threading.Thread(target=agent.serve)
+    serving.start()
+    eventually(lambda: heard and isinstance(heard[0][1], protocol.AgentHello), within_s=5)
+    given = {"pids": {"3": 7}, "launchers": True}
+    for number, ask in enumerate([("log", {}), ("stacks", given), ("size", {"path": "/x"})]):
+        made.send(0, protocol.AgentQuery(number, *ask))
+    stop = messages.encode_line(messages.StopRanks()).decode()
+    made.send(0, protocol.LauncherLine(stop))
+    eventually(lambda: FakeLauncher.made.sent == [messages.StopRanks()], within_s=5)
+    FakeLauncher.made.listener(messages.LauncherReady(1.0))
+    ready = messages.encode_line(messages.LauncherReady(1.0)).decode()
+    eventually(lambda: (0, protocol.LauncherLine(ready)) in heard, within_s=5)
+    replies = [
+        protocol.AgentReply(0, "said"),
+        protocol.AgentReply(1, {"rank3": "7 True"}),
+        protocol.AgentReply(2, error="PermissionError: /x is outside this session's folders"),
+    ]
+    eventually(lambda: all((0, reply) in heard for reply in replies), within_s=5)
+    made.send(0, protocol.StopAgent())
+    serving.join(5)
+    eventually(lambda: heard[-1] == (0, "lost its agent, which ended"), within_s=5)
 
 
 @pytest.mark.fault("S23")
