@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
@@ -38,6 +39,16 @@ _SILENT_S = 3.0
 """A connection that closes after a longer silence was cut off; otherwise the agent has ended."""
 
 
+@dataclass(slots=True, eq=False)
+class _Agent:
+    """The agent of one node, known by the key that was created for it."""
+
+    index: int
+    route: bytes | None = None
+    """Routing id of its connection; None without one."""
+    last_message_at: float = 0.0
+
+
 class AgentServer:
     """Connections of one session to its nodes.
 
@@ -55,11 +66,12 @@ class AgentServer:
         """Start to listen; no keys are accepted yet."""
         self._on_message, self._on_lost = take, on_gone
         self.public_key, self._secret = (key.decode() for key in zmq.curve_keypair())
-        self._nodes: dict[bytes, int] = {}
+        self._agents: dict[int, _Agent] = {}
+        """By node index."""
+        self._keys: dict[bytes, int] = {}
         """Node indices by public key as bytes."""
-        self._routes: dict[bytes, int] = {}
-        """Node indices by routing id of the connection."""
-        self._last_message_at: dict[int, float] = {}
+        self._connected: dict[bytes, _Agent] = {}
+        """By routing id of the connection."""
         self._outbox: deque[tuple[int, list[bytes]]] = deque()
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
@@ -96,12 +108,9 @@ class AgentServer:
     def create_node_keys(self, index: int) -> tuple[str, str]:
         """Create the key pair of a node: public and secret key, in Z85."""
         public, secret = zmq.curve_keypair()
-        self._nodes[z85.decode(public)] = index
+        self._agents[index] = _Agent(index)
+        self._keys[z85.decode(public)] = index
         return public.decode(), secret.decode()
-
-    def seconds_since_message(self, index: int) -> float:
-        """Return the seconds since the last message of a node."""
-        return time.monotonic() - self._last_message_at.get(index, time.monotonic())
 
     def queue_message(self, index: int, message: protocol.Message, *frames: bytes) -> None:
         """Queue a message to a node, from any thread; `wake()` sends queued messages."""
@@ -114,9 +123,8 @@ class AgentServer:
 
     def wake(self) -> None:
         """Send queued messages."""
-        if threading.current_thread() is self._thread:
-            return  # it sends queued messages before it polls again
-        self._alarm.wake()
+        if threading.current_thread() is not self._thread:  # which sends before it polls again
+            self._alarm.wake()
 
     def close(self) -> None:
         """Send queued messages, then close all connections."""
@@ -150,7 +158,7 @@ class AgentServer:
     def _authenticate(self) -> None:
         """Accept or reject the public key of a new connection (ZMQ RFC 27)."""
         version, request, _domain, _address, _routing, mechanism, *keys = self._zap.recv_multipart()
-        index = self._nodes.get(keys[0]) if mechanism == b"CURVE" and keys else None
+        index = self._keys.get(keys[0]) if mechanism == b"CURVE" and keys else None
         code, text = (b"400", b"not let in") if index is None else (b"200", b"OK")
         user = b"" if index is None else b"%d" % index
         self._zap.send_multipart([version, request, code, text, user, b""])
@@ -162,24 +170,23 @@ class AgentServer:
                 self._receive(sender, self._socket.recv_multipart(zmq.DONTWAIT))
 
     def _receive(self, sender: zmq.Frame, frames: list[bytes]) -> None:
-        route = sender.bytes
-        index = self._routes.get(route)
-        if index is None:
-            index = int(sender.get("User-Id"))
-            if index in self._routes.values():
+        agent = self._connected.get(sender.bytes)
+        if agent is None:
+            agent = self._agents[int(sender.get("User-Id"))]
+            if agent.route is not None:
                 return  # a second connection with the same key
-            self._routes[route] = index
-        self._last_message_at[index] = time.monotonic()
+            agent.route = sender.bytes
+            self._connected[agent.route] = agent
+        agent.last_message_at = time.monotonic()
         try:
             message, rest = protocol.unpack_message(frames)
             if isinstance(message, protocol.AgentExited):
-                del self._routes[route]
-                self._on_lost(index, message.why)
+                self._disconnect(agent, message.why)
             elif not isinstance(message, protocol.Heartbeat):
-                self._on_message(index, message, rest)
+                self._on_message(agent.index, message, rest)
         except Exception:
             # continue with the other nodes' messages
-            log.exception("node %d: cannot process a message", index)
+            log.exception("node %d: cannot process a message", agent.index)
 
     def _send_heartbeats(self) -> None:
         now = time.monotonic()
@@ -187,29 +194,31 @@ class AgentServer:
             return
         self._beat_due = now + HEARTBEAT_S
         beat = protocol.pack_message(protocol.Heartbeat())
-        for route, index in list(self._routes.items()):
-            self._put(route, index, beat)
+        for agent in list(self._connected.values()):
+            self._put(agent, beat)
 
     def _send_queued(self) -> None:
-        routes = {index: route for route, index in self._routes.items()}
         while self._outbox:
             index, frames = self._outbox.popleft()
-            if index not in routes:
-                continue  # lost, which was reported
-            self._put(routes[index], index, frames)
+            self._put(self._agents[index], frames)
 
-    def _put(self, route: bytes, index: int, frames: list[bytes]) -> None:
+    def _put(self, agent: _Agent, frames: list[bytes]) -> None:
+        if agent.route is None:
+            return  # lost, which was reported
         try:
             self._socket.send_multipart(
-                [route, *frames], copy=len(frames[-1]) < ZERO_COPY_MIN_BYTES
+                [agent.route, *frames], copy=len(frames[-1]) < ZERO_COPY_MIN_BYTES
             )
         except zmq.ZMQError:
-            if self._routes.pop(route, None) is not None:
-                self._on_lost(index, self._loss_reason(index))
+            silent_s = time.monotonic() - agent.last_message_at
+            why = "lost its agent, which ended"
+            if silent_s >= _SILENT_S:
+                why = f"was cut off: no message for {silent_s:.0f} s"
+            self._disconnect(agent, why)
 
-    def _loss_reason(self, index: int) -> str:
-        """Return why a connection has ended."""
-        silent_s = self.seconds_since_message(index)
-        if silent_s < _SILENT_S:
-            return "lost its agent, which ended"
-        return f"was cut off: no message for {silent_s:.0f} s"
+    def _disconnect(self, agent: _Agent, why: str) -> None:
+        """Forget a connection that has ended, and report it."""
+        if agent.route is not None:
+            del self._connected[agent.route]
+            agent.route = None
+        self._on_lost(agent.index, why)

@@ -73,7 +73,7 @@ class RankDistribution:
 def allocated_nodes(
     descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
 ) -> list[AllocatedNode]:
-    """Return nodes from their descriptions by ``bootstrap.describe_node``."""
+    """Return nodes from their descriptions by ``NodeBootstrap.describe_node``."""
     each = distribution.ranks_per_node
     return [
         AllocatedNode(
@@ -161,17 +161,14 @@ def _spread(
             if wanted.nproc % count:
                 continue
             ranks = wanted.nproc // count
-        elif wanted.nproc is None and nodes is None and _more_fit(count, each, sizes):
+        elif (
+            wanted.nproc is None and nodes is None and max(sizes[count:], default=0) >= (each or 1)
+        ):
             continue  # the number of nodes is free: use all that fit
         ranks = ranks or default or least
         if ranks <= least and (wanted.nproc in {None, ranks * count}):
             return RankDistribution(wanted.kind, count, ranks)
     return None
-
-
-def _more_fit(count: int, each: int | None, sizes: list[int]) -> bool:
-    """Return True if one more node has enough devices."""
-    return count < len(sizes) and sizes[count] >= (each or 1)
 
 
 def _too_few(
@@ -220,7 +217,9 @@ def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> 
         found: dict[str, list[str]] = {here.get(name, "none"): [NOTEBOOK_NAME]}
         for place in places:
             found.setdefault(place.versions.get(name, "none"), []).append(place.name)
-        if len({_compared(name, version) for version in found}) > 1:
+        # of Python, the micro version is not compared
+        num_parts = 2 if name == "python" else None
+        if len({".".join(version.split(".")[:num_parts]) for version in found}) > 1:
             words = [f"{version} on {format_names(nodes)}" for version, nodes in found.items()]
             lines.append(f"{name} {', '.join(words)}")
     if lines:
@@ -229,10 +228,6 @@ def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> 
             " Install the same versions everywhere. Nothing was started."
         )
         raise StartError(msg)
-
-
-def _compared(name: str, version: str) -> str:
-    return ".".join(version.split(".")[:2]) if name == "python" else version
 
 
 def format_names(nodes: Sequence[str], most: int = 4) -> str:

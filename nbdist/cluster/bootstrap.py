@@ -49,34 +49,11 @@ def software_versions() -> dict[str, str]:
     }
 
 
-def describe_node(toward: str, interface: str, folder: str) -> dict[str, Any]:
-    """Return a description of this node, or in "error" why it cannot be used.
-
-    Args:
-        toward: an address that the nodes must reach, the notebook's or the head's.
-        interface: network interface to use, such as "ib0"; "": the one that routes there.
-        folder: the notebook's working folder.
-    """
-    try:
-        address = interface_address(interface) if interface else local_address_toward(toward)
-    except (OSError, StartError) as error:
-        return {"host": socket.gethostname(), "error": str(error)}
-    gpus = discovery.discover_machine().gpus
-    return {
-        "host": socket.gethostname(),
-        "address": address,
-        "has_folder": Path(folder).is_dir(),
-        "gpus": [gpu.uuid for gpu in gpus],
-        "capability": min((gpu.capability for gpu in gpus), default=None),
-        "versions": software_versions(),
-    }
-
-
 def check_nodes(nodes: Iterable[Mapping[str, Any]]) -> None:
     """Check that all nodes can be used.
 
     Args:
-        nodes: descriptions of the nodes by ``describe_node``.
+        nodes: descriptions of the nodes by ``NodeBootstrap.describe_node``.
 
     Raises:
         StartError: the error of the first node that has one.
@@ -136,8 +113,24 @@ class NodeBootstrap:
         self._process: subprocess.Popen[bytes] | None = None
 
     def describe_node(self, toward: str, interface: str, folder: str) -> dict[str, Any]:
-        """Return the description of this node; see the function of the same name."""
-        return describe_node(toward, interface, folder)
+        """Return a description of this node, or in "error" why it cannot be used.
+
+        Args:
+            toward: an address that the nodes must reach, the notebook's or the head's.
+            interface: network interface to use, such as "ib0"; "": the one that routes there.
+            folder: the notebook's working folder.
+        """
+        try:
+            address = interface_address(interface) if interface else local_address_toward(toward)
+        except (OSError, StartError) as error:
+            return {"host": socket.gethostname(), "error": str(error)}
+        return {
+            "host": socket.gethostname(),
+            "address": address,
+            "has_folder": Path(folder).is_dir(),
+            "gpus": [gpu.uuid for gpu in discovery.discover_machine().gpus],
+            "versions": software_versions(),
+        }
 
     def run(self, ticket: str) -> str:
         """Run the agent until it ends; return the reason as text for the kernel.
@@ -186,41 +179,36 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": own + (os.pathsep + before if before else "")}
 
 
-class SrunTask:
-    """An srun task: reads lines of JSON from stdin, answers with marked lines on stdout.
+def serve_srun_task(index: int) -> None:
+    """Serve an srun task: read lines of JSON from stdin, answer with marked lines on stdout.
 
     {"about": [toward, interface, folder]}, then {"tickets": [...]} by task number. At the end of
     stdin everything here ends.
     """
+    node = NodeBootstrap()
 
-    def __init__(self, index: int) -> None:
-        self._index, self._node = index, NodeBootstrap()
-
-    def run(self) -> None:
-        """Serve until the end of stdin."""
-        for line in sys.stdin:
-            request = json.loads(line)
-            if "about" in request:
-                toward, interface, folder = request["about"]
-                toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
-                description = describe_node(toward, interface, folder) | {"toward": toward}
-                description["host"] = os.environ.get("SLURMD_NODENAME") or description["host"]
-                self._print_result(about=description)
-            else:
-                ticket = request["tickets"][self._index]
-                threading.Thread(
-                    target=self._run, args=(ticket,), name="agent", daemon=True
-                ).start()
-        self._node.end()
-
-    def _run(self, ticket: str) -> None:
-        self._print_result(ended=self._node.run(ticket))
-
-    def _print_result(self, **what: Any) -> None:
-        text = json.dumps({"task": self._index, **what})
-        sys.stdout.write(f"{STDOUT_MARKER}{text}\n")
+    def answer(**what: Any) -> None:
+        sys.stdout.write(f"{STDOUT_MARKER}{json.dumps({'task': index, **what})}\n")
         sys.stdout.flush()
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "about" in request:
+            toward, interface, folder = request["about"]
+            toward = toward or os.environ.get("SLURM_SRUN_COMM_HOST", "127.0.0.1")
+            description = node.describe_node(toward, interface, folder) | {"toward": toward}
+            description["host"] = os.environ.get("SLURMD_NODENAME") or description["host"]
+            answer(about=description)
+        else:
+            ticket = request["tickets"][index]
+            threading.Thread(
+                target=lambda ticket: answer(ended=node.run(ticket)),
+                args=(ticket,),
+                name="agent",
+                daemon=True,
+            ).start()
+    node.end()
 
 
 if __name__ == "__main__":
-    SrunTask(int(os.environ.get("SLURM_PROCID", "0"))).run()
+    serve_srun_task(int(os.environ.get("SLURM_PROCID", "0")))

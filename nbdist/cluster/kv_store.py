@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nbdist.cluster.protocol import KeyValueRequest
 
-    Reply = Callable[[int, KeyValueRequest, list[bytes]], None]
+
+class SendReply(Protocol):
+    """Sends a reply to a node."""
+
+    def __call__(self, index: int, message: KeyValueRequest, *frames: bytes) -> None:
+        """Send the reply; the frames are the requester and at most one value."""
 
 
 @dataclass(slots=True)
@@ -31,10 +34,10 @@ class KeyValueStore:
     """Key-value store for the ranks of one start.
 
     Args:
-        reply: sends a reply to a node: node index, reply, requester and value.
+        reply: sends a reply to a node.
     """
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: SendReply) -> None:
         self._reply = reply
         self._values: dict[str, bytes] = {}
         self._waiting: list[_BlockedRequest] = []
@@ -64,7 +67,7 @@ class KeyValueStore:
             request = blocked.request
             keys = [key for key in request.keys if key not in self._values]
             error = f"timed out after {request.seconds:.0f} s waiting for {', '.join(keys)}"
-            self._reply(blocked.node, replace(request, error=error), [blocked.ident])
+            self._reply(blocked.node, replace(request, error=error), blocked.ident)
 
     def _has(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -86,7 +89,7 @@ class KeyValueStore:
             case op:
                 number, value = self._read_or_change(op, request.keys[0], request.number, values)
                 result = [value]
-        self._reply(node, replace(request, keys=[], number=number), [ident, *result])
+        self._reply(node, replace(request, keys=[], number=number), ident, *result)
 
     def _read_or_change(
         self, op: str, key: str, number: int, values: list[bytes]

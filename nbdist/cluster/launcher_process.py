@@ -81,15 +81,11 @@ def check_descriptors(world_size: int) -> None:
     limit, need = descriptor_limit(), descriptors_needed(world_size)
     if limit < need:
         ranks = "rank" if world_size == 1 else "ranks"
+        rounded = max(1024, 1 << need.bit_length())  # a power of two with some reserve
         raise StartError(
             f"{world_size} {ranks} need {need} file descriptors in a process and the limit is"
-            f" {limit}. Run `ulimit -n {_round_up(need)}` in the shell that starts Jupyter."
+            f" {limit}. Run `ulimit -n {rounded}` in the shell that starts Jupyter."
         )
-
-
-def _round_up(need: int) -> int:
-    """Round up to a power of two with some reserve."""
-    return max(1024, 1 << need.bit_length())
 
 
 def process_status(pid: int, created: float | None = None) -> str:

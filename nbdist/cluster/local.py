@@ -54,12 +54,8 @@ LAUNCHER_NAME = "the launcher"
 """Key of the launcher, in place of a rank, in that message's exit codes."""
 
 
-def _ignore_message(_message: messages.LauncherMessage) -> None:
-    """Ignore messages before a session has taken the launcher."""
-
-
-def _ignore_progress(_text: str) -> None:
-    """Ignore the text."""
+def ignore_message(_message: messages.LauncherMessage) -> None:
+    """Ignore messages before a session has taken the launcher, and while it is closed."""
 
 
 class Launcher:
@@ -77,7 +73,7 @@ class Launcher:
         self.run_dir = RunDir.create()
         self.is_warm = False
         """True if its imports are done."""
-        self.listener: Callable[[messages.LauncherMessage], None] = _ignore_message
+        self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
         self.log = ProcessLog()
         self._link, theirs = socket.socketpair()
         try:
@@ -128,7 +124,11 @@ class Launcher:
         try:
             self._link.sendall(messages.encode_line(message))
         except OSError as error:
-            how = _end_words(self._code(within_s=KILL_TIMEOUT_S))
+            code = self._code(within_s=KILL_TIMEOUT_S)
+            if code is None:
+                how = "has closed its link"
+            else:
+                how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             log = redact_secrets(self.log_tail())
             msg = f"Cannot start ranks: {LAUNCHER_NAME} {how}. Its log: {log}"
             raise StartError(msg) from error
@@ -208,7 +208,7 @@ class Launcher:
     @property
     def staging_folders(self) -> list[Path]:
         """Folders for the kernel's payload files: shared memory, then the temp folder."""
-        return [self.run_dir.payload_dir, self.run_dir.path]
+        return self.run_dir.folders
 
     def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - the same for all
         """Return the folders for the ranks' payload files, equal to those of the kernel."""
@@ -256,7 +256,7 @@ class Launcher:
 
         Takes at most nine seconds; a warning names processes that cannot be killed.
         """
-        self.listener, self._closing = _ignore_message, True
+        self.listener, self._closing = ignore_message, True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
         self.resume_stopped()
@@ -300,13 +300,6 @@ class Launcher:
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
 
 
-def _end_words(code: int | None) -> str:
-    """Describe how a process has ended."""
-    if code is None:
-        return "has closed its link"
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}"
-
-
 def unkillable_message(pids: Iterable[int]) -> str:
     """Return the warning about processes that cannot be killed."""
     listed = ", ".join(str(pid) for pid in sorted(pids))
@@ -346,7 +339,7 @@ class LocalLauncherProvider:
         self,
         kind: DeviceType,
         world_size: int = 0,  # noqa: ARG002 - no limit
-        progress: Callable[[str], None] = _ignore_progress,  # noqa: ARG002 - no long step
+        progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
     ) -> Launcher:
         """Return the ready launcher, or a new one; the caller closes it."""
         warm, self._warm = self._warm, None

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +29,7 @@ from nbdist.cluster.agent_server import CLOSE_S, AgentServer
 from nbdist.cluster.allocation import AllocationRequest
 from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
 from nbdist.cluster.kv_store import KeyValueStore
-from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message
+from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message, ignore_message
 from nbdist.cluster.protocol import (
     CHUNK_BYTES,
     LEASE_S,
@@ -46,7 +46,7 @@ from nbdist.hardware.telemetry import UsageSnapshot
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
     from nbdist.cluster.interfaces import RankProcessInfo, TransferCallback
@@ -69,18 +69,55 @@ SHARED_POLL_S = 0.25
 RUNNING = "running"
 
 
-def _ignore_message(_message: messages.LauncherMessage) -> None:
-    """Ignore messages before a session has taken the nodes."""
+@dataclass(slots=True, eq=False)
+class Node:
+    """A node of the session, with what its agent has reported."""
+
+    index: int
+    place: AllocatedNode
+    hello: protocol.AgentHello | None = None
+    """None until the agent has connected."""
+    is_warm: bool = False
+    """True if its launcher is ready to fork."""
+    lost: str | None = None
+    """Why the connection has ended; None if it has not."""
+    states: dict[str, str] = field(default_factory=dict)
+    """Processes that are stopped or have exited, by name."""
+    requests: dict[int, Future[AgentResult]] = field(default_factory=dict)
+    """Future results of requests to the agent, by number."""
+    ranks: range = range(0)
+    """Its ranks of the last start."""
+    ended: messages.AllRanksExited | None = None
+    """Report of the end of these ranks."""
+
+    @property
+    def title(self) -> str:
+        """Name and address in messages."""
+        if self.place.address in self.place.name:  # if several nodes share a host name
+            return f"node {self.place.name}"
+        return f"node {self.place.name} ({self.place.address})"
+
+    @property
+    def launcher_name(self) -> str:
+        """Name of its launcher in messages."""
+        return f"{LAUNCHER_NAME} on {self.place.name}"
+
+    @property
+    def is_connected(self) -> bool:
+        """True while messages can be sent to its agent."""
+        return self.hello is not None and self.lost is None
 
 
 class NodeChannels(RankChannels):
-    """Channels to ranks on nodes; the frames pass through the agent server."""
+    """Channels to the ranks of one start; the frames pass through the agent server."""
 
-    def __init__(self, nodes: NodeGroup, key: bytes, reader: MessageListener) -> None:
+    def __init__(
+        self, group: NodeGroup, generation: int, key: bytes, reader: MessageListener
+    ) -> None:
         """Start the reader thread."""
         super().__init__(key, reader)
-        self._nodes = nodes
-        self._inbox: SimpleQueue[tuple[int, protocol.RankMessages, list[bytes]] | None] = (
+        self._group, self._generation = group, generation
+        self._inbox: SimpleQueue[tuple[Node, protocol.RankMessages, list[bytes]] | None] = (
             SimpleQueue()
         )
         self._closing = False
@@ -88,26 +125,31 @@ class NodeChannels(RankChannels):
         self._thread.start()
 
     def add_messages(
-        self, index: int, messages: protocol.RankMessages, frames: list[bytes]
+        self, node: Node, messages: protocol.RankMessages, frames: list[bytes]
     ) -> None:
         """Queue messages of a node's ranks, on the agent server's thread."""
-        self._inbox.put((index, messages, frames))
+        self._inbox.put((node, messages, frames))
 
     def wake(self) -> None:
         """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
-        self._nodes.agent_server.wake()
+        self._group.agent_server.wake()
         self._inbox.put(None)
 
     def close(self) -> None:
         """End the reader thread."""
         self._closing = True
-        self._nodes.detach_channels(self)
+        self._group.detach_channels(self)
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(REQUEST_TIMEOUT_S)
 
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        self._nodes.queue_frames(ranks, channel, frames)
+        by_node: dict[Node, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self._group.node_by_rank[rank], []).append(rank)
+        for node, theirs in by_node.items():  # once per node
+            message = protocol.RankRequestFrames(theirs, channel, self._generation)
+            self._group.agent_server.queue_message(node.index, message, *frames)
 
     def _serve(self) -> None:
         timeout_s, due = 0.0, time.monotonic()
@@ -122,19 +164,19 @@ class NodeChannels(RankChannels):
                 timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
                 due = time.monotonic() + timeout_s
 
-    def _open(self, node: int, messages: protocol.RankMessages, frames: list[bytes]) -> None:
+    def _open(self, node: Node, messages: protocol.RankMessages, frames: list[bytes]) -> None:
         """Verify and handle the messages of a node's ranks; log invalid ones and continue."""
-        remaining, own_ranks = iter(frames), self._nodes.ranks_of(node)
+        remaining = iter(frames)
         try:
             for ranks, channel, num_frames in messages.index:
                 signed = list(itertools.islice(remaining, num_frames))
-                if not ranks or not own_ranks.issuperset(ranks):
-                    log.warning("node %d: dropped a message of other nodes' ranks", node)
+                if not ranks or not all(rank in node.ranks for rank in ranks):
+                    log.warning("node %d: dropped a message of other nodes' ranks", node.index)
                     continue
                 message = self._signer.verify_message(signed) if signed else None
                 self._take(tuple(ranks), cast("Channel", channel), message)
         except (ValueError, TypeError):
-            log.exception("node %d: dropped malformed messages", node)
+            log.exception("node %d: dropped malformed messages", node.index)
 
 
 class NodeGroup:
@@ -148,25 +190,21 @@ class NodeGroup:
     def __init__(self, cluster: Cluster, kind: DeviceType) -> None:
         """Create the kernel's private folders; `start` requests the nodes."""
         self.kind = kind
-        self.listener: Callable[[messages.LauncherMessage], None] = _ignore_message
-        self.allocated_nodes: list[AllocatedNode] = []
+        self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
+        self.nodes: list[Node] = []
+        self.node_by_rank: dict[int, Node] = {}
+        """Of the last start."""
         self.run_dir = RunDir.create()
         self.agent_server: AgentServer
+        self._store: KeyValueStore
+        """Of the last start."""
         self._cluster = cluster
-        self._hellos: dict[int, protocol.AgentHello] = {}
-        self._warm: set[int] = set()
-        self._states: dict[int, dict[str, str]] = {}
-        self._lost: dict[int, str] = {}
-        self._shares: list[tuple[int, range]] = []
-        """Indices of the nodes used by the last start, with their ranks."""
-        self._node_of: dict[int, int] = {}
-        """By rank of the last start."""
         self._generation = 0
-        self._ended: dict[int, messages.AllRanksExited] = {}
-        self._point = KeyValueStore(self._send_store_reply)
-        self._relay: NodeChannels | None = None
-        self._requests: dict[int, tuple[int, Future[AgentResult]]] = {}
-        """By number the node and the future result of a request to its agent."""
+        self._channels: NodeChannels | None = None
+        self._first_end: messages.AllRanksExited
+        """The first report of the end of the last ranks."""
+        self._failure = ""
+        """The first node that was lost, and why."""
         self._numbers = itertools.count(1)
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._log = ""
@@ -187,14 +225,18 @@ class NodeGroup:
         Raises:
             StartError: no nodes, or an agent does not connect; nothing stays reserved.
         """
-        self.allocated_nodes = self._cluster.allocate_nodes(wanted, progress)
-        got = sum(place.ranks for place in self.allocated_nodes)
+        places = self._cluster.allocate_nodes(wanted, progress)
+        self.nodes = [Node(index, place) for index, place in enumerate(places)]
+        got = sum(place.ranks for place in places)
         if wanted.nproc is not None and got < wanted.nproc:
             msg = f"Requested {wanted.nproc} ranks, but {self._cluster.name} provides {got}."
             raise StartError(msg)
         self.agent_server = AgentServer(
-            self._cluster.kernel_address, take=self._take, on_gone=self._connection_ended
+            self._cluster.kernel_address,
+            take=self._on_agent_message,
+            on_gone=self._on_connection_end,
         )
+        self._store = KeyValueStore(self.agent_server.send)
         for target, name in (
             (self._handle_events, "nbdist-link"),
             (self._poll_cluster, "nbdist-cluster"),
@@ -202,16 +244,16 @@ class NodeGroup:
             thread = threading.Thread(target=target, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
-        progress(f"starting agents on {len(self.allocated_nodes)} nodes")
+        progress(f"starting agents on {len(self.nodes)} nodes")
         tickets = []
-        for index in range(len(self.allocated_nodes)):
-            public, secret = self.agent_server.create_node_keys(index)
+        for node in self.nodes:
+            public, secret = self.agent_server.create_node_keys(node.index)
             ticket = protocol.AgentTicket(
                 hub=self.agent_server.address,
                 hub_key=self.agent_server.public_key,
                 public=public,
                 secret=secret,
-                index=index,
+                index=node.index,
                 kind=self.kind,
                 cwd=str(Path.cwd()),
                 path=list(sys.path),
@@ -223,16 +265,10 @@ class NodeGroup:
 
     def _wait_for_agents(self) -> None:
         deadline = time.monotonic() + AGENT_START_TIMEOUT_S
-        while len(self._hellos) < len(self.allocated_nodes):
-            if self._lost:
-                index, why = next(iter(self._lost.items()))
-                raise StartError(f"{self._node_name(index)} {why}.")
+        while missing := [node.title for node in self.nodes if node.hello is None]:
+            if self._failure:
+                raise StartError(f"{self._failure}.")
             if time.monotonic() > deadline:
-                missing = [
-                    self._node_name(i)
-                    for i in range(len(self.allocated_nodes))
-                    if i not in self._hellos
-                ]
                 msg = (
                     f"The agent of {', '.join(missing)} did not connect to this machine at"
                     f" {self.agent_server.address} within {AGENT_START_TIMEOUT_S:.0f} s."
@@ -245,16 +281,16 @@ class NodeGroup:
     @property
     def is_warm(self) -> bool:
         """True if all launchers are ready to fork."""
-        return len(self._warm) == len(self.allocated_nodes)
+        return all(node.is_warm for node in self.nodes)
 
     @property
     def is_alive(self) -> bool:
         """True if no node is lost."""
-        return not self._lost and not self._closing
+        return not self._failure and not self._closing
 
     def can_start(self, kind: DeviceType, world_size: int) -> bool:
         """Return True if these nodes can start this many ranks of this kind."""
-        room = sum(place.ranks for place in self.allocated_nodes)
+        room = sum(node.place.ranks for node in self.nodes)
         return self.is_alive and self.kind == kind and world_size <= room
 
     def close(self) -> None:
@@ -275,15 +311,15 @@ class NodeGroup:
                 self._over.set()
 
     def _close(self) -> None:
-        if self._hellos:
-            self._log = self.log_tail()
+        self._log = self.log_tail()
         self._closing = True
-        self.listener = _ignore_message
-        if self.allocated_nodes and self._threads:
-            for index in self._hellos:
-                self.agent_server.send(index, protocol.StopAgent())
+        self.listener = ignore_message
+        if self._threads:
+            for node in self.nodes:
+                if node.hello is not None:
+                    self.agent_server.send(node.index, protocol.StopAgent())
             deadline = time.monotonic() + END_S
-            while not self._hellos.keys() <= self._lost.keys() and time.monotonic() < deadline:
+            while any(node.is_connected for node in self.nodes) and time.monotonic() < deadline:
                 threading.Event().wait(0.02)
             self.agent_server.close()
         self._events.put(None)
@@ -298,63 +334,70 @@ class NodeGroup:
         self, launch: messages.LaunchRanks, key: str, reader: MessageListener
     ) -> RankChannels:
         """Start ranks on all nodes, in node order."""
-        self._shares = list(self._shared(launch.world_size))
-        self._node_of = {rank: index for index, mine in self._shares for rank in mine}
-        self._generation, self._ended = launch.generation, {}
-        self._point = KeyValueStore(self._send_store_reply)
-        self._relay = NodeChannels(self, key.encode(), reader)
-        for number, (index, mine) in enumerate(self._shares):
-            place = self.allocated_nodes[index]
+        for node, ranks in zip(self.nodes, self._shares(launch.world_size), strict=True):
+            node.ranks, node.ended = ranks, None
+        self.node_by_rank = {rank: node for node in self.nodes for rank in node.ranks}
+        self._generation = launch.generation
+        self._store = KeyValueStore(self.agent_server.send)
+        self._channels = NodeChannels(self, launch.generation, key.encode(), reader)
+        used = self._used_nodes()
+        for number, node in enumerate(used):
+            gpus = list(node.place.gpus[: len(node.ranks)])
             theirs = replace(
                 launch,
-                devices=None if launch.devices is None else list(place.gpus[: len(mine)]),
-                first=mine.start,
-                here=len(mine),
+                devices=None if launch.devices is None else gpus,
+                first=node.ranks.start,
+                here=len(node.ranks),
                 node=number,
-                nodes=len(self._shares),
+                nodes=len(used),
             )
             self.agent_server.queue_message(
-                index, protocol.LaunchRanks(asdict(theirs), key, place.address)
+                node.index, protocol.LaunchRanks(asdict(theirs), key, node.place.address)
             )
         self.agent_server.wake()
-        return self._relay
+        return self._channels
 
-    def _shared(self, world_size: int) -> Iterator[tuple[int, range]]:
-        """Node indices with the ranks that they get."""
-        first = 0
-        for index, place in enumerate(self.allocated_nodes):
-            mine = range(first, min(first + place.ranks, world_size))
-            if mine:
-                yield index, mine
-            first = mine.stop
+    def _shares(self, world_size: int) -> list[range]:
+        """Ranks that each node gets."""
+        shares, first = [], 0
+        for node in self.nodes:
+            shares.append(range(first, min(first + node.place.ranks, world_size)))
+            first = shares[-1].stop
+        return shares
+
+    def _used_nodes(self) -> list[Node]:
+        """Nodes with ranks of the last start."""
+        return [node for node in self.nodes if node.ranks]
 
     def nodes_for(self, world_size: int) -> list[SessionNode]:
         """Return the machines of this many ranks with their hardware."""
-        nodes = []
-        for index, ranks in self._shared(world_size):
-            machine = Machine.from_json(self._hellos[index].machine)
+        found = []
+        for node, ranks in zip(self.nodes, self._shares(world_size), strict=True):
+            if not ranks or node.hello is None:
+                continue
+            machine = Machine.from_json(node.hello.machine)
             known = {gpu.uuid: gpu for gpu in machine.gpus}
-            own = self.allocated_nodes[index].gpus[: len(ranks)]
+            own = node.place.gpus[: len(ranks)]
             gpus = tuple(known[uuid] for uuid in own if uuid in known)
             link = machine.link if len(gpus) > 1 else None
             machine = replace(machine, gpus=gpus, link=link)
-            nodes.append(SessionNode(self.allocated_nodes[index].name, tuple(ranks), machine))
-        return nodes
+            found.append(SessionNode(node.place.name, tuple(ranks), machine))
+        return found
 
     def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
         """Return the usage of the ranks' nodes that respond in time."""
-        requests: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
-        found = self._answers("now", requests, within_s)
-        return {
-            self.allocated_nodes[index].name: UsageSnapshot.from_json(usage)
-            for index, usage in found.items()
-        }
+        found = self._answers("now", {node: {} for node in self._used_nodes()}, within_s)
+        return {node.place.name: UsageSnapshot.from_json(usage) for node, usage in found.items()}
 
     def send(self, message: messages.LauncherMessage) -> None:
         """Send a message to all connected launchers."""
-        line = protocol.LauncherLine(messages.encode_line(message).decode())
-        for index in self._connected_indices():
-            self.agent_server.queue_message(index, line)
+        self._send_to_all(protocol.LauncherLine(messages.encode_line(message).decode()))
+
+    def _send_to_all(self, message: protocol.Message) -> None:
+        """Send a message to all connected agents."""
+        for node in self.nodes:
+            if node.is_connected:
+                self.agent_server.queue_message(node.index, message)
         self.agent_server.wake()
 
     def resume_stopped(self) -> None:
@@ -364,49 +407,54 @@ class NodeGroup:
         """Return the launchers as JSON values."""
         return [
             {
-                "pid": hello.launcher,
-                "alive": index not in self._lost and not self._closing,
-                "name": self._launcher_name(index),
-                "node": self.allocated_nodes[index].name,
+                "pid": node.hello.launcher,
+                "alive": node.lost is None and not self._closing,
+                "name": node.launcher_name,
+                "node": node.place.name,
             }
-            for index, hello in sorted(self._hellos.items())
+            for node in self.nodes
+            if node.hello is not None
         ]
 
     def node_of(self, rank: int) -> str:
         """Return the name of a rank's node."""
-        index = self._node_of.get(rank)
-        return "" if index is None else self.allocated_nodes[index].name
+        return self.node_by_rank[rank].place.name if rank in self.node_by_rank else ""
 
     def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launchers, as last reported by the agents."""
+
+        def status(node: Node, name: str, pid: int) -> ProcessStatus:
+            has_ended = node.lost is not None or self._closing
+            return ProcessStatus(pid, EXITED if has_ended else node.states.get(name, RUNNING))
+
         found = {}
         for rank, member in members.items():
-            found[f"rank {rank}"] = self._process(self._node_of[rank], f"rank {rank}", member.pid)
-        for index, hello in self._hellos.items():
-            process = self._process(index, LAUNCHER_NAME, hello.launcher)
-            found[self._launcher_name(index)] = process
+            name = f"rank {rank}"
+            found[name] = status(self.node_by_rank[rank], name, member.pid)
+        for node in self.nodes:
+            if node.hello is not None:
+                found[node.launcher_name] = status(node, LAUNCHER_NAME, node.hello.launcher)
         return found
 
     def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
         """Dump Python stacks by signal, on all nodes in parallel."""
-        requests: dict[int, dict[str, Any]] = {}
-        for index, _ in self._shares:
-            theirs = {rank: pid for rank, pid in pids.items() if self._node_of[rank] == index}
+        requests: dict[Node, dict[str, Any]] = {}
+        for node in self._used_nodes():
+            theirs = {rank: pid for rank, pid in pids.items() if rank in node.ranks}
             if theirs or launchers:
-                requests[index] = {"pids": theirs, "launchers": launchers}
+                requests[node] = {"pids": theirs, "launchers": launchers}
         stacks = {f"rank{rank}": f"{self.node_of(rank)} does not respond" for rank in pids}
-        for index, found in self._answers("stacks", requests).items():
+        for node, found in self._answers("stacks", requests).items():
             own = found.pop("launcher", None)
             stacks |= found
             if own is not None:
-                stacks[self._launcher_name(index)] = own
+                stacks[node.launcher_name] = own
         return stacks
 
     def crash_artifacts(self) -> CrashArtifacts:
         """Return the crash artifacts of the last ranks, from their nodes."""
         left = CrashArtifacts()
-        requests: dict[int, dict[str, Any]] = {index: {} for index, _ in self._shares}
-        for found in self._answers("left", requests).values():
+        for found in self._answers("left", {node: {} for node in self._used_nodes()}).values():
             left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
             left.notes.extend((rank, text) for rank, text in found["notes"])
         return left
@@ -415,50 +463,51 @@ class NodeGroup:
         """Return the end of the logs of all nodes."""
         if self._closing:
             return self._log
-        found = self._answers("log", {index: {} for index in self._connected_indices()})
-        logs = ((self.allocated_nodes[index].name, text) for index, text in found.items() if text)
-        return "\n".join(f"-- {name} --\n{text}" for name, text in logs)
+        connected: dict[Node, dict[str, Any]] = {
+            node: {} for node in self.nodes if node.is_connected
+        }
+        found = self._answers("log", connected)
+        return "\n".join(f"-- {node.place.name} --\n{log}" for node, log in found.items() if log)
 
     # -- files
 
     @property
     def staging_folders(self) -> list[Path]:
         """Folders for the kernel's payload files, preferred first."""
-        return [self.run_dir.payload_dir, self.run_dir.path]
+        return self.run_dir.folders
 
     def payload_folders(self, rank: int) -> list[str]:
         """Return the folders for a rank's payload files, preferred first."""
-        hello = self._hellos[self._node_of[rank]]
-        return [hello.bulk_dir, hello.run_dir]
+        hello = self.node_by_rank[rank].hello
+        return [] if hello is None else [hello.bulk_dir, hello.run_dir]
 
     @contextlib.contextmanager
     def ship_file(
         self, file: Path, ranks: Sequence[int], on_progress: TransferCallback
     ) -> Iterator[dict[int, str]]:
         """Copy a file once to each node of these ranks."""
-        indices = sorted({self._node_of[rank] for rank in ranks})
-        paths: dict[int, str] = {}
+        paths: dict[Node, str] = {}
         try:
             given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
-            for index in indices:
-                paths[index] = self._answer(self._ask(index, "receive", given))
+            for node in dict.fromkeys(self.node_by_rank[rank] for rank in ranks):
+                paths[node] = self._answer(self._ask(node, "receive", given))
             self._transfer(file, paths, on_progress)
-            yield {rank: paths[self._node_of[rank]] for rank in ranks}
+            yield {rank: paths[self.node_by_rank[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
-            for index, path in paths.items():
-                self._ask(index, "remove", {"path": path}).cancel()  # the reply is not needed
+            for node, path in paths.items():
+                self._ask(node, "remove", {"path": path}).cancel()  # the reply is not needed
 
     def _transfer(
-        self, file: Path, paths: Mapping[int, str], on_progress: TransferCallback
+        self, file: Path, paths: Mapping[Node, str], on_progress: TransferCallback
     ) -> None:
         """Send a file in chunks, with a limited number in flight."""
         in_flight: deque[Future[AgentResult]] = deque()
         done, total = 0, file.stat().st_size * len(paths)
         with file.open("rb") as source:
             while (chunk := source.read(CHUNK_BYTES)) or in_flight:
-                for index, path in paths.items() if chunk else ():
-                    in_flight.append(self._ask(index, "chunk", {"path": path}, chunk))
+                for node, path in paths.items() if chunk else ():
+                    in_flight.append(self._ask(node, "chunk", {"path": path}, chunk))
                 while in_flight and (not chunk or len(in_flight) >= MAX_UNREAD_CHUNKS * len(paths)):
                     written, _ = self._transferred(in_flight.popleft())
                     done += written
@@ -468,8 +517,8 @@ class NodeGroup:
         """Copy a payload file of a rank to this machine and remove it on the node."""
         if str(Path(path).parent) not in self.payload_folders(rank):
             raise PayloadError(foreign_file_message(path))
-        index = self._node_of[rank]
-        size: int = self._answer(self._ask(index, "size", {"path": path}))
+        node = self.node_by_rank[rank]
+        size: int = self._answer(self._ask(node, "size", {"path": path}))
         preferred, other = self.staging_folders
         has_room = shutil.disk_usage(preferred).free > size + MIN_FREE_BYTES
         file = (preferred if has_room else other) / f"{secrets.token_hex(8)}.payload"
@@ -481,7 +530,7 @@ class NodeGroup:
                 while sink.tell() < size:
                     for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS - len(in_flight)):
                         given = {"path": path, "offset": offset}
-                        in_flight.append(self._ask(index, "read", given))
+                        in_flight.append(self._ask(node, "read", given))
                     _, frames = self._transferred(in_flight.popleft())
                     sink.write(frames[0])
                     on_progress(sink.tell(), size)
@@ -489,7 +538,7 @@ class NodeGroup:
             file.unlink(missing_ok=True)
             raise
         finally:
-            self._ask(index, "remove", {"path": path}).cancel()
+            self._ask(node, "remove", {"path": path}).cancel()
         return file
 
     def make_private_folders(self) -> list[Path]:
@@ -518,12 +567,10 @@ class NodeGroup:
         given = {"path": str(trial), "text": text}
         deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
         try:
-            for index, _ in self._shares:
-                while why := self._answer(self._ask(index, "sees", given)):
+            for node in self._used_nodes():
+                while why := self._answer(self._ask(node, "sees", given)):
                     if time.monotonic() > deadline:
-                        raise CheckpointError(
-                            f"{self._node_name(index)}: {why}. {SHARED_FOLDER_HINT}."
-                        )
+                        raise CheckpointError(f"{node.title}: {why}. {SHARED_FOLDER_HINT}.")
                     self._ends.wait(SHARED_POLL_S)  # network file systems show it with a delay
         finally:
             trial.unlink(missing_ok=True)
@@ -547,17 +594,18 @@ class NodeGroup:
     # -- requests to agents
 
     def _ask(
-        self, index: int, what: str, given: dict[str, Any] | None = None, *frames: bytes
+        self, node: Node, what: str, given: dict[str, Any] | None = None, *frames: bytes
     ) -> Future[AgentResult]:
         """Send a request to an agent; a failed one raises SessionError."""
         number = next(self._numbers)
         reply: Future[AgentResult] = Future()
-        self._requests[number] = index, reply
-        reply.add_done_callback(lambda _: self._requests.pop(number, None))
-        if index in self._lost:
-            reply.set_exception(SessionError(self._lost[index]))
+        node.requests[number] = reply
+        reply.add_done_callback(lambda _: node.requests.pop(number, None))
+        if node.lost is not None:
+            reply.set_exception(SessionError(node.lost))
         else:
-            self.agent_server.send(index, protocol.AgentQuery(number, what, given or {}), *frames)
+            query = protocol.AgentQuery(number, what, given or {})
+            self.agent_server.send(node.index, query, *frames)
         return reply
 
     def _answer(self, reply: Future[AgentResult]) -> Any:
@@ -570,16 +618,19 @@ class NodeGroup:
             raise SessionError(msg) from None
 
     def _answers(
-        self, what: str, requests: Mapping[int, dict[str, Any]], within_s: float = REQUEST_TIMEOUT_S
-    ) -> dict[int, Any]:
+        self,
+        what: str,
+        requests: Mapping[Node, dict[str, Any]],
+        within_s: float = REQUEST_TIMEOUT_S,
+    ) -> dict[Node, Any]:
         """Send a request to several agents; return the replies by node, without failed ones."""
-        replies = {index: self._ask(index, what, given) for index, given in requests.items()}
+        replies = {node: self._ask(node, what, given) for node, given in requests.items()}
         futures.wait(replies.values(), within_s)
         found = {}
-        for index, reply in replies.items():
+        for node, reply in replies.items():
             # a node that does not reply in time will be reported as lost
             if not reply.cancel() and reply.exception() is None:
-                found[index] = reply.result()[0]
+                found[node] = reply.result()[0]
         return found
 
     def _transferred(self, reply: Future[AgentResult]) -> AgentResult:
@@ -592,64 +643,45 @@ class NodeGroup:
         except SessionError as error:
             raise PayloadError(f"File transfer with a node failed: {error}") from error
 
-    # -- the ranks' frames
+    # -- what arrives, on the agent server's thread
 
-    def queue_frames(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
-        """Queue frames to ranks, once per node."""
-        by_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_node.setdefault(self._node_of[rank], []).append(rank)
-        for index, theirs in by_node.items():
-            message = protocol.RankRequestFrames(theirs, channel, self._generation)
-            self.agent_server.queue_message(index, message, *frames)
-
-    def ranks_of(self, index: int) -> frozenset[int]:
-        """Return the ranks of a node."""
-        return frozenset(rank for place, ranks in self._shares if place == index for rank in ranks)
-
-    def detach_channels(self, relay: NodeChannels) -> None:
+    def detach_channels(self, channels: NodeChannels) -> None:
         """Detach the channels and let the agents close the ranks' sockets."""
-        if self._relay is relay:
-            self._relay = None
-            for index in self._connected_indices():
-                self.agent_server.queue_message(index, protocol.CloseRankSockets())
-            self.agent_server.wake()
+        if self._channels is channels:
+            self._channels = None
+            self._send_to_all(protocol.CloseRankSockets())
 
-    def _send_store_reply(
-        self, index: int, reply: protocol.KeyValueRequest, frames: list[bytes]
-    ) -> None:
-        self.agent_server.send(index, reply, *frames)
-
-    # -- what arrives, on the hub's thread
-
-    def _take(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
+    def _on_agent_message(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
+        node = self.nodes[index]
         match message:
             case protocol.RankMessages(generation=self._generation):
-                relay = self._relay
-                if relay is not None:
-                    relay.add_messages(index, message, frames)
+                channels = self._channels
+                if channels is not None:
+                    channels.add_messages(node, message, frames)
             case protocol.LauncherLine(text=text):
                 line = messages.decode_line(text.encode())
-                self._events.put(lambda: self._on_launcher_message(index, line))
+                self._events.put(lambda: self._on_launcher_message(node, line))
             case protocol.KeyValueRequest():
-                self._point.answer_request(index, message, frames)
+                self._store.answer_request(index, message, frames)
             case protocol.AgentReply():
-                _, reply = self._requests.get(message.id, (index, None))
+                reply = node.requests.get(message.id)
                 with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
                     if reply is not None and message.error:
                         reply.set_exception(SessionError(message.error))
                     elif reply is not None:
                         reply.set_result((message.value, frames))
             case protocol.ProcessStates(states=states):
-                self._states[index] = states
+                node.states = states
             case protocol.AgentHello():
-                self._hellos[index] = message
+                node.hello = message
 
-    def _connection_ended(self, index: int, why: str) -> None:
-        if self._closing:
-            self._lost.setdefault(index, "")
-            return
-        self._events.put(lambda: self._lose_node(index, self._cluster.lost_nodes().get(index, why)))
+    def _on_connection_end(self, index: int, why: str) -> None:
+        node = self.nodes[index]
+        if not self._closing:
+            why = self._cluster.lost_nodes().get(index, why)
+            self._events.put(lambda: self._lose_node(node, why))
+        elif node.lost is None:
+            node.lost = ""
 
     # -- threads of its own
 
@@ -657,24 +689,24 @@ class NodeGroup:
         """Handle launcher messages in order. On a separate thread, since listeners may block."""
         while (event := self._events.get()) is not None:
             event()
-        if self._lost and not self._closed:
+        if self._failure and not self._closed:
             self.close()
 
     def _poll_cluster(self) -> None:
         """Poll the cluster for lost nodes, and the store for timeouts."""
         while not self._closing:
             for index, why in self._cluster.lost_nodes().items():
-                if index not in self._lost:
-                    self._events.put(functools.partial(self._lose_node, index, why))
-            self._point.expire_requests()
+                if self.nodes[index].lost is None:
+                    self._events.put(functools.partial(self._lose_node, self.nodes[index], why))
+            self._store.expire_requests()
             self._ends.wait(POLL_INTERVAL_S)
 
-    def _on_launcher_message(self, index: int, line: messages.LauncherMessage) -> None:
+    def _on_launcher_message(self, node: Node, line: messages.LauncherMessage) -> None:
         """Handle a launcher message; the end of the ranks is reported for all nodes together."""
-        name = self.allocated_nodes[index].name
+        name = node.place.name
         match line:
             case messages.LauncherReady():
-                self._warm.add(index)
+                node.is_warm = True
                 if self.is_warm:
                     self.listener(line)
             case messages.LauncherProgress(text=text):
@@ -682,57 +714,41 @@ class NodeGroup:
             case messages.RankExited():
                 self.listener(replace(line, node=name))
             case messages.AllRanksExited(generation=generation) if generation == LAUNCHER_GONE:
-                self._lose_node(index, "", replace(line, node=name))
+                self._lose_node(node, "", replace(line, node=name))
             case messages.AllRanksExited(generation=self._generation):
-                self._one_ended(index, replace(line, node=name))
+                self._on_ranks_end(node, replace(line, node=name))
             case messages.RankForked():
                 self.listener(line)
 
-    def _one_ended(self, index: int, ended: messages.AllRanksExited) -> None:
+    def _on_ranks_end(self, node: Node, ended: messages.AllRanksExited) -> None:
         """Handle the end of one node's ranks: end the others, report once all have ended."""
-        if not self._ended:
+        if all(other.ended is None for other in self.nodes):
+            self._first_end = ended
             self.send(messages.StopRanks())
-        self._ended[index] = ended
-        if self._ended.keys() >= {node for node, _ in self._shares}:
-            first, *others = self._ended.values()
-            codes = first.exitcodes
-            for other in others:
-                codes = other.exitcodes | codes
-            self.listener(replace(first, exitcodes=codes))
+        node.ended = ended
+        codes = self._first_end.exitcodes
+        for other in self._used_nodes():
+            if other.ended is None:
+                return
+            codes = other.ended.exitcodes | codes
+        self.listener(replace(self._first_end, exitcodes=codes))
 
     def _lose_node(
-        self, index: int, why: str, ended: messages.AllRanksExited | None = None
+        self, node: Node, why: str, ended: messages.AllRanksExited | None = None
     ) -> None:
         """Handle the loss of a node or its launcher: end everything."""
-        if index in self._lost or self._closing:
+        if node.lost is not None or self._closing:
             return
-        self._lost[index] = why or "lost its launcher, which ended"
-        for node, reply in list(self._requests.values()):
-            if node == index:
-                with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
-                    reply.set_exception(SessionError(self._lost[index]))
-        words = f"{self._node_name(index)} {why}"
-        name = self.allocated_nodes[index].name
-        self.listener(ended or messages.AllRanksExited(LAUNCHER_GONE, error=words, node=name))
+        node.lost = why or "lost its launcher, which ended"
+        failure = f"{node.title} {node.lost}"
+        self._failure = self._failure or failure
+        for reply in list(node.requests.values()):
+            with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
+                reply.set_exception(SessionError(node.lost))
+        if ended is None:
+            ended = messages.AllRanksExited(LAUNCHER_GONE, error=failure, node=node.place.name)
+        self.listener(ended)
         self._events.put(None)  # end the other nodes too
-
-    # -- in words
-
-    def _node_name(self, index: int) -> str:
-        place = self.allocated_nodes[index]
-        if place.address in place.name:  # if several nodes share a host name
-            return f"node {place.name}"
-        return f"node {place.name} ({place.address})"
-
-    def _launcher_name(self, index: int) -> str:
-        return f"{LAUNCHER_NAME} on {self.allocated_nodes[index].name}"
-
-    def _process(self, index: int, name: str, pid: int) -> ProcessStatus:
-        status = self._states.get(index, {}).get(name, RUNNING)
-        return ProcessStatus(pid, EXITED if index in self._lost or self._closing else status)
-
-    def _connected_indices(self) -> Iterable[int]:
-        return [index for index in self._hellos if index not in self._lost]
 
 
 class ClusterLauncherProvider:

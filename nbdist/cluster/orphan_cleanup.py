@@ -15,12 +15,11 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.cluster import run_dir
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
@@ -69,16 +68,22 @@ def find_orphans(roots: Sequence[Path] | None = None) -> OrphanResources:
     """
     places = run_dir.private_folder_roots() if roots is None else roots
     folders: list[Path] = []
-    waiting = [path for root in places for path in _private(root)]
+    waiting: list[Path] = []
+    for root in places:
+        with contextlib.suppress(OSError):
+            waiting += sorted(root.glob("nbdist-*"))
     while waiting:
         path = waiting.pop()
         if path not in folders and process_identity.is_abandoned(path):
             folders.append(path)
             waiting += process_identity.linked_folders(path)
-    shared = [file for folder in folders for file in shm_cleanup.find_orphaned_files(folder)]
-    strays = [
-        OrphanProcess(pid, _name(pid)) for pid in process_identity.visible_pids() if _is_stray(pid)
-    ]
+    shared = [file for folder in folders for file in process_identity.find_orphaned_files(folder)]
+    strays = []
+    for pid in filter(_is_stray, process_identity.visible_pids()):
+        name = "ended"
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        strays.append(OrphanProcess(pid, name))
     return OrphanResources(tuple(strays), tuple(sorted(folders)), tuple(shared))
 
 
@@ -89,7 +94,9 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
         roots: as in ``find_orphans``.
         grace_s: time for processes to end by themselves.
     """
-    _wait_until(lambda: not any(map(_is_stray, process_identity.visible_pids())), grace_s)
+    deadline = time.monotonic() + grace_s
+    while any(map(_is_stray, process_identity.visible_pids())) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     kill_processes(_is_stray)
     found = find_orphans(roots)  # search after the grace time
     for file in found.shared_memory_files:
@@ -100,14 +107,14 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
 
 def remove_orphans_async() -> None:
     """Remove orphaned resources on a separate thread; errors are only logged."""
-    threading.Thread(target=_try_to_sweep, name="nbdist-leftovers", daemon=True).start()
 
+    def sweep() -> None:
+        try:
+            remove_orphans()
+        except OSError as error:
+            log.warning("cannot remove what killed sessions left: %s", error)
 
-def _try_to_sweep() -> None:
-    try:
-        remove_orphans()
-    except OSError as error:
-        log.warning("cannot remove what killed sessions left: %s", error)
+    threading.Thread(target=sweep, name="nbdist-leftovers", daemon=True).start()
 
 
 def kill_processes(is_meant: Callable[[int], bool]) -> set[int]:
@@ -126,7 +133,8 @@ def kill_processes(is_meant: Callable[[int], bool]) -> set[int]:
             return set()
         for pid in meant:
             _kill(pid, is_meant)
-        _wait_until(partial(_all_ended, meant), deadline - time.monotonic())
+        while any(map(_is_running, meant.items())) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     return {pid for pid in process_identity.visible_pids() if is_meant(pid)}
 
 
@@ -155,7 +163,12 @@ def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
     of Python, gVisor), the check is done right before the signal.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is protected
-        held = _held(pid)
+        try:
+            held = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+        except ProcessLookupError:
+            raise
+        except OSError:
+            held = None
         if held is None:
             if is_meant(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -167,23 +180,10 @@ def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
             os.close(held)
 
 
-def _all_ended(meant: dict[int, int]) -> bool:
-    """Return True if none of these processes runs, by pid and start time."""
-    return not any(
-        born and process_identity.process_start_ticks(pid) == born for pid, born in meant.items()
-    )
-
-
-def _held(pid: int) -> int | None:
-    """Return a file descriptor of a process; None if the system does not support it."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
-        return None
+def _is_running(process: tuple[int, int]) -> bool:
+    """Return True if a process runs, given by its id and start time."""
+    pid, started = process
+    return started != 0 and process_identity.process_start_ticks(pid) == started
 
 
 def _is_stray(pid: int) -> bool:
@@ -192,21 +192,3 @@ def _is_stray(pid: int) -> bool:
         process_identity.process_environ(pid).get(process_identity.KERNEL_VARIABLE, "")
     )
     return kernel is not None and kernel.has_ended and pid != os.getpid()
-
-
-def _private(root: Path) -> list[Path]:
-    with contextlib.suppress(OSError):
-        return sorted(root.glob("nbdist-*"))
-    return []
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    return "ended"
-
-
-def _wait_until(happened: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not happened() and time.monotonic() < deadline:
-        time.sleep(POLL_S)

@@ -239,7 +239,9 @@ class LocalRankChannels(RankChannels):
             ready = dict(poller.poll(timeout))
             if self._alarm.socket in ready:
                 self._alarm.clear()
-            self._send_queued()
+            while self._outbox:
+                rank, channel, frames = self._outbox.popleft()
+                self._sockets[rank, channel].send_multipart(frames)
             for socket in ready.keys() & places.keys():
                 self._read(socket, *places[socket])
             if not ready or time.monotonic() >= idle_due or self._alarm.socket in ready:
@@ -249,11 +251,6 @@ class LocalRankChannels(RankChannels):
             socket.close(0)
         self._alarm.close()
         self._context.term()
-
-    def _send_queued(self) -> None:
-        while self._outbox:
-            rank, channel, frames = self._outbox.popleft()
-            self._sockets[rank, channel].send_multipart(frames)
 
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read

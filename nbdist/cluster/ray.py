@@ -118,28 +118,17 @@ class RayCluster:
         """Return the number of reachable nodes with room for `each` ranks, at most `nodes`."""
         with self._connected():
             self._unreachable.clear()
-            self._unreachable.update(
-                node["NodeManagerAddress"]
-                for node in self._alive_nodes()
-                if self._is_unreachable(node)
-            )
+            # Ray notices up to a minute later that a node's raylet accepts no connection. Outside
+            # the cluster nodes may be unreachable anyway.
+            for node in () if self._client else self._alive_nodes():
+                address = node["NodeManagerAddress"]
+                try:
+                    socket.create_connection((address, node["NodeManagerPort"]), ANSWER_S).close()
+                except OSError:
+                    self._unreachable.add(address)
             resource = "GPU" if kind == "cuda" else "CPU"
             room = [n for n in self._alive_nodes() if n["Resources"].get(resource, 0) >= each]
             return min(len(room), nodes)
-
-    def _is_unreachable(self, node: Mapping[str, Any]) -> bool:
-        """True if a node's raylet accepts no connection; Ray notices that up to a minute later.
-
-        Not checked from outside the cluster, where nodes may be unreachable anyway.
-        """
-        if self._client:
-            return False
-        try:
-            address = node["NodeManagerAddress"], node["NodeManagerPort"]
-            socket.create_connection(address, ANSWER_S).close()
-        except OSError:
-            return True
-        return False
 
     def _alive_nodes(self) -> list[dict[str, Any]]:
         """Nodes that Ray lists as alive, without those that did not respond."""
@@ -149,17 +138,11 @@ class RayCluster:
     def _resources(self, kind: str) -> dict[str, int]:
         """Amount of a resource on each living node, by name."""
         living = self._alive_nodes()
-        names = self._names([(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in living])
+        names = _unique_names([(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in living])
         return {
             name: int(node["Resources"].get(kind, 0))
             for name, node in zip(names, living, strict=True)
         }
-
-    @staticmethod
-    def _names(nodes: Sequence[tuple[str, str]]) -> list[str]:
-        """Host names, with the address if several nodes share one."""
-        often = Counter(host for host, _ in nodes)
-        return [host if often[host] == 1 else f"{host} ({ip})" for host, ip in nodes]
 
     def _title(self) -> str:
         return "The Ray cluster" + ("" if self._address == "auto" else f" at {self._address}")
@@ -190,7 +173,18 @@ class RayCluster:
                     f" {self._address}."
                 )
             return
-        self._check_reachable()
+        if self._address != "auto":
+            # Ray itself retries for minutes if nothing listens there
+            host, _, port = self._address.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+            except (OSError, ValueError) as error:
+                msg = (
+                    f"No response from {self._address} ({error}). --on ray://HOST:{CLIENT_PORT}"
+                    " names the head of a running Ray cluster (`ray start --head` prints it), and"
+                    " --on ray is the cluster that this machine belongs to."
+                )
+                raise StartError(msg) from error
         env: dict[str, Any] = {"py_modules": [str(PACKAGE_DIR)]}
         if folder is not None:
             env |= {"working_dir": str(folder), "excludes": EXCLUDED_UPLOADS}
@@ -220,21 +214,6 @@ class RayCluster:
         if self._ours:
             self._ours, self._copied, RayCluster.connected_to = False, False, ""
             _ray().shutdown()
-
-    def _check_reachable(self) -> None:
-        """Raise early if nothing listens at the address: Ray itself retries for minutes."""
-        if self._address == "auto":
-            return
-        host, _, port = self._address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-        except (OSError, ValueError) as error:
-            msg = (
-                f"No response from {self._address} ({error}). --on ray://HOST:{CLIENT_PORT} names"
-                " the head of a running Ray cluster (`ray start --head` prints it), and --on ray"
-                " is the cluster that this machine belongs to."
-            )
-            raise StartError(msg) from error
 
     def _refused(self, error: Exception) -> str:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -349,7 +328,7 @@ class RayCluster:
             key=lambda i: (found[i]["address"] != self.kernel_address, found[i]["address"]),
         )
         self._actors, found = [actors[i] for i in order], [found[i] for i in order]
-        names = self._names([(node["host"], node["address"]) for node in found])
+        names = _unique_names([(node["host"], node["address"]) for node in found])
         return allocated_nodes(found, names, spread)
 
     def _bring_folder(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
@@ -391,16 +370,16 @@ class RayCluster:
                 return
             from ray.util.placement_group import remove_placement_group
 
-            with contextlib.suppress(_ray().exceptions.RayError):  # an actor may be lost
-                ray, actors = _ray(), self._actors
-                living = [actor for index, actor in enumerate(actors) if index not in self._causes]
-                self._actors, self._runs = [], {}
+            ray, actors = _ray(), self._actors
+            living = [actor for index, actor in enumerate(actors) if index not in self._causes]
+            self._actors, self._runs = [], {}
+            with contextlib.suppress(ray.exceptions.RayError):  # an actor may be lost
                 ends = [actor.end.remote() for actor in living]
                 if ends:
                     ray.wait(ends, num_returns=len(ends), timeout=END_S)
                 for actor in actors:
                     ray.kill(actor, no_restart=True)
-            with contextlib.suppress(_ray().exceptions.RayError):
+            with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
 
     def disconnect(self) -> None:
@@ -408,6 +387,12 @@ class RayCluster:
         with self._lock:
             self.close()
             self._disconnect()
+
+
+def _unique_names(nodes: Sequence[tuple[str, str]]) -> list[str]:
+    """Host names, with the address if several nodes share one."""
+    often = Counter(host for host, _ in nodes)
+    return [host if often[host] == 1 else f"{host} ({ip})" for host, ip in nodes]
 
 
 def _node_resources(distribution: RankDistribution) -> tuple[int, int]:

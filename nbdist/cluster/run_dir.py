@@ -2,28 +2,31 @@
 
 Created by the kernel (0700) with a file that names their owner. Removed by the kernel when it
 closes the launcher, by the launcher when the kernel has ended, or by the next start of any kernel
-when both were killed (`orphan_cleanup`).
+when both were killed (`orphan_cleanup`). The agent of a node copies files between them and the
+kernel, one chunk at a time.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbdist.cluster.protocol import CHUNK_BYTES, MIN_FREE_BYTES
 from nbdist.errors import StartError
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 
 PREFIX = f"nbdist-{os.getpid()}-"
 """Contains the kernel's pid, so that folders of a killed kernel can be recognised."""
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux without the terminating zero
 MAX_FILE_NAME_CHARS = 45  # "/nbdist-<pid>-XXXXXXXX/<generation>/r<rank>-<port>" with room to spare
 MIN_PAYLOAD_BYTES = 512 * 2**20  # containers often give /dev/shm 64 MB: not worth using
-SHARED_MEMORY = shm_cleanup.SHM_FOLDER
+SHARED_MEMORY = process_identity.SHM_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,11 @@ class RunDir:
         process_identity.record_linked_folder(bulk, path)
         return cls(path, bulk)
 
+    @property
+    def folders(self) -> list[Path]:
+        """Folders for payload files, preferred first."""
+        return [self.payload_dir, self.path]
+
     def make_start_folder(self, number: int) -> Path:
         """Create the folder of a new start of the ranks; remove those of earlier starts."""
         for earlier in self.path.iterdir():
@@ -59,9 +67,91 @@ class RunDir:
 
     def remove(self) -> None:
         """Delete both folders. A second call does nothing."""
-        shm_cleanup.remove_orphaned_files(self.path)
+        process_identity.remove_orphaned_files(self.path)
         for folder in (self.path, self.payload_dir):
             process_identity.remove_folder(folder)
+
+    # -- file transfers between a node and the kernel
+
+    def create_file(self, name: str, size: int) -> str:
+        """Create an empty file in the first folder with enough space; return its path.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        for folder in self.folders:
+            if shutil.disk_usage(folder).free > size + MIN_FREE_BYTES:
+                break
+        path = folder / Path(name).name
+        path.touch(mode=0o600, exist_ok=False)
+        return str(path)
+
+    def append_chunk(self, path: str, chunk: bytes) -> int:
+        """Append to a file; return the number of bytes.
+
+        Raises:
+            OSError: no space, or the path is outside the folders.
+        """
+        with self._own(path).open("ab") as file:
+            return file.write(chunk)
+
+    def remove_file(self, path: str) -> bool:
+        """Remove a file; return whether it existed."""
+        file = self._own(path)
+        existed = file.exists()
+        file.unlink(missing_ok=True)
+        return existed
+
+    def file_size_bytes(self, path: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            OSError: no such file, or the path is outside the folders.
+        """
+        return self._own(path).stat().st_size
+
+    def read_chunk(self, path: str, offset: int) -> bytes:
+        """Read one chunk of a file.
+
+        Raises:
+            OSError: no such file, or the path is outside the folders.
+        """
+        with self._own(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+
+    def _own(self, path: str) -> Path:
+        """Return the path if it is in the session's folders.
+
+        Raises:
+            PermissionError: it is not.
+        """
+        file = Path(path)
+        if file.parent not in self.folders or file.is_symlink():
+            raise PermissionError(f"{path} is outside this session's folders")
+        return file
+
+
+def shared_folder_error(path: str, text: str) -> str:
+    """Return why a folder that the kernel has written to cannot be used here; "" if it can.
+
+    Args:
+        path: a file that the kernel has created in the folder.
+        text: content of the file.
+    """
+    file = Path(path)
+    try:
+        same = file.read_text() == text
+    except OSError:
+        same = False
+    if not same:
+        return f"{file.parent} is not the same folder there as on the notebook's machine"
+    try:
+        (trial := file.with_name(f"{file.name}-{secrets.token_hex(8)}")).touch(exist_ok=False)
+        trial.unlink()
+    except OSError as error:
+        return f"{file.parent} is not writable there ({error.strerror})"
+    return ""
 
 
 def make_private_folders() -> list[Path]:

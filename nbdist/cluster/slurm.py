@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,6 @@ TIME_PATTERN = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _QUEUED = re.compile(r"job (\d+) queued")
 _TASKS_ENDED = re.compile(r"error: (\S+): tasks? ([\d,\s-]+): (.+)")
 _NODE_FAILED = re.compile(r"[Nn]ode failure on (\S+)")
-_STEP_ENDED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED AT \S+ ?(.*?) ?\*\*\*")
 _ALLOCATION_VARIABLES = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTERS"})
 _LAST_LINES = 6
 UNSATISFIABLE_REASONS = frozenset(
@@ -166,11 +166,9 @@ class SlurmCluster:
     @property
     def kernel_address(self) -> str:
         """Address of this machine for the nodes."""
-        return (
-            bootstrap.interface_address(self._interface)
-            if self._interface
-            else self._kernel_address
-        )
+        if self._interface:
+            return bootstrap.interface_address(self._interface)
+        return self._kernel_address
 
     def allocate_nodes(
         self, wanted: AllocationRequest, progress: Callable[[str], None]
@@ -271,29 +269,22 @@ class SlurmCluster:
 
     def _refused(self, words: str) -> str:
         """Return an error with Slurm's message and the available nodes."""
-        only = (
-            [f"--partition={self._job_options['partition']}"]
-            if "partition" in self._job_options
-            else []
-        )
-        listed = run_slurm_command(
-            "sinfo", "--noheader", "--format", "%P: %D nodes, %c CPUs and %G on each, %l", *only
-        )
+        command = ["sinfo", "--noheader"]
+        command += ["--format", "%P: %D nodes, %c CPUs and %G on each, %l"]
+        if "partition" in self._job_options:
+            command.append(f"--partition={self._job_options['partition']}")
+        listed = run_slurm_command(*command)
         has = "; ".join(line.replace("(null)", "no GPUs") for line in listed.splitlines())
         return f"Slurm rejected the request: {words}. Available: {has or 'no such partition'}."
 
     def start_agents(self, tickets: Sequence[str]) -> None:
         """Send each task its ticket over srun's stdin."""
-        srun = self._running()
+        if self._srun is None:
+            raise StartError("No Slurm job is running. The next %%distribute cell requests one.")
         by_task = [""] * len(tickets)
         for task, ticket in zip(self._tasks, tickets, strict=True):
             by_task[task] = ticket
-        srun.send(tickets=by_task)
-
-    def _running(self) -> SrunProcess:
-        if self._srun is None:
-            raise StartError("No Slurm job is running. The next %%distribute cell requests one.")
-        return self._srun
+        self._srun.send(tickets=by_task)
 
     def lost_nodes(self) -> Mapping[int, str]:
         """Return the nodes whose task or machine has ended, as reported by srun."""
@@ -350,7 +341,7 @@ class SrunProcess:
         )
         self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._lock = threading.Lock()
-        self._messages: list[str] = []
+        self._messages: deque[str] = deque(maxlen=_LAST_LINES)
         self._ended: dict[int, str] = {}
         self._failed: dict[str, str] = {}
         self._has_answered = False
@@ -393,7 +384,7 @@ class SrunProcess:
             for reader in self._readers:
                 reader.join(READ_S)
         with self._lock:
-            return "; ".join(self._messages[-_LAST_LINES:])
+            return "; ".join(self._messages)
 
     def ended_tasks(self) -> tuple[dict[int, str], dict[str, str]]:
         """Return ended tasks and failed nodes, with the cause as text."""
@@ -436,22 +427,17 @@ class SrunProcess:
                 self._answers.put(answer)
 
     def _read_stderr(self) -> None:
-        for line in self._process.stderr or ():
-            self._take(line.strip())
-
-    def _take(self, line: str) -> None:
-        """Store a message of srun and extract job, task and node states from it."""
-        if queued := _QUEUED.search(line):
-            self.job = queued[1]
-            return
-        with self._lock:
-            self._messages = [*self._messages, line.removeprefix("srun: ").removeprefix("error: ")][
-                -50:
-            ]
-            for task, words in parse_ended_tasks(line).items():
-                self._ended.setdefault(task, words)
-            if failed := _NODE_FAILED.search(line):
-                self._failed[failed[1]] = "Slurm reported a node failure"
+        """Keep srun's last messages, and the states of job, tasks and nodes that they report."""
+        for line in map(str.strip, self._process.stderr or ()):
+            if queued := _QUEUED.search(line):
+                self.job = queued[1]
+                continue
+            with self._lock:
+                self._messages.append(line.removeprefix("srun: ").removeprefix("error: "))
+                for task, words in parse_ended_tasks(line).items():
+                    self._ended.setdefault(task, words)
+                if failed := _NODE_FAILED.search(line):
+                    self._failed[failed[1]] = "Slurm reported a node failure"
 
 
 class JobQueueStatus:
@@ -523,11 +509,9 @@ def usable_nodes(*, job: str, partition: str) -> set[str]:
     """
     if job:
         listed = run_slurm_command("squeue", "--noheader", "--jobs", job, "--format", "%N")
-        return (
-            set(run_slurm_command("scontrol", "show", "hostnames", listed).split())
-            if listed
-            else set()
-        )
+        if not listed:
+            return set()
+        return set(run_slurm_command("scontrol", "show", "hostnames", listed).split())
     lines = run_slurm_command("sinfo", "--noheader", "--Node", "--format", "%N %P %T").splitlines()
     return {
         name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.cluster import orphan_cleanup, run_dir
 from nbdist.doctor.finding import note, ok, summarize_list
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ TOPIC = "leftovers"
 
 
 def check_stale_resources(
-    found: orphan_cleanup.OrphanResources | None = None, *, shm: Path = shm_cleanup.SHM_FOLDER
+    found: orphan_cleanup.OrphanResources | None = None, *, shm: Path = process_identity.SHM_FOLDER
 ) -> Iterator[Finding]:
     """List leftovers that the next start removes, and those of unknown origin, which it keeps.
 
@@ -48,7 +48,7 @@ def check_stale_resources(
         for path in root.glob("nbdist-*")
         if _unknown(path)
     ]
-    unknown = shm_cleanup.filter_unused(unknown)
+    unknown = process_identity.filter_unused(unknown)
     if unknown:
         says = f"the owner of these is not visible from here: {summarize_list(unknown)}"
         do = (

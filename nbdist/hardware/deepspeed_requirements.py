@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -45,7 +46,8 @@ def missing_requirements(ops: Sequence[str], kind: str) -> str:
                 f"This offload compiles DeepSpeed's {', '.join(ops)} once, and {tool} is not on"
                 f" PATH. Install {package}, or leave the offload out."
             )
-    if NVME_OP in ops and not _has_header(compiler, "libaio.h"):
+    include = [compiler, "-x", "c++", "-fsyntax-only", "-include", "libaio.h", os.devnull]
+    if NVME_OP in ops and subprocess.run(include, capture_output=True, check=False).returncode:  # noqa: S603
         return (
             f"Offload to NVMe compiles DeepSpeed's {NVME_OP}, and libaio.h is missing. Install it"
             " (Debian, Ubuntu: apt install libaio-dev; Fedora: dnf install libaio-devel), or use"
@@ -71,14 +73,12 @@ def stale_build_locks() -> list[Path]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(given).expanduser() if given else cache / "torch_extensions"
     locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
-    return sorted(lock for lock in locks if _age_s(lock) > STALE_S)
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0  # already released
+    stale = []
+    for lock in sorted(locks):
+        with contextlib.suppress(OSError):  # already released
+            if time.time() - lock.stat().st_mtime > STALE_S:
+                stale.append(lock)
+    return stale
 
 
 def _has_cuda_toolkit() -> bool:
@@ -89,9 +89,3 @@ def _has_cuda_toolkit() -> bool:
         home = str(Path(nvcc).parent.parent) if nvcc else "/usr/local/cuda"
     toolkit = Path(home)
     return (toolkit / "bin" / "nvcc").exists() and (toolkit / "include" / "cuda.h").exists()
-
-
-def _has_header(compiler: str, header: str) -> bool:
-    """Return True if the compiler finds a header."""
-    command = [compiler, "-x", "c++", "-fsyntax-only", "-include", header, os.devnull]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603

@@ -152,8 +152,17 @@ def discover_machine(
         driver: a file that exists if the driver is loaded.
     """
     nvml = nvml or import_pynvml()
-    variables = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
-    seen = _cached(nvml, *variables, driver) if nvml else _Seen()
+    key = nvml, environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
+    seen = _answers.get(key, _Seen())
+    if nvml and key not in _answers:
+        try:
+            with open_nvml(nvml):
+                seen = _seen(*key)
+            if not seen.failures:
+                _answers[key] = seen
+        except nvml.NVMLError as error:
+            why = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
+            seen = _Seen(failures=(why,) if driver.exists() else ())
     return Machine(
         seen.gpus,
         seen.link,
@@ -206,21 +215,6 @@ class _Seen(NamedTuple):
 
 _answers: dict[tuple[Any, str | None, str | None], _Seen] = {}
 """Successful queries by module and environment."""
-
-
-def _cached(nvml: Any, visible: str | None, order: str | None, driver: Path) -> _Seen:
-    key = nvml, visible, order
-    if key in _answers:
-        return _answers[key]
-    try:
-        with open_nvml(nvml):
-            seen = _seen(nvml, visible, order)
-    except nvml.NVMLError as error:
-        failure = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
-        return _Seen(failures=(failure,) if driver.exists() else ())
-    if not seen.failures:
-        _answers[key] = seen
-    return seen
 
 
 def _failures(nvml: Any) -> tuple[type[Exception], ...]:
@@ -430,12 +424,12 @@ def gpu_memory_usage(
         return ()
     try:
         with open_nvml(nvml):
-            return tuple(_usage(nvml, gpu, own) for gpu in machine.gpus)
+            return tuple(_free_memory(nvml, gpu, own) for gpu in machine.gpus)
     except _failures(nvml):
         return ()
 
 
-def _usage(nvml: Any, gpu: Gpu, own: Collection[int]) -> GpuFreeMemory:
+def _free_memory(nvml: Any, gpu: Gpu, own: Collection[int]) -> GpuFreeMemory:
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -504,16 +498,13 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
     if mode != nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS or not others:
         return None
     says = "its compute mode is EXCLUSIVE_PROCESS, and"
-    if os.getpid() in others or (_uses_cuda() and not any(map(psutil.pid_exists, others))):
+    torch = sys.modules.get("torch")
+    uses_cuda = torch is not None and torch.cuda.is_initialized()
+    # in a container NVML reports a different pid for this process
+    if os.getpid() in others or (uses_cuda and not any(map(psutil.pid_exists, others))):
         do = "restart the kernel and use CUDA in %%distribute cells only"
         return Refusal(f"{says} this notebook's own process uses it", do)
     return Refusal(f"{says} {', '.join(map(process_name, others))} uses it", ask)
-
-
-def _uses_cuda() -> bool:
-    """Return True if this process uses CUDA: NVML reports a different pid in a container."""
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def process_name(pid: int) -> str:

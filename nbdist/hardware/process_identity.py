@@ -1,8 +1,13 @@
-"""Identifies the owner of a process or folder, safe against reused process ids.
+"""Identifies the owner of a process, folder or shared memory file, despite reused process ids.
 
 The process that creates a private folder writes its identity into it, and the environment of a
 launcher's processes holds the identity of their kernel. Files of a killed process can thus be
 removed without touching anything else: a name or a process id alone does not prove ownership.
+
+torch names a file in shared memory torch_<pid>_..., after the process that shared a tensor by name.
+So every process forked by a launcher records its id in a file of the launcher's private folder.
+NCCL's files (nccl-...) carry no process id: their owner is unknown, so only `%nbdist doctor` lists
+them.
 """
 
 from __future__ import annotations
@@ -31,6 +36,10 @@ UNSIGNED_AFTER_S = 60.0
 """A younger folder without an owner file may still get one."""
 _PRIVATE_NAME = re.compile(r"nbdist-(?:.*-)?(?P<pid>[0-9]{1,9})-[^-]*")
 _PROC = Path("/proc")
+SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - tmpfs; only files of this session are touched in it
+_FORKED_PIDS_FILE = "family"
+"""File in a private folder: ids of the processes forked for it, one per line."""
+_TORCH_FILE = re.compile(r"torch_(?P<pid>[0-9]+)_.*")
 _MAX_BYTES = 4096
 
 
@@ -102,7 +111,11 @@ def read_owner(folder: Path) -> ProcessIdentity | None:
     except OSError:
         return None
     try:
-        return ProcessIdentity.from_json(_small_file(OWNER_FILE, within))
+        # never follows a link or blocks on a pipe
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(OWNER_FILE, flags, dir_fd=within), "rb") as file:  # noqa: PTH123 - by descriptor
+            is_file = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            return ProcessIdentity.from_json(file.read(_MAX_BYTES)) if is_file else None
     except OSError:
         return None
     finally:
@@ -119,11 +132,7 @@ def is_abandoned(folder: Path) -> bool:
     owner = read_owner(folder)
     if owner is not None:
         return owner.has_ended
-    return _never_signed(folder)
-
-
-def _never_signed(folder: Path) -> bool:
-    """True if the creator, whose pid is in the name, was killed before it wrote the owner file."""
+    # its creator, whose pid is in the name, may have been killed before it wrote the owner file
     named = _PRIVATE_NAME.fullmatch(folder.name)
     if named is None or process_start_ticks(int(named["pid"])):
         return False
@@ -198,15 +207,6 @@ def visible_pids() -> list[int]:
     return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208 - no paths
 
 
-def _small_file(name: str, within: int) -> bytes:
-    """Read a regular file of an open folder; never follows a link or blocks on a pipe."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(name, flags, dir_fd=within), "rb") as file:  # noqa: PTH123 - by descriptor
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{name} is not a regular file")
-        return file.read(_MAX_BYTES)
-
-
 def _boot() -> str:
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -219,3 +219,65 @@ def _space() -> str:
         return str((_PROC / "self/ns/pid").readlink())
     except OSError:
         return ""
+
+
+# -- shared memory files of torch
+
+
+def record_forked_pids(run_dir: Path) -> None:
+    """Record the id of this process and of every process forked from it from here on."""
+
+    def record() -> None:
+        # The folder is removed at shutdown while children may still fork.
+        with contextlib.suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            fd = os.open(run_dir / _FORKED_PIDS_FILE, flags, 0o600)
+            try:
+                os.write(fd, b"%d\n" % os.getpid())
+            finally:
+                os.close(fd)
+
+    record()
+    os.register_at_fork(after_in_child=record)
+
+
+def find_orphaned_files(run_dir: Path, *, folder: Path = SHM_FOLDER) -> list[Path]:
+    """Return unused files of ended processes of a private folder."""
+    try:
+        family = set((run_dir / _FORKED_PIDS_FILE).read_text(errors="replace").split())
+        names = os.listdir(folder)  # noqa: PTH208 - most names are filtered out
+    except OSError:
+        return []
+    orphaned = [
+        folder / name
+        for name in names
+        if (match := _TORCH_FILE.fullmatch(name))
+        and match["pid"] in family
+        and not process_start_ticks(int(match["pid"]))
+    ]
+    found = []
+    for path in filter_unused(orphaned):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                found.append(path)
+    return found
+
+
+def remove_orphaned_files(run_dir: Path) -> None:
+    """Remove the orphaned files of a private folder."""
+    for path in find_orphaned_files(run_dir):
+        path.unlink(missing_ok=True)
+
+
+def filter_unused(files: list[Path]) -> list[Path]:
+    """Return the files that no visible process has mapped or opened."""
+    used: set[str] = set()
+    for pid in visible_pids() if files else ():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
+            used |= {line.split(maxsplit=5)[-1] for line in lines}
+            for fd in (_PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):  # already closed
+                    used.add(str(fd.readlink()))
+    return [path for path in files if str(path) not in used]

@@ -8,8 +8,11 @@ the reading carries a note. For a CPU rank the memory is the resident memory of 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from dataclasses import asdict, dataclass, field
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
 
     from nbdist.hardware.discovery import SessionNode
 
+    Ranks = Mapping[int, tuple[str, int | None]]
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""Idle time before a node closes NVML; panels request usage every second."""
 _KB = 1024
 _LINK_FIELDS = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
 _ALL_LINKS = 0xFFFFFFFF
@@ -93,7 +102,8 @@ class GpuMonitor:
         self._nvml = nvml
         self._open: Any = None
         self._processes: dict[int, psutil.Process] = {}
-        self._links = NvlinkCounters()
+        self._nvlink_counts: dict[str, tuple[float, list[int]]] = {}
+        """By GPU the time and values of the last read of its cumulative counters."""
 
     def close(self) -> None:
         """Shut NVML down; the next read opens it again."""
@@ -112,10 +122,6 @@ class GpuMonitor:
         self._processes = {pid: self._processes[pid] for pid in living & self._processes.keys()}
         return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in wanted]
 
-    def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
-        nvml = self._driver()
-        return _gpu(nvml, uuid, own, self._links) if nvml else GpuReading()
-
     def _driver(self) -> Any:
         """Return NVML, initialised; None if it is missing or does not respond."""
         nvml = self._open or self._nvml or discovery.import_pynvml()
@@ -126,6 +132,64 @@ class GpuMonitor:
                 return None
             self._open = nvml
         return self._open
+
+    def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
+        """Read one GPU or MIG instance through NVML."""
+        nvml = self._driver()
+        if nvml is None:
+            return GpuReading()
+
+        def query(call: Callable[[], Any]) -> Any:
+            try:
+                return call()
+            except (nvml.NVMLError, AttributeError):
+                return None  # not supported by this GPU, driver or instance
+
+        handle = query(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
+        if handle is None:
+            return GpuReading(note="NVML does not respond for this device")
+        memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        total_used = None if memory is None else int(memory.total) - int(memory.free)
+        running = query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        sent = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
+        received = query(
+            lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        )
+        over_links = query(lambda: self._nvlink_bytes_per_s(nvml, uuid, handle)) or (None, None)
+        return GpuReading(
+            utilization=None if rates is None else rates.gpu / 100,
+            power_w=None if power is None else power / 1000,
+            power_limit_w=None if limit is None else limit / 1000,
+            temperature_c=query(
+                lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+            ),
+            pcie_tx=None if sent is None else float(sent) * _KB,
+            pcie_rx=None if received is None else float(received) * _KB,
+            nvlink_tx=over_links[0],
+            nvlink_rx=over_links[1],
+            **_memory_by_owner(total_used, running, own),
+        )
+
+    def _nvlink_bytes_per_s(
+        self, nvml: Any, uuid: str, handle: Any
+    ) -> tuple[float | None, float | None]:
+        """Return bytes per second sent and received over all links since the last call."""
+        fields = [(getattr(nvml, name), _ALL_LINKS) for name in _LINK_FIELDS]
+        answers = nvml.nvmlDeviceGetFieldValues(handle, fields)
+        if any(answer.nvmlReturn != nvml.NVML_SUCCESS for answer in answers):
+            return None, None
+        now, counts = time.monotonic(), [int(answer.value.ullVal) * _KB for answer in answers]
+        since, before = self._nvlink_counts.get(uuid, (now, counts))
+        self._nvlink_counts[uuid] = now, counts
+        if now <= since:
+            return None, None
+        sent, received = (
+            max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
+        )
+        return sent, received
 
     def _process(self, own: set[int]) -> GpuReading:
         """Read a CPU rank: resident memory, and CPU utilization since the last call."""
@@ -142,42 +206,6 @@ class GpuMonitor:
             )
         except psutil.Error:
             return GpuReading()  # it has just ended
-
-
-def _gpu(nvml: Any, uuid: str, own: set[int], links: NvlinkCounters) -> GpuReading:
-    """Read one GPU or MIG instance through NVML."""
-
-    def query(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (nvml.NVMLError, AttributeError):
-            return None  # not supported by this GPU, driver or instance
-
-    handle = query(lambda: nvml.nvmlDeviceGetHandleByUUID(uuid))
-    if handle is None:
-        return GpuReading(note="NVML does not respond for this device")
-    memory = query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    total_used = None if memory is None else int(memory.total) - int(memory.free)
-    running = query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    rates = query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    power = query(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
-    limit = query(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
-    sent = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES))
-    received = query(lambda: nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES))
-    over_links = query(lambda: links.bytes_per_s(nvml, uuid, handle)) or (None, None)
-    return GpuReading(
-        utilization=None if rates is None else rates.gpu / 100,
-        power_w=None if power is None else power / 1000,
-        power_limit_w=None if limit is None else limit / 1000,
-        temperature_c=query(
-            lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        ),
-        pcie_tx=None if sent is None else float(sent) * _KB,
-        pcie_rx=None if received is None else float(received) * _KB,
-        nvlink_tx=over_links[0],
-        nvlink_rx=over_links[1],
-        **_memory_by_owner(total_used, running, own),
-    )
 
 
 def _memory_by_owner(
@@ -202,24 +230,56 @@ def _memory_by_owner(
     }
 
 
-class NvlinkCounters:
-    """Transfer rates computed from NVLink's cumulative counters."""
+class UsageMonitor:
+    """Measures a node's usage for its agent, one request at a time, on its own thread.
 
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[float, list[int]]] = {}
+    NVML can be slow, and the agent's main thread forwards messages. NVML is closed after some idle
+    time.
 
-    def bytes_per_s(self, nvml: Any, uuid: str, handle: Any) -> tuple[float | None, float | None]:
-        """Return bytes per second sent and received over all links since the last call."""
-        fields = [(getattr(nvml, name), _ALL_LINKS) for name in _LINK_FIELDS]
-        answers = nvml.nvmlDeviceGetFieldValues(handle, fields)
-        if any(answer.nvmlReturn != nvml.NVML_SUCCESS for answer in answers):
-            return None, None
-        now, counts = time.monotonic(), [int(answer.value.ullVal) * _KB for answer in answers]
-        since, before = self._before.get(uuid, (now, counts))
-        self._before[uuid] = now, counts
-        if now <= since:
-            return None, None
-        sent, received = (
-            max(0, new - old) / (now - since) for new, old in zip(counts, before, strict=True)
-        )
-        return sent, received
+    Args:
+        answer: called with the id of a request and its result, on the measuring thread.
+    """
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], None]) -> None:
+        self._on_result = answer
+        self._monitor = GpuMonitor()
+        self._requests: SimpleQueue[tuple[int, Ranks] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def request_usage(self, number: int, ranks: Ranks) -> None:
+        """Request a measurement. Not allowed after `close`.
+
+        Args:
+            number: id of the request.
+            ranks: per rank the UUID of its GPU, or "", and its process id if it has one yet.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
+            self._thread.start()
+        self._requests.put((number, ranks))
+
+    def close(self) -> None:
+        """Close NVML and end the thread."""
+        self._requests.put(None)
+
+    def _serve(self) -> None:
+        idle_s: float | None = None
+        while True:
+            try:
+                request = self._requests.get(timeout=idle_s)
+            except Empty:
+                self._monitor.close()
+                idle_s = None
+                continue
+            if request is None:
+                self._monitor.close()
+                return
+            idle_s = IDLE_S
+            number, ranks = request
+            devices = [(uuid, () if pid is None else (pid,)) for uuid, pid in ranks.values()]
+            try:
+                readings = dict(zip(ranks, self._monitor.read_gpus(devices), strict=True))
+                usage = UsageSnapshot(discovery.host_free_memory_bytes(), readings)
+                self._on_result(number, usage.to_json())
+            except Exception:  # a driver reset must not end the thread
+                log.exception("cannot read the devices")

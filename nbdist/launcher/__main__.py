@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from queue import Empty
 
-from nbdist.hardware import shm_cleanup
+from nbdist.hardware import process_identity
 from nbdist.launcher import crash_dump, device_visibility, process_tree
 from nbdist.launcher.kernel_link import KernelLink
 from nbdist.protocol import messages
@@ -86,7 +86,7 @@ def main() -> None:
     link = KernelLink(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
     link.install_signal_actions()
     os.register_at_fork(after_in_parent=link.install_signal_actions)
-    shm_cleanup.record_forked_pids(run_dir)
+    process_identity.record_forked_pids(run_dir)
     for name in CORE_IMPORTS:
         importlib.import_module(name)
     from nbdist.launcher import fork
@@ -103,7 +103,7 @@ def main() -> None:
             )
         process_tree.end_descendants()
         process_tree.reap_orphans()
-        shm_cleanup.remove_orphaned_files(run_dir)
+        process_identity.remove_orphaned_files(run_dir)
         link.send(ended)
 
 

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's ops once and loads them before the ranks are forked.
+"""Prepares an offload before the ranks are forked: DeepSpeed's ops, and a folder for NVMe offload.
 
 Runs on the launcher's main thread. DeepSpeed itself compiles the ops of an offload at their first
 use (1-4 minutes each) on all ranks at once, and a killed build blocks every later one forever
@@ -19,19 +19,25 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from nbdist.errors import StartError
-from nbdist.hardware import deepspeed_requirements
+from nbdist.hardware import deepspeed_requirements, process_identity
 from nbdist.launcher import device_visibility, process_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nbdist.strategies import Options
 
 BUILD_TIMEOUT_S: Final = 1800.0
 """Timeout of one build; the slowest observed took 262 s on a busy machine with two cores."""
@@ -227,6 +233,37 @@ def _load(op: str, folder: Path) -> None:
         from deepspeed.ops.op_builder import PinMemoryBuilder
 
         PinMemoryBuilder().load(verbose=False)
+
+
+@contextlib.contextmanager
+def create_nvme_folder(options: Options) -> Iterator[Options]:
+    """Yield the options with the session's own folder in place of the user's; remove it at the end.
+
+    DeepSpeed leaves gigabytes of swap files behind. Options without NVMe offload are yielded
+    unchanged.
+
+    Raises:
+        StartError: the user's folder is not writable.
+    """
+    if options.offload_path is None:
+        yield options
+        return
+    parent = Path(options.offload_path).expanduser().absolute()
+    prefix = f"nbdist-{socket.gethostname()}-"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for folder in parent.glob(f"{prefix}*"):
+            if process_identity.is_abandoned(folder):  # its launcher was killed
+                shutil.rmtree(folder, ignore_errors=True)
+        own = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+        process_identity.ProcessIdentity.current_process().write_owner_file(own)
+    except OSError as error:
+        message = f"Cannot write to {str(parent)!r} for offload {options.offload}: {error}."
+        raise StartError(message) from error
+    try:
+        yield replace(options, offload=f"nvme:{own}")
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def _main(op: str) -> None:

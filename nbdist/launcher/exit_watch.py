@@ -92,7 +92,9 @@ class RankExitWatch:
             while listening and registration.poll(0):
                 listening = self._listen()
             ends = [self._end(fd) for fd in ready & self._ranks.keys()]
-            for end in sorted(ends, key=_follows):
+            # Peers are ended by SIGTERM, or abort when a check finds the connection closed: report
+            # such exits last, they are probably the consequence of another one
+            for end in sorted(ends, key=lambda end: end.code in {-signal.SIGTERM, -signal.SIGABRT}):
                 self._send(end)
         self._ours.close()
         for fd in list(self._ranks):
@@ -161,11 +163,3 @@ def _process(pid: int) -> BaseProcess | None:
     """The child's process object in multiprocessing; `active_children()` would reap it."""
     children = list(process._children)  # type: ignore[attr-defined]  # noqa: SLF001
     return next((child for child in children if child.pid == pid), None)
-
-
-def _follows(end: messages.RankExited) -> bool:
-    """Return True if an exit is probably the consequence of another one.
-
-    Peers are ended by SIGTERM, or abort when a check finds the connection closed.
-    """
-    return end.code in {-signal.SIGTERM, -signal.SIGABRT}

@@ -36,7 +36,6 @@ from nbdist import strategies
 from nbdist.launcher import (
     deepspeed_builds,
     device_visibility,
-    nvme_folder,
     process_tree,
 )
 from nbdist.launcher.exit_watch import RankExitWatch
@@ -121,7 +120,10 @@ def run_ranks(launch: messages.LaunchRanks, link: KernelLink) -> messages.AllRan
     gc.collect()
     gc.freeze()  # else a garbage collection on a rank copies all shared pages
     try:
-        with nvme_folder.create_nvme_folder(options) as own, watch_ranks(launch, link) as watch:
+        with (
+            deepspeed_builds.create_nvme_folder(options) as own,
+            watch_ranks(launch, link) as watch,
+        ):
             if own.offload_path is not None:
                 link.register_folder_cleanup(own.offload_path)
             fork_ranks(replace(launch, options=own.to_json()), link, watch, shown)

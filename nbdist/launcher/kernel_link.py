@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from queue import SimpleQueue
 
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 from nbdist.launcher import process_tree
 from nbdist.protocol import messages
 
@@ -77,7 +77,7 @@ class KernelLink:
                     self._folders += [message.folder] if message.remove else []
         # The kernel has ended.
         process_tree.end_descendants()
-        shm_cleanup.remove_orphaned_files(self._run_dir)
+        process_identity.remove_orphaned_files(self._run_dir)
         for folder in (*map(Path, self._folders), self._run_dir):
             process_identity.remove_folder(folder)
         os._exit(0)  # the main thread may be blocked in torch elastic

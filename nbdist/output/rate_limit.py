@@ -99,7 +99,8 @@ class OutputLimiter:
         self._chars: float = self._budget.chars_per_s
         self._refilled_at = float("-inf")
         self._flowing = True
-        self._omitted = {rank: OmittedBuffer() for rank in ranks}
+        self._omitted: dict[int, OmittedBuffer] = {}
+        """By rank, if some of its output was omitted since it was last shown."""
         self._mid_line: set[tuple[int, ItemStream]] = set()
         """Ranks and streams whose last shown text has no newline at its end; of several ranks."""
         self._skipping: set[tuple[int, ItemStream]] = set()
@@ -126,7 +127,7 @@ class OutputLimiter:
         else:
             if isinstance(content, ClearOutput):
                 for rank in ranks:
-                    self._omitted[rank].clear()
+                    self._omitted.pop(rank, None)
             yield ranks, item
 
     def end_floods(self, now: float, *, final: bool = False) -> RankItems:
@@ -137,9 +138,9 @@ class OutputLimiter:
             final: True if the cell has ended.
         """
         ranks_by_end: dict[tuple[OmittedOutput, tuple[tuple[ItemStream, str], ...]], list[int]] = {}
-        for rank, omitted in self._omitted.items():
-            if omitted and (final or self.is_quiet(rank, now)):
-                counts, tail = omitted.pop_with_tail()
+        for rank, state in self._ranks.items():
+            if rank in self._omitted and (final or now - state.last_at >= _IDLE_S):
+                counts, tail = self._omitted.pop(rank).split_tail()
                 ranks_by_end.setdefault((counts, tuple(tail)), []).append(rank)
         for (counts, ending), ranks in ranks_by_end.items():
             self._skipping = {place for place in self._skipping if place[0] not in ranks}
@@ -163,7 +164,7 @@ class OutputLimiter:
             if shown:
                 yield from self._show((rank,), item)
             else:
-                self._omitted[rank].add_display(chars)
+                self._omitted.setdefault(rank, OmittedBuffer()).add_display(chars)
 
     def _admit_complete_lines(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
         text = item.content
@@ -213,8 +214,9 @@ class OutputLimiter:
     def _show(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
         ranks_by_omitted: dict[OmittedOutput, list[int]] = {}
         for rank in ranks:
-            if self._omitted[rank]:
-                ranks_by_omitted.setdefault(self._omitted[rank].pop_counts(), []).append(rank)
+            if rank in self._omitted:
+                counts = self._omitted.pop(rank).counts()
+                ranks_by_omitted.setdefault(counts, []).append(rank)
         for omitted, same_ranks in ranks_by_omitted.items():
             yield same_ranks, OutputItem(omitted, item.arrived_at, key=omitted)
         if len(self._ranks) > 1:
@@ -236,19 +238,18 @@ class OutputLimiter:
             yield (rank,), replace(item, content=text[:end])
             text, lines = text[end:], lines - 1
         if text:
-            self._omitted[rank].add_text(item.stream, text, lines)
+            self._omitted.setdefault(rank, OmittedBuffer()).add_text(item.stream, text, lines)
             if not text.endswith("\n"):
                 self._skipping.add(place)
 
     def _omit_rest_of_line(self, rank: int, item: OutputItem[Any]) -> str:
         """Omit the rest of an omitted line; return the text after it."""
-        end = item.content.find("\n") + 1
-        self._omitted[rank].add_text(item.stream, item.content[: end or None], 1 if end else 0)
-        if not end:
-            return ""
-        self._skipping.discard((rank, item.stream))
-        text: str = item.content[end:]
-        return text
+        rest, newline, text = item.content.partition("\n")
+        omitted = self._omitted.setdefault(rank, OmittedBuffer())
+        omitted.add_text(item.stream, rest + newline, len(newline))
+        if newline:
+            self._skipping.discard((rank, item.stream))
+        return str(text)
 
     def admit_lines(
         self, rank: int, lines: int, chars: int, *, now: float, weight: int = 1
@@ -258,14 +259,13 @@ class OutputLimiter:
         Args:
             rank: the rank that printed them.
             lines: number of lines, at least 1.
-            chars: total size.
+            chars: total size, at least 1.
             now: monotonic seconds.
             weight: cost of one of them, in lines.
         """
-        allowance = self._ranks[rank]
-        self._recover(allowance, now)
+        allowance = self._recovered(rank, now)
         mean = chars / lines
-        free = min(lines, int(allowance.lines // weight), _quotient(allowance.chars, mean))
+        free = min(lines, int(allowance.lines // weight), int(allowance.chars // mean))
         begin, end = allowance.position + free, allowance.position + lines
         allowance.position = end
         allowance.lines -= free * weight
@@ -277,8 +277,7 @@ class OutputLimiter:
 
     def admit_chars(self, rank: int, chars: int, *, now: float) -> bool:
         """Return whether text without a newline may be shown, and charge it to the budget."""
-        allowance = self._ranks[rank]
-        self._recover(allowance, now)
+        allowance = self._recovered(rank, now)
         self._refill(now)
         if chars <= allowance.chars:
             allowance.chars -= chars
@@ -288,17 +287,16 @@ class OutputLimiter:
             return True
         return False
 
-    def is_quiet(self, rank: int, now: float) -> bool:
-        """Return whether the flood of the rank has ended."""
-        return now - self._ranks[rank].last_at >= _IDLE_S
-
-    def _recover(self, allowance: _RankBudget, now: float) -> None:
+    def _recovered(self, rank: int, now: float) -> _RankBudget:
+        """Return the budget of a rank that prints now; an idle one has recovered."""
+        allowance = self._ranks[rank]
         idle = now - allowance.last_at
         allowance.last_at = now
         if idle >= _IDLE_S:
             budget = self._budget
             allowance.lines = min(budget.lines, allowance.lines + idle * budget.lines_per_s)
             allowance.chars = min(budget.chars, allowance.chars + idle * budget.chars_per_s)
+        return allowance
 
     def _refill(self, now: float) -> None:
         budget = self._budget
@@ -326,7 +324,7 @@ class OutputLimiter:
         if begin == end:
             return
         self._refill(now)
-        count = min(end - begin, int(self._lines // weight), _quotient(self._chars, mean))
+        count = min(end - begin, int(self._lines // weight), int(self._chars // mean))
         # after a gap wait until half of the rate has recovered: at most two notes per second
         budget = self._budget
         if not self._flowing and (
@@ -359,10 +357,6 @@ class OmittedBuffer:
     )
     """The last complete lines, and an unfinished one."""
 
-    def __bool__(self) -> bool:
-        """Return whether any output was omitted."""
-        return bool(self.num_lines or self.num_displays or self.num_chars)
-
     def add_text(self, name: ItemStream, text: str, lines: int) -> None:
         """Count text of a stream and keep its end."""
         self.num_lines += lines
@@ -380,26 +374,15 @@ class OmittedBuffer:
         self.num_displays += 1
         self.num_chars += chars
 
-    def pop_with_tail(self) -> tuple[OmittedOutput, list[tuple[ItemStream, str]]]:
-        """Return the omitted output and its last lines as (stream, text), and reset the buffer."""
+    def split_tail(self) -> tuple[OmittedOutput, list[tuple[ItemStream, str]]]:
+        """Return what was omitted before the last lines, and those lines as (stream, text)."""
         tail = list(self._tail)
         while sum(text.endswith("\n") for _, text in tail) > TAIL_LINES:
             del tail[0]
         self.num_lines -= sum(text.endswith("\n") for _, text in tail)
         self.num_chars -= sum(len(text) for _, text in tail)
-        return self.pop_counts(), tail
+        return self.counts(), tail
 
-    def pop_counts(self) -> OmittedOutput:
-        """Return the omitted output including its last lines, and reset the buffer."""
-        counts = OmittedOutput(self.num_lines, self.num_displays, self.num_chars)
-        self.clear()
-        return counts
-
-    def clear(self) -> None:
-        """Reset the buffer."""
-        self.num_lines = self.num_displays = self.num_chars = 0
-        self._tail.clear()
-
-
-def _quotient(amount: float, each: float) -> int:
-    return int(amount // each) if each else int(amount)
+    def counts(self) -> OmittedOutput:
+        """Return the size of the omitted output."""
+        return OmittedOutput(self.num_lines, self.num_displays, self.num_chars)

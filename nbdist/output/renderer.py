@@ -222,15 +222,12 @@ class OutputRenderer:
         self.sink.display(shown, {}, display_id=self._status_id, update=self._status_shown)
         self._status_shown = True
 
-    def tick(self) -> None:
-        """Show output that is due. Call it every 50-100 ms and after each batch of messages."""
-        self._advance(final=False)
-
     def close(self) -> None:
         """Show all pending output and notes about omitted output."""
-        self._advance(final=True)
+        self.tick(final=True)
 
-    def _advance(self, *, final: bool) -> None:
+    def tick(self, *, final: bool = False) -> None:
+        """Show output that is due. Call it every 50-100 ms and after each batch of messages."""
         now = self._clock()
         self._pass_on(self._limiter.end_floods(now, final=final))
         for comm_id in list(self._comm_updates):

@@ -94,7 +94,20 @@ class TerminalLines:
             self._overflow += len(segment) - room
             segment = segment[:room]
         for match in _TOKEN.finditer(segment):
-            self._take(match[0])
+            piece = match[0]
+            if piece == "\r":
+                self._column = 0
+                self._overflow = 0
+                self.is_progress_bar = True
+            elif piece == "\x08":
+                self._column = max(self._column - 1, 0)
+                self.is_progress_bar = True
+            elif COLOUR_SEQUENCE.fullmatch(piece):
+                self.style = add_style(self.style, piece)
+            elif piece[0] == "\x1b":
+                self._move(piece)
+            else:
+                self._overwrite(piece)
 
     def newline(self, now: float) -> None:
         """Move the cursor to the next row."""
@@ -133,22 +146,7 @@ class TerminalLines:
         """True if no more rows should be added."""
         return len(self.rows) > _MAX_ROWS
 
-    def _take(self, piece: str) -> None:
-        if piece == "\r":
-            self._column = 0
-            self._overflow = 0
-            self.is_progress_bar = True
-        elif piece == "\x08":
-            self._column = max(self._column - 1, 0)
-            self.is_progress_bar = True
-        elif COLOUR_SEQUENCE.fullmatch(piece):
-            self.style = add_style(self.style, piece)
-        elif piece[0] == "\x1b":
-            self._move(piece)
-        else:
-            self._write(piece)
-
-    def _write(self, text: str) -> None:
+    def _overwrite(self, text: str) -> None:
         cells = self.rows[self._row]
         if len(cells) < self._column:
             cells += [(" ", "")] * (self._column - len(cells))
@@ -197,16 +195,32 @@ class LineSplitter:
         self, ranks: Sequence[int], item: OutputItem[Any]
     ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
         """Yield the complete lines of text; other items are yielded with a key and a delay."""
-        if not isinstance(item.content, str):
-            yield from self._split_other(ranks, item)
-            return
+        if isinstance(item.content, DisplayOutput | ClearOutput):
+            # end half lines, so that a display starts below them
+            for (rank, stream), assembler in self._assemblers.items():
+                lines = assembler.open_lines
+                if rank in ranks and lines is not None and not lines.is_progress_bar:
+                    yield (rank,), _line_items(assembler.close(), stream, item.arrived_at)
+        if isinstance(item.content, DisplayOutput):
+            yield ranks, _display_items(ranks, item)
+        elif isinstance(item.content, ClearOutput):
+            yield ranks, [replace(item, key="clear", merge_delay_s=_CLEAR_DELAY_S)]
+        elif isinstance(item.content, str):
+            yield from self._split_text(ranks, item)
+        else:
+            yield ranks, [item]
+
+    def _split_text(
+        self, ranks: Sequence[int], item: OutputItem[Any]
+    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
         text, now = replace_invalid_chars(truncate_lines(item.content)), item.arrived_at
         stream: StreamName = item.stream or "stdout"
-        # for complete lines, the result depends only on the style in which they begin
+        ends_line = text.endswith("\n") and not _DRAWS.search(text)
+        # where no line is open, the result depends only on the style in which the lines begin
         by_style: dict[str, dict[int, LineAssembler]] = {}
         for rank in ranks:
             assembler = self._assemblers.setdefault((rank, stream), LineAssembler())
-            if assembler.stays_at_line_start(text):
+            if ends_line and assembler.open_lines is None:
                 by_style.setdefault(assembler.style, {})[rank] = assembler
             else:
                 yield (rank,), _line_items(assembler.feed(text, now=now), stream, now)
@@ -231,22 +245,6 @@ class LineSplitter:
         for (rank, _), assembler in self._assemblers.items():
             if assembler.open_lines is not None:
                 yield rank, assembler.open_lines
-
-    def _split_other(
-        self, ranks: Sequence[int], item: OutputItem[Any]
-    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
-        if isinstance(item.content, DisplayOutput | ClearOutput):
-            # end half lines, so that a display starts below them
-            for (rank, stream), assembler in self._assemblers.items():
-                lines = assembler.open_lines
-                if rank in ranks and lines is not None and not lines.is_progress_bar:
-                    yield (rank,), _line_items(assembler.close(), stream, item.arrived_at)
-        if isinstance(item.content, DisplayOutput):
-            yield ranks, _display_items(ranks, item)
-        elif isinstance(item.content, ClearOutput):
-            yield ranks, [replace(item, key="clear", merge_delay_s=_CLEAR_DELAY_S)]
-        else:
-            yield ranks, [item]
 
 
 def _line_items(lines: list[str], stream: StreamName, now: float) -> list[OutputItem[Any]]:
@@ -281,10 +279,6 @@ class LineAssembler:
         self.style = ""
         """Style in which the next line begins."""
 
-    def stays_at_line_start(self, text: str) -> bool:
-        """Return whether no line is open, neither now nor after this text."""
-        return self.open_lines is None and text.endswith("\n") and not _DRAWS.search(text)
-
     def feed(self, text: str, *, now: float) -> list[str]:
         """Add text. Returns the lines that are now complete, each with its colours closed."""
         done: list[str] = []
@@ -294,7 +288,8 @@ class LineAssembler:
             line = ended_line.removesuffix("\r")
             is_at_start = self.open_lines is None or self.open_lines.empty_row_since is not None
             if is_at_start and not (draws and _DRAWS.search(ended_line)):
-                done += self.close()
+                if self.open_lines is not None:
+                    done += self.close()
                 if len(line) > MAX_LINE + _NOTE_CHARS:
                     line = line[:MAX_LINE] + truncation_note(len(line))
                 line, self.style = close_colours(line, self.style)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +15,7 @@ from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.rank_sets import describe_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from nbdist.protocol.messages import RankError
 
@@ -26,6 +25,8 @@ MAX_TRACEBACKS = 4
 """Maximum number of full tracebacks; further ones are shown in one line each."""
 
 _MAX_CHARS = 300
+_OWN_FOLDER = f"{Path(__file__).resolve().parents[1]}/"
+"""Folder of the package. The ranks use the same installation."""
 _BOLD, _RESET = "\x1b[1m", "\x1b[0m"
 _ORDER: tuple[ErrorKind, ...] = ("cause", "secondary", "interrupt")
 
@@ -100,14 +101,14 @@ def group_errors(errors: Sequence[RankError]) -> list[ErrorGroup]:
     """
     by_signature: dict[tuple[ErrorKind, tuple[str, ...]], list[RankError]] = {}
     for error in sorted(errors, key=lambda error: (error.at, error.rank)):
-        by_signature.setdefault((_kind(error), _signature(error)), []).append(error)
+        texts = (error.ename, error.evalue, *_user_frames(error.traceback))
+        by_signature.setdefault((_kind(error), tuple(map(_normal, texts))), []).append(error)
     groups = [
         ErrorGroup(kind, tuple(sorted(error.rank for error in same)), same[0])
         for (kind, _), same in by_signature.items()
     ]
-    return sorted(
-        groups, key=lambda group: _ORDER.index(group.kind)
-    )  # stable: keeps the order by time
+    # stable: keeps the order by time
+    return sorted(groups, key=lambda group: _ORDER.index(group.kind))
 
 
 def summarize_errors(groups: Sequence[ErrorGroup]) -> str:
@@ -115,10 +116,8 @@ def summarize_errors(groups: Sequence[ErrorGroup]) -> str:
     first = groups[0]
     line = f"{_message(first.error)} ({first.label})"
     other_causes = [group for group in groups[1:] if group.kind == "cause"]
-    if other_causes:
-        line += "".join(
-            f"; {group.error.ename} ({group.label})" for group in other_causes[:MAX_TRACEBACKS]
-        )
+    for group in other_causes[:MAX_TRACEBACKS]:
+        line += f"; {group.error.ename} ({group.label})"
     return line
 
 
@@ -133,8 +132,11 @@ def format_tracebacks(groups: Sequence[ErrorGroup], *, ranks: Sequence[int] = ()
     full = [group for group in groups if group.kind == first.kind]
     lines: list[str] = []
     shown: dict[tuple[str, ...], ErrorGroup] = {}
+    failed = {rank for group in groups for rank in group.ranks}
+    finished = tuple(rank for rank in ranks if rank not in failed)
+    note = f" ({describe_ranks(finished)} finished)" if finished else ""
     for index, group in enumerate(full):
-        lines += _shown(group, shown, note=_finished(groups, ranks) if index == 0 else "")
+        lines += _shown(group, shown, note="" if index else note)
     folded = [_folded(group, first) for group in groups if group.kind != first.kind]
     return [*lines, *([""] if folded else []), *folded]
 
@@ -148,22 +150,16 @@ def format_reminder(groups: Sequence[ErrorGroup]) -> list[str]:
 
 def _shown(group: ErrorGroup, shown: dict[tuple[str, ...], ErrorGroup], *, note: str) -> list[str]:
     """A group in full, or in one line if its frames were already shown."""
-    label = group.label
-    frames = _frames_of(group.error)
-    earlier = shown.get(frames)
+    label, frames = group.label, _user_frames(group.error.traceback)
+    # exception type and frames without the message: where the error occurred
+    place = (group.error.ename, *map(_normal, frames[:-1]))
+    earlier = shown.get(place)
     space = [""] if shown else []
     if earlier is not None or len(shown) >= MAX_TRACEBACKS:
         location = f", at the same place as {earlier.label}" if earlier else ""
         return [*space, f"{_BOLD}{label}{location}:{_RESET} {_message(group.error)}"]
-    shown[frames] = group
-    return [*space, f"{_BOLD}{label}{note}:{_RESET}", *_user_frames(group.error.traceback)]
-
-
-def _finished(groups: Sequence[ErrorGroup], ranks: Iterable[int]) -> str:
-    """Note on the ranks that finished, or ""."""
-    failed = {rank for group in groups for rank in group.ranks}
-    finished = tuple(rank for rank in ranks if rank not in failed)
-    return f" ({describe_ranks(finished)} finished)" if finished else ""
+    shown[place] = group
+    return [*space, f"{_BOLD}{label}{note}:{_RESET}", *frames]
 
 
 def _folded(group: ErrorGroup, first: ErrorGroup) -> str:
@@ -178,7 +174,9 @@ def _kind(error: RankError) -> ErrorKind:
     if error.ename == "KeyboardInterrupt":
         return "interrupt"
     lines = [f"{error.ename}: {strip_ansi(error.evalue)}"]
-    lines += [line for item in error.traceback for line in _exception_lines(item)]
+    # messages of chained exceptions, such as "RuntimeError: ...", without source lines
+    texts = [strip_ansi(item).lstrip("\n") for item in error.traceback]
+    lines += [text for text in texts if _EXCEPTION_LINE.match(text) and not _FRAME.match(text)]
     if any(_SECONDARY.search(line) for line in lines):
         return "secondary"
     if _PEER.match(lines[0]) and any(
@@ -188,43 +186,19 @@ def _kind(error: RankError) -> ErrorKind:
     return "cause"
 
 
-def _exception_lines(item: str) -> list[str]:
-    """Lines such as "RuntimeError: ..." of a chained traceback, without source lines."""
-    text = strip_ansi(item).lstrip("\n")
-    return [text] if _EXCEPTION_LINE.match(text) and not _FRAME.match(text) else []
-
-
-def _signature(error: RankError) -> tuple[str, ...]:
-    texts = (error.ename, error.evalue, *_user_frames(error.traceback))
-    return tuple(_normal(text) for text in texts)
-
-
-def _frames_of(error: RankError) -> tuple[str, ...]:
-    """Exception type and frames without the message: where the error occurred."""
-    return (error.ename, *(_normal(item) for item in _user_frames(error.traceback)[:-1]))
-
-
 def _normal(text: str) -> str:
     return _VARYING.sub("*", strip_ansi(text))
 
 
 def _user_frames(traceback: Sequence[str]) -> list[str]:
     """A traceback without frames of nbdist and ipykernel."""
-    return [replace_invalid_chars(item) for item in traceback if not _is_ours(item)]
-
-
-def _is_ours(item: str) -> bool:
-    match = _FRAME.match(strip_ansi(item).split("\n", 1)[0])
-    if not match:
-        return False
-    path = str(Path(match[1]).expanduser())
-    return path.startswith(_own_folder()) or "/site-packages/ipykernel/" in path
-
-
-@lru_cache(maxsize=1)
-def _own_folder() -> str:
-    """Folder of the package. The ranks use the same installation."""
-    return f"{Path(__file__).resolve().parents[1]}/"
+    kept = []
+    for item in traceback:
+        match = _FRAME.match(strip_ansi(item).split("\n", 1)[0])
+        path = str(Path(match[1]).expanduser()) if match else ""
+        if not path.startswith(_OWN_FOLDER) and "/site-packages/ipykernel/" not in path:
+            kept.append(replace_invalid_chars(item))
+    return kept
 
 
 def _message(error: RankError) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
 from nbdist.cluster import kv_store, protocol
-from nbdist.cluster.agent.files import TransferFiles
+from nbdist.cluster.agent.agent import NodeAgent
 from nbdist.cluster.agent_server import AgentServer
 from nbdist.cluster.protocol import KeyValueRequest
-from nbdist.cluster.run_dir import RunDir
+from nbdist.cluster.run_dir import RunDir, shared_folder_error
+from nbdist.protocol import messages
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 Reply = tuple[int, KeyValueRequest, list[bytes]]
@@ -27,7 +31,10 @@ class Asked:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.point = kv_store.KeyValueStore(lambda *reply: self.replies.append(reply))
+        self.point = kv_store.KeyValueStore(self.take)
+
+    def take(self, index: int, message: KeyValueRequest, *frames: bytes) -> None:
+        self.replies.append((index, message, list(frames)))
 
     def __call__(
         self,
@@ -156,16 +163,79 @@ def test_junk_of_one_node_does_not_stop_the_others(
         eventually(lambda: (1, protocol.ProcessStates({})) in heard, within_s=5)
 
 
+class FakeLauncher:
+    """A launcher that starts nothing."""
+
+    made: FakeLauncher
+    listener: Callable[[messages.LauncherMessage], None]
+
+    def __init__(self, _kind: str) -> None:
+        FakeLauncher.made = self
+        self.process = SimpleNamespace(pid=os.getpid())
+        self.run_dir = RunDir.create()
+        self.sent: list[messages.LauncherMessage] = []
+        self.send = self.sent.append
+
+    def resume_stopped(self) -> None:
+        """Nothing is stopped."""
+
+    def log_tail(self) -> str:
+        return "said"
+
+    def dump_stacks(self, pids: dict[int, int], *, launchers: bool) -> dict[str, str]:
+        return {f"rank{rank}": f"{pid} {launchers}" for rank, pid in pids.items()}
+
+    def close(self) -> None:
+        self.run_dir.remove()
+
+
+def test_an_agent_answers_and_forwards_until_it_is_stopped(
+    hub: tuple[AgentServer, list[tuple[int, object]]],
+) -> None:
+    made, heard = hub
+    public, secret = made.create_node_keys(0)
+    ticket = protocol.AgentTicket(
+        hub=made.address,
+        hub_key=made.public_key,
+        public=public,
+        secret=secret,
+        index=0,
+        kind="cpu",
+        cwd="/",
+    )
+    agent = NodeAgent(ticket, launcher=FakeLauncher)  # type: ignore[arg-type]
+    serving = threading.Thread(target=agent.serve)
+    serving.start()
+    eventually(lambda: heard and isinstance(heard[0][1], protocol.AgentHello), within_s=5)
+    given = {"pids": {"3": 7}, "launchers": True}
+    for number, ask in enumerate([("log", {}), ("stacks", given), ("size", {"path": "/x"})]):
+        made.send(0, protocol.AgentQuery(number, *ask))
+    stop = messages.encode_line(messages.StopRanks()).decode()
+    made.send(0, protocol.LauncherLine(stop))
+    eventually(lambda: FakeLauncher.made.sent == [messages.StopRanks()], within_s=5)
+    FakeLauncher.made.listener(messages.LauncherReady(1.0))
+    ready = messages.encode_line(messages.LauncherReady(1.0)).decode()
+    eventually(lambda: (0, protocol.LauncherLine(ready)) in heard, within_s=5)
+    replies = [
+        protocol.AgentReply(0, "said"),
+        protocol.AgentReply(1, {"rank3": "7 True"}),
+        protocol.AgentReply(2, error="PermissionError: /x is outside this session's folders"),
+    ]
+    eventually(lambda: all((0, reply) in heard for reply in replies), within_s=5)
+    made.send(0, protocol.StopAgent())
+    serving.join(5)
+    eventually(lambda: heard[-1] == (0, "lost its agent, which ended"), within_s=5)
+
+
 @pytest.mark.fault("S23")
 def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a", tmp_path / "b")
     for folder in (run_dir.path, run_dir.payload_dir):
         folder.mkdir()
-    files = TransferFiles(run_dir)
-    path = files.create_file("../../x", 10)
+    path = run_dir.create_file("../../x", 10)
     assert path == str(run_dir.payload_dir / "x")
-    assert files.append_chunk(path, b"0123456789") == 10
-    assert files.read_chunk(path, 4) == b"456789"
+    assert run_dir.append_chunk(path, b"0123456789") == 10
+    assert run_dir.read_chunk(path, 4) == b"456789"
     outside = tmp_path / "secret"
     outside.write_text("mine")
     (run_dir.payload_dir / "link").symlink_to(outside)
@@ -174,18 +244,21 @@ def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
         f"{run_dir.payload_dir}/../secret",
         str(run_dir.payload_dir / "link"),
     ):
-        for ask in (files.file_size_bytes, files.remove_file, lambda one: files.read_chunk(one, 0)):
+        for ask in (
+            run_dir.file_size_bytes,
+            run_dir.remove_file,
+            lambda one: run_dir.read_chunk(one, 0),
+        ):
             with pytest.raises(PermissionError):
                 ask(name)
     assert outside.read_text() == "mine"
 
 
 def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
-    files = TransferFiles(RunDir(tmp_path, tmp_path))
     trial = tmp_path / "trial"
     trial.write_text("written by the kernel")
-    assert files.shared_folder_error(str(trial), "written by the kernel") == ""
-    assert "is not the same folder there" in files.shared_folder_error(str(trial), "something else")
-    assert "is not the same folder there" in files.shared_folder_error(
+    assert shared_folder_error(str(trial), "written by the kernel") == ""
+    assert "is not the same folder there" in shared_folder_error(str(trial), "something else")
+    assert "is not the same folder there" in shared_folder_error(
         str(tmp_path / "none" / "trial"), "x"
     )

@@ -12,7 +12,7 @@ import pytest
 from nbdist.errors import StartError
 from nbdist.hardware import deepspeed_requirements
 from nbdist.hardware.process_identity import ProcessIdentity
-from nbdist.launcher import deepspeed_builds, nvme_folder
+from nbdist.launcher import deepspeed_builds
 from nbdist.strategies import Options
 
 
@@ -70,18 +70,18 @@ def test_a_second_session_waits_for_the_first_and_says_so(
 
 def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> None:
     user = Options(backend="zero3", offload=f"nvme:{tmp_path}")
-    with nvme_folder.create_nvme_folder(user) as options:
+    with deepspeed_builds.create_nvme_folder(user) as options:
         assert options.offload_path is not None
         own = tmp_path / options.offload_path.rpartition("/")[2]
         (own / "x.swp").write_text("")
     assert list(tmp_path.iterdir()) == []
-    with nvme_folder.create_nvme_folder(Options()) as same:
+    with deepspeed_builds.create_nvme_folder(Options()) as same:
         assert same == Options()
 
 
 def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}")
-    with nvme_folder.create_nvme_folder(wanted) as options:
+    with deepspeed_builds.create_nvme_folder(wanted) as options:
         name = str(options.offload_path).rpartition("/")[2]
         host = name.rsplit("-", 2)[0]
         dead, another = tmp_path / f"{host}-99999999-aaaaaaaa", tmp_path / f"{host}-99999999-b"
@@ -90,7 +90,7 @@ def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
         (folder / "x.swp").write_text("")
     # the first launcher is gone, though its number was given again; of the other nothing is known
     dataclasses.replace(ProcessIdentity.current_process(), started=1).write_owner_file(dead)
-    with nvme_folder.create_nvme_folder(wanted):
+    with deepspeed_builds.create_nvme_folder(wanted):
         assert not dead.exists()
     assert list(tmp_path.iterdir()) == [another]
 
@@ -99,13 +99,13 @@ def test_a_killed_sessions_swap_folder_is_removed(tmp_path: Path) -> None:
 @pytest.mark.fault("S14")
 def test_a_swap_folder_is_private_and_a_planted_link_is_left_alone(tmp_path: Path) -> None:
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path / 'shared'}")
-    with nvme_folder.create_nvme_folder(wanted) as options:
+    with deepspeed_builds.create_nvme_folder(wanted) as options:
         own = Path(str(options.offload_path))
         assert own.stat().st_mode & 0o777 == 0o700
         planted = own.parent / own.name.replace(f"-{os.getpid()}-", "-99999999-")
     (tmp_path / "precious").mkdir()
     planted.symlink_to(tmp_path / "precious")
-    with nvme_folder.create_nvme_folder(wanted):
+    with deepspeed_builds.create_nvme_folder(wanted):
         assert planted.is_symlink()
         assert (tmp_path / "precious").is_dir()
 
@@ -123,5 +123,8 @@ def test_a_cache_that_others_can_write_to_is_not_used(cache: Path, mode: int) ->
 def test_a_swap_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     wanted = Options(backend="zero3", offload=f"nvme:{tmp_path}/file/x")
-    with pytest.raises(StartError, match="Cannot write to"), nvme_folder.create_nvme_folder(wanted):
+    with (
+        pytest.raises(StartError, match="Cannot write to"),
+        deepspeed_builds.create_nvme_folder(wanted),
+    ):
         pass

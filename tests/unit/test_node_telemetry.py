@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.cluster.agent import telemetry
-from nbdist.cluster.agent.telemetry import UsageMonitor
-from nbdist.hardware import discovery
+from nbdist.hardware import discovery, telemetry
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
-from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
+from nbdist.hardware.telemetry import GpuReading, UsageMonitor, UsageSnapshot
 from tests.conftest import eventually
 from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.cluster import orphan_cleanup
-from nbdist.hardware import process_identity, shm_cleanup
+from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import ProcessIdentity
 from tests.conftest import eventually
 
@@ -209,4 +209,4 @@ def test_shared_memory_is_removed_when_its_maker_was_ours_and_nobody_uses_it(
         (shm / name).write_text("")
     (tmp_path / "family").write_text(f"99999999\n{os.getpid()}\n99999997\n")
     with (shm / "torch_99999997_1_0").open():
-        assert shm_cleanup.find_orphaned_files(tmp_path, folder=shm) == [shm / names[0]]
+        assert process_identity.find_orphaned_files(tmp_path, folder=shm) == [shm / names[0]]

@@ -9,6 +9,8 @@ import pytest
 from jupyter_client.session import DELIM
 
 from nbdist.cluster.agent.relay import MERGE_DELAY_S, MessageRelay
+from nbdist.cluster.allocation import AllocatedNode
+from nbdist.cluster.node_group import Node as SessionNode
 from nbdist.cluster.node_group import NodeChannels
 from nbdist.cluster.protocol import RankMessages
 from nbdist.protocol.signing import MessageSigner
@@ -152,9 +154,14 @@ class Kernel:
 
     def __init__(self) -> None:
         self.received: list[tuple[tuple[int, ...], str]] = []
-
-    def ranks_of(self, index: int) -> frozenset[int]:
-        return frozenset({index})
+        self.nodes = [
+            SessionNode(
+                rank,
+                AllocatedNode(name=f"n{rank}", address="10.0.0.1", ranks=1),
+                ranks=range(rank, rank + 1),
+            )
+            for rank in range(2)
+        ]
 
     def detach_channels(self, _relay: object) -> None:
         """Nothing is held."""
@@ -174,7 +181,7 @@ def printed(text: str, key: bytes = KEY) -> list[bytes]:
 
 def test_the_kernel_takes_what_is_a_nodes_own() -> None:
     kernel = Kernel()
-    channels = NodeChannels(kernel, KEY, kernel)  # type: ignore[arg-type]
+    channels = NodeChannels(kernel, 1, KEY, kernel)  # type: ignore[arg-type]
     first = printed("a")
     for node, sent in [
         (0, [((0,), printed("forged", b"o" * 64))]),
@@ -185,10 +192,10 @@ def test_the_kernel_takes_what_is_a_nodes_own() -> None:
     ]:
         index = [(ranks, "iopub", len(frames)) for ranks, frames in sent]
         joined = [frame for _, frames in sent for frame in frames]
-        channels.add_messages(node, RankMessages(1, index), joined)
+        channels.add_messages(kernel.nodes[node], RankMessages(1, index), joined)
     eventually(lambda: kernel.received[-1:] == [((0,), "c")], within_s=10)
-    channels.add_messages(0, RankMessages(1, [([[]], "iopub", 1)]), [b"x"])  # type: ignore[list-item]
-    channels.add_messages(0, RankMessages(1, [((0,), "iopub", 6)]), printed("d"))
+    channels.add_messages(kernel.nodes[0], RankMessages(1, [([[]], "iopub", 1)]), [b"x"])  # type: ignore[list-item]
+    channels.add_messages(kernel.nodes[0], RankMessages(1, [((0,), "iopub", 6)]), printed("d"))
     eventually(lambda: kernel.received[-1:] == [((0,), "d")], within_s=10)
     channels.close()
     assert kernel.received == [((0,), "a"), ((1,), "b"), ((0,), "c"), ((0,), "d")]

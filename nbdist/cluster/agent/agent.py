@@ -23,16 +23,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nbdist.cluster import bootstrap, launcher_process, protocol
-from nbdist.cluster.agent.files import TransferFiles
 from nbdist.cluster.agent.relay import MessageRelay
-from nbdist.cluster.agent.telemetry import UsageMonitor
 from nbdist.cluster.interfaces import EXITED
 from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
-from nbdist.cluster.local import LAUNCHER_NAME, Launcher
+from nbdist.cluster.local import LAUNCHER_NAME, Launcher, ignore_message
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
 from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
+from nbdist.cluster.run_dir import shared_folder_error
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
+from nbdist.hardware.telemetry import UsageMonitor
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -79,11 +79,9 @@ class NodeAgent:
     def __init__(self, ticket: AgentTicket, *, launcher: type[Launcher] = Launcher) -> None:
         """Connect. `serve` starts the launcher."""
         self._ticket, self._make_launcher = ticket, launcher
-        self._lines: deque[messages.LauncherMessage] = deque()
-        """Messages of the launcher, from the link's thread."""
-        self._delayed_replies: deque[tuple[int, Any]] = deque()
-        """Replies of threads that run slow requests."""
-        self._watch = UsageMonitor(self._answer_late)
+        self._outbox: deque[messages.LauncherMessage | protocol.AgentReply] = deque()
+        """What other threads send to the kernel: the launcher's messages, and slow replies."""
+        self._watch = UsageMonitor(lambda *reply: self._queue(protocol.AgentReply(*reply)))
         self._awake, self._waker = socket.socketpair()
         self._context = zmq.Context()
         hub = self._hub = self._context.socket(zmq.DEALER)
@@ -139,8 +137,7 @@ class NodeAgent:
 
     def _start_launcher(self) -> None:
         launcher = self._launcher = self._make_launcher(self._ticket.kind)
-        launcher.listener = self._on_launcher_message
-        self._files = TransferFiles(launcher.run_dir)
+        launcher.listener = self._queue
         hello = protocol.AgentHello(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -162,7 +159,7 @@ class NodeAgent:
     def _close(self, why: str) -> None:
         """End everything on this node; send the reason to the kernel if it is connected."""
         if self._launcher is not None:
-            self._launcher.listener = _ignore_message
+            self._launcher.listener = ignore_message
             self._launcher.close()
         self._watch.close()
         self._close_rank_sockets()
@@ -186,7 +183,7 @@ class NodeAgent:
                 raise SessionEnded
         if self._awake.fileno() in ready:
             self._awake.recv(4096)
-        self._forward_launcher_messages()
+        self._send_queued()
         if self._hub in ready:
             self._read_hub()
         if self._store is not None and self._store in ready:
@@ -272,7 +269,7 @@ class NodeAgent:
                 )
             )
         except (OSError, StartError) as error:
-            self._on_launcher_message(messages.AllRanksExited(launch.generation, error=str(error)))
+            self._queue(messages.AllRanksExited(launch.generation, error=str(error)))
 
     def _open(self, launch: messages.LaunchRanks, key: str) -> None:
         """Open the sockets of a start: to the ranks, and the key-value store for them."""
@@ -309,24 +306,21 @@ class NodeAgent:
 
     # -- from launcher and ranks
 
-    def _on_launcher_message(self, line: messages.LauncherMessage) -> None:
-        """Handle a message of the launcher, on its link's thread."""
-        self._lines.append(line)
-        self._wake()
-
-    def _wake(self) -> None:
+    def _queue(self, message: messages.LauncherMessage | protocol.AgentReply) -> None:
+        """Queue a message to the kernel, from any thread."""
+        self._outbox.append(message)
         with contextlib.suppress(OSError):  # the agent is closing
             self._waker.send(b"\0")
 
-    def _forward_launcher_messages(self) -> None:
-        while self._lines:
-            line = self._lines.popleft()
-            if isinstance(line, messages.RankForked):
-                self._pids[line.rank] = line.pid
-            self._send(protocol.LauncherLine(messages.encode_line(line).decode()))
-        while self._delayed_replies:
-            number, value = self._delayed_replies.popleft()
-            self._send(protocol.AgentReply(number, value))
+    def _send_queued(self) -> None:
+        while self._outbox:
+            message = self._outbox.popleft()
+            if isinstance(message, protocol.AgentReply):
+                self._send(message)
+                continue
+            if isinstance(message, messages.RankForked):
+                self._pids[message.rank] = message.pid
+            self._send(protocol.LauncherLine(messages.encode_line(message).decode()))
 
     def _read_rank(self, socket: zmq.Socket[bytes]) -> None:
         rank, channel = self._sockets[socket]
@@ -384,43 +378,32 @@ class NodeAgent:
             ranks = {rank: (gpu, pids.get(rank)) for rank, gpu in self._gpus.items()}
             self._watch.request_usage(ask.id, ranks)
             return
-        try:
-            if ask.what == "read":
-                chunk = self._files.read_chunk(ask.given["path"], ask.given["offset"])
-                self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
-            else:
-                self._send(protocol.AgentReply(ask.id, self._done(ask.what, ask.given, frames)))
-        except (OSError, ValueError, LookupError) as error:
-            self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
-
-    def _done(self, what: str, given: dict[str, Any], frames: list[bytes]) -> Any:
-        """Handle a request that takes no time; return the result."""
-        files = self._files
+        files, given = self._started.run_dir, ask.given
+        # these take no time
         known: dict[str, Callable[[], Any]] = {
             "receive": lambda: files.create_file(given["name"], given["size"]),
             "chunk": lambda: files.append_chunk(given["path"], frames[0]),
             "remove": lambda: files.remove_file(given["path"]),
             "size": lambda: files.file_size_bytes(given["path"]),
-            "sees": lambda: files.shared_folder_error(given["path"], given["text"]),
+            "sees": lambda: shared_folder_error(given["path"], given["text"]),
             "left": lambda: asdict(self._started.crash_artifacts()),
             "log": self._started.log_tail,
         }
-        return known[what]()
+        try:
+            if ask.what == "read":
+                chunk = files.read_chunk(given["path"], given["offset"])
+                self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
+            else:
+                self._send(protocol.AgentReply(ask.id, known[ask.what]()))
+        except (OSError, ValueError, LookupError) as error:
+            self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
 
     def _stacks(self, ask: protocol.AgentQuery) -> None:
         """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
         launchers = ask.given["launchers"]
-        self._answer_late(ask.id, self._started.dump_stacks(pids, launchers=launchers))
-
-    def _answer_late(self, number: int, value: Any) -> None:
-        """Send a reply from any thread."""
-        self._delayed_replies.append((number, value))
-        self._wake()
-
-
-def _ignore_message(_send_to_launcher: messages.LauncherMessage) -> None:
-    """Ignore the message."""
+        stacks = self._started.dump_stacks(pids, launchers=launchers)
+        self._queue(protocol.AgentReply(ask.id, stacks))
 
 
 def interface_for_address(address: str) -> str:
