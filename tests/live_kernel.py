@@ -36,7 +36,6 @@ class Shown:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error output."""
         return next(o for o in self.outputs if o["kind"] == "error")
 
 
@@ -89,7 +88,6 @@ class LiveKernel:
         raise TimeoutError(msg)
 
     def run(self, code: str) -> Shown:
-        """Run a cell to its end."""
         return self.collect(self.send(code))
 
     def below(self, request: str, *, until: str) -> Shown:

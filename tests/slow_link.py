@@ -53,7 +53,6 @@ def _ip(*arguments: str) -> None:
 
 
 def carry(ends: list[End], *, delay_s: float, loss: float, bytes_s: float) -> None:
-    """Carry packets until the input ends."""
     dice = random.Random(1)  # noqa: S311 - no secret
     way: list[tuple[float, int, End, bytes]] = []
     number = 0

@@ -59,11 +59,9 @@ class Here:
         return self._given
 
     def place(self, name: str) -> AllocatedNode:
-        """Make one node."""
         return AllocatedNode(name=name, address=self.kernel_address, ranks=self.ranks)
 
     def start_agents(self, tickets: Sequence[str]) -> None:
-        """Start the agents."""
         self.tickets = list(tickets)
         for place, ticket in zip(self._given, tickets, strict=True):
             agent = subprocess.Popen(
@@ -83,7 +81,6 @@ class Here:
         return []
 
     def lost_nodes(self) -> Mapping[int, str]:
-        """What the test says."""
         return self.told
 
     def close(self) -> None:
@@ -140,7 +137,6 @@ class Hosts:
         return self
 
     def _connect(self) -> None:
-        """Lay a cable."""
         one, other = self.spaces.values()
         ends = ["cable", "netns", one, "type", "veth", "peer", "cable", "netns", other]
         _ip("link", "add", *ends)
@@ -149,7 +145,6 @@ class Hosts:
             _ip("-n", space, "link", "set", "cable", "up")
 
     def _connect_slowly(self) -> None:
-        """Have a process carry the packets."""
         ends = [f"{self.spaces[name]}={address}" for name, address in self.addresses.items()]
         self._link = subprocess.Popen(
             [sys.executable, "-m", "tests.slow_link", *map(str, self._slow), *ends],
@@ -161,7 +156,6 @@ class Hosts:
             raise OSError("no TUN devices can be made")
 
     def __exit__(self, *_: object) -> None:
-        """Remove them."""
         if self._link is not None:
             self._link.communicate()
         for space in self.spaces.values():
@@ -183,16 +177,13 @@ class OnHosts(Here):
     kernel_address = Hosts.addresses["alpha"]
 
     def __init__(self, hosts: Hosts) -> None:
-        """Give both hosts."""
         super().__init__(*hosts.spaces)
         self._hosts = hosts
 
     def place(self, name: str) -> AllocatedNode:
-        """Make one node."""
         return AllocatedNode(name=name, address=Hosts.addresses[name], ranks=self.ranks)
 
     def prefix(self, name: str) -> list[str]:
-        """Enter the host."""
         return self._hosts.inside(name)
 
 

@@ -114,7 +114,6 @@ def serve(kind: str, folder: Path, root: Path) -> Iterator[str]:
 
 
 def _wait_for(url: str, server: subprocess.Popen[bytes], told: Path) -> None:
-    """Poll the server until it answers."""
     deadline = time.monotonic() + DEADLINE_S
     while server.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/status"):  # noqa: S310
@@ -164,12 +163,10 @@ class Notebook:
         self.open(path.name)
 
     def open(self, name: str) -> None:
-        """Go to a notebook's address."""
         self.page.goto(f"{self.url}/{ADDRESS[self.kind]}/{name}")
         self.page.wait_for_function(READY)
 
     def reload(self) -> None:
-        """As F5 does."""
         self.page.reload()
         self.page.wait_for_function(READY)
 
@@ -202,12 +199,10 @@ class Notebook:
         self.page.wait_for_function("() => window.ran")
 
     def content(self) -> dict[str, Any]:
-        """The notebook with its outputs."""
         found: dict[str, Any] = self.page.evaluate(CONTENT)
         return found
 
     def save(self) -> None:
-        """As Ctrl-S does."""
         self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
 
     def theme(self, name: str) -> None:

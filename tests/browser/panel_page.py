@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from playwright.sync_api import expect
@@ -11,14 +12,16 @@ from tests.browser.jupyter import SHOWN_S
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from re import Pattern
 
     from playwright.sync_api import Locator, Page
 
+    from tests.browser.jupyter import Notebook
+
 expect.set_options(timeout=1000 * SHOWN_S)
 
 PANEL = ".nbdist"
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
 SETUP = """%%distribute -n 2
 from transformers import LlamaConfig, LlamaForCausalLM
 import time
@@ -65,14 +68,12 @@ class Panel:
     """One of the panels that a page shows."""
 
     def __init__(self, page: Page, view: int = 0) -> None:
-        """Look at it."""
         self.page = page
         self.root: Locator = page.locator(PANEL).nth(view)
         self.state = self.root.locator(".nbd-state")
         self.setup = self.root.locator(".nbd-setup")
 
     def button(self, name: str) -> Locator:
-        """A button by its label."""
         return self.root.get_by_role("button", name=name, exact=True)
 
     def tab(self, name: str) -> Locator:
@@ -84,7 +85,6 @@ class Panel:
         expect(self.state).to_have_text(words)
 
     def chart(self, name: str) -> Locator:
-        """The chart of a series."""
         return self.root.get_by_role("group", name=f"{name}: arrow keys")
 
     def step(self, name: str = "loss") -> int:
@@ -135,3 +135,13 @@ class Panel:
             reached.append(found)
             self.page.keyboard.press("Tab")
         return reached
+
+
+def violations(notebook: Notebook) -> list[str]:
+    notebook.page.evaluate(AXE.read_text())
+    found: list[str] = notebook.page.evaluate(
+        "async root => (await axe.run(root, { preload: false })).violations"
+        ".map(one => `${one.id}: ${one.nodes[0].html.slice(0, 160)}`)",
+        PANEL,
+    )
+    return found

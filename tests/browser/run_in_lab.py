@@ -29,7 +29,6 @@ DEADLINE_S = 600
 
 
 def take_pictures(page: Page, pictures: Path) -> None:
-    """One picture of each code cell."""
     pictures.mkdir(parents=True, exist_ok=True)
     cells = page.locator(".jp-Notebook .jp-CodeCell")
     for index in range(cells.count()):

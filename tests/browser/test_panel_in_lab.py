@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,14 +16,14 @@ pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 
 from playwright.sync_api import expect
 
-from tests.browser.panel_page import BLOCK, PANEL, SETUP, Panel, train
+from tests.browser.panel_page import AXE, BLOCK, PANEL, SETUP, Panel, train, violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from tests.browser.jupyter import Notebook
 
-AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
 DEVICES = ".nbd-devices-list .nbd-device"
 FIRST_PAINT_S = 1.5
 """On a machine that does nothing else; beside other tests it may take twice as long."""
@@ -50,7 +49,6 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 @pytest.fixture(scope="module")
 def panel(notebook: Notebook) -> Panel:
-    """Its panel."""
     return Panel(notebook.page)
 
 
@@ -177,17 +175,6 @@ def test_light_and_dark(notebook: Notebook, panel: Panel, pictures: Path) -> Non
     dark = panel.ink()
     notebook.theme("JupyterLab Light")
     panel.draws_other_than(dark)
-
-
-def violations(notebook: Notebook) -> list[str]:
-    """What axe-core finds in the panel."""
-    notebook.page.evaluate(AXE.read_text())
-    found: list[str] = notebook.page.evaluate(
-        "async root => (await axe.run(root, { preload: false })).violations"
-        ".map(one => `${one.id}: ${one.nodes[0].html.slice(0, 160)}`)",
-        PANEL,
-    )
-    return found
 
 
 @pytest.mark.nightly

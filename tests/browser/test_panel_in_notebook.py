@@ -37,7 +37,6 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 @pytest.fixture(scope="module")
 def panel(notebook: Notebook) -> Panel:
-    """Its panel."""
     return Panel(notebook.page)
 
 

@@ -15,8 +15,7 @@ pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 
 from playwright.sync_api import expect
 
-from tests.browser.panel_page import SETUP, Panel
-from tests.browser.test_panel_in_lab import AXE, violations
+from tests.browser.panel_page import AXE, SETUP, Panel, violations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,13 +65,11 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 @pytest.fixture(scope="module")
 def panel(notebook: Notebook) -> Panel:
-    """Its panel."""
     return Panel(notebook.page)
 
 
 @pytest.fixture(scope="module")
 def profile(panel: Panel) -> Locator:
-    """The section of the profile."""
     return panel.root.get_by_role("region", name="profile")
 
 

@@ -4,7 +4,7 @@ import os
 
 import nbdist.hardware.discovery
 from nbdist.cluster.agent import __main__ as agent
-from tests.unit.test_devices import GIB, FakeGpu, FakeNvml
+from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
 
 HAS = {
     "alpha": (64, 32, "NVIDIA A100-SXM4-80GB", 80, (8, 0)),
@@ -14,7 +14,6 @@ HAS = {
 
 
 def gpus(node: str) -> tuple[str, ...]:
-    """UUIDs of a node's GPUs."""
     return tuple(f"GPU-{node}-{place}" for place in range(2))
 
 

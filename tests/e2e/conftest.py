@@ -27,7 +27,6 @@ def one_launcher() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Two CPU ranks under DDP."""
     with nbdist.Session(nproc=2) as running:
         yield running
 

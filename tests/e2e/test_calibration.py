@@ -9,7 +9,6 @@ import pytest
 
 import nbdist
 from nbdist import PlanError, Session, SessionBusy, SessionError
-from nbdist.errors import OptionError
 from nbdist.operations import calibrate
 from nbdist.planner import devices, measurements, step_time
 from nbdist.session import planner
@@ -163,13 +162,6 @@ def test_the_memory_is_given_back(ranks: Session) -> None:
     first, second, last = held
     for rank in last:
         assert last[rank] - max(first[rank], second[rank]) < 32 * MIB, held
-
-
-def test_a_folder_that_is_not_there_is_refused_before_the_ranks_measure(
-    ranks: Session, tmp_path: Path
-) -> None:
-    with pytest.raises(OptionError, match="Cannot write to --disk"):
-        ranks.calibrate(disk=tmp_path / "missing")
 
 
 def test_a_folder_that_only_the_ranks_miss_is_refused_on_all_of_them(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +13,6 @@ import pytest
 from nbdist import CheckpointError, RankDied, Session
 from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
-from tests.e2e import saves_killed
 from tests.e2e.training import BACKENDS, MODEL, START, apart, one
 
 if TYPE_CHECKING:
@@ -305,33 +302,6 @@ def test_checkpoints_are_listed_and_read_in_the_notebook(trained: Session) -> No
     assert other.checkpoints["listed"].seconds is None
 
 
-def test_torch_alone_reads_the_folder(trained: Session, folder: Path) -> None:
-    trained.switch("zero3")
-    trained.run(START.format(""))
-    path = trained.save("plain", overwrite=True).wait(60).path
-    code = f"""
-        import sys, json, torch
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-        with open("{path}/manifest.json") as file:
-            keys = json.load(file)["keys"]
-        names = [key.removeprefix("model.") for key in keys if key.startswith("model.")]
-        state = {{"model": {{n: torch.zeros(keys["model." + n]["shape"]) for n in names}}}}
-        dcp.load(state, storage_reader=HuggingFaceStorageReader("{path}"))
-        torch.save(state["model"], "{folder}/plain.pt")
-        assert not [name for name in sys.modules if name.startswith("nbdist")]
-    """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
-    import torch
-
-    plain = torch.load(folder / "plain.pt", weights_only=True)
-    own = trained.checkpoints["plain"].state_dict()
-    assert plain.keys() <= own.keys()
-    assert all(torch.equal(plain[name], own[name]) for name in plain)
-    assert len(plain) == 28
-    trained.switch("ddp")
-
-
 # -- faults
 
 
@@ -371,12 +341,6 @@ def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> Non
     )
     trained.run("inside.before_save_stage.clear()")
     eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
-
-
-@pytest.mark.nightly
-def test_killed_at_any_moment_of_a_save(living: Session, folder: Path) -> None:
-    found = saves_killed.kill(living, folder / "killed", kills=3, seed=1)
-    assert len(found) == 3
 
 
 def test_a_rank_that_dies_fails_its_save(trained: Session, folder: Path) -> None:
@@ -423,18 +387,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) 
     assert report.verified == 28
     assert "weights only" in str(report)
     trained.run("train(1)")
-
-
-@pytest.mark.fault("E7")
-def test_a_bit_that_changed_is_found(trained: Session, folder: Path) -> None:
-    trained.run(START.format(""))
-    path = trained.save("damaged", overwrite=True).wait(60).path
-    file = max(path.glob("optim-*"), key=lambda one: one.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    refuse(trained, "damaged", f"Checksum mismatch in .*{file.name}")
-    del folder
 
 
 HOSTILE: dict[str, Any] = {

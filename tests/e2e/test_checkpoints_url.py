@@ -22,6 +22,7 @@ from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
 from tests.e2e.training import MODEL, START, apart, one
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -130,7 +131,7 @@ def test_another_number_of_ranks_and_another_engine(living: Session) -> None:
     living.load("ranks")
     assert apart(one(living, "train(10)"), expected) <= 2e-6
     assert not list(
-        Path(living._workers.launcher_group.staging_folders[1]).rglob("load-*")
+        Path(workers(living).launcher_group.staging_folders[1]).rglob("load-*")
     )  # nothing stays here
 
 
@@ -215,7 +216,7 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
         trained.load("slow")
     stop.join()
     assert one(trained, "fingerprint()") == before
-    assert not list(Path(trained._workers.launcher_group.staging_folders[1]).rglob("load-*"))
+    assert not list(Path(workers(trained).launcher_group.staging_folders[1]).rglob("load-*"))
     trained.run("CheckpointDownload._download = download")
     trained.load("slow")
     assert one(trained, "fingerprint()") != before

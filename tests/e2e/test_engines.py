@@ -10,6 +10,7 @@ import pytest
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
+from tests.e2e.cells import TRAINER
 from tests.e2e.training import WRAPPED
 
 if TYPE_CHECKING:
@@ -50,25 +51,6 @@ CELL = textwrap.dedent(
     (type(model).__name__, losses)
     """
 )
-TRAINER = textwrap.dedent(
-    """
-    import nbdist, tempfile
-    from transformers import Trainer, TrainingArguments
-    rows = [{{"input_ids": row, "labels": row}} for row in tokens]
-    args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps={steps},
-        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no", seed=3,
-        disable_tqdm=True, {arguments}
-    )
-    class OwnTrainer(Trainer):
-        pass
-    trainer = OwnTrainer(model=build(), args=args, train_dataset=rows)
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    (type(trainer.model_wrapped).__name__, losses)
-    """
-)
-
 ARGUMENTS = "**nbdist.trainer_arguments()"
 
 

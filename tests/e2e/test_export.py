@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from nbdist import CheckpointError, OptionError, PayloadError, Session
-from nbdist.strategies import STRATEGIES
 from tests import engines
+from tests.e2e.cells import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,59 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(600)
 
-BACKENDS = list(STRATEGIES)
-MODELS = textwrap.dedent(
-    """
-    import copy
-    from tests.models import bert, gpt2, llama, t5
-    from torch import nn
-    from transformers import (
-        BartConfig, BartForConditionalGeneration, MixtralConfig, MixtralForCausalLM,
-        PreTrainedTokenizerFast, ResNetConfig, ResNetForImageClassification,
-    )
-
-    SIZES = dict(vocab_size=211, bos_token_id=0, eos_token_id=0)
-    NARROW = dict(num_hidden_layers=2, num_attention_heads=2, hidden_size=36, intermediate_size=70)
-
-    def untied():
-        return llama(tied=False)
-
-    def mixtral():
-        return MixtralForCausalLM(MixtralConfig(
-            num_key_value_heads=1, num_local_experts=4, max_position_embeddings=24, **SIZES,
-            **NARROW))
-
-    def resnet():
-        return ResNetForImageClassification(ResNetConfig(
-            embedding_size=7, hidden_sizes=[7, 14], depths=[1, 1], layer_type="basic"))
-
-    class Plain(nn.Module):
-        '''Of no library: tied, with a buffer of each kind.'''
-
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(7, 5)
-            self.second = nn.Linear(7, 5)
-            self.second.weight = self.first.weight
-            self.register_buffer("seen", torch.arange(3.0))
-            self.register_buffer("count", torch.tensor(7))
-            self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-        def forward(self, x):
-            return self.first(x) + self.second(x)
-
-    def build(make, **options):
-        torch.manual_seed(3)
-        bare = make()
-        before = copy.deepcopy(bare)
-        optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
-        return before, *accelerator.prepare(bare, optimizer)
-
-    def step():
-        loss = model(input_ids=torch.arange(24)[None], labels=torch.arange(24)[None]).loss
-        accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
-    """
-)
 BUILD = "before, model, optimizer = build({})"
 
 
@@ -87,7 +33,6 @@ def trained() -> Iterator[Session]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -105,7 +50,6 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def left(folder: Path) -> list[str]:
-    """Names in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from nbdist import CheckpointError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
-from tests.e2e.test_export import MODELS
+from tests.e2e.cells import MODELS
+from tests.e2e.training import one
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,11 +53,6 @@ def trained() -> Iterator[Session]:
         session.run(MODELS)
         session.run(TRAINING)
         yield session
-
-
-def one(session: Session, code: str) -> Any:
-    """The value of a cell on rank 0."""
-    return session.run(code).values[0]
 
 
 @pytest.mark.parametrize("backend", engines.each("zero3"))

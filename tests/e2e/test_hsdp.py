@@ -16,9 +16,9 @@ from nbdist.hardware.discovery import SessionNode
 from nbdist.panel import plan_view
 from nbdist.session import placement as session_placement
 from nbdist.session import planner
-from tests.e2e.test_engines import TRAINER
+from tests.e2e.cells import TRAINER
 from tests.e2e.training import MODEL, START, apart, one
-from tests.faults.test_stop import stopped_with
+from tests.stopping import stopped_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.strategies import STRATEGIES
 from tests import engines
 
 if TYPE_CHECKING:
     from nbdist import Session
-
-ENGINES = list(STRATEGIES)
-BEFORE, AFTER = 3, 3
-"""Optimizer steps before and after a move."""
 
 PRELUDE = textwrap.dedent(
     """
@@ -189,38 +184,6 @@ PRELUDE = textwrap.dedent(
         return at == sizes and at.keys() >= {k for k, one in state.items() if math.prod(one.shape)}
     """
 )
-MATRIX = textwrap.dedent(
-    """
-    sources, targets, kind = {sources!r}, {targets!r}, {kind!r}
-    options, trained = {options!r}, {before}
-    kept, losses, problems, fractions, worst = {{}}, {{}}, [], {{}}, 0.0
-    for source in sources:
-        training = Training(source, kind, **options)
-        layouts.check_layout(training.model)
-        training.train(0, trained)
-        kept[source] = Kept(training)
-        if not covered(training.state(owned=True)):
-            problems.append((source, "not covered"))
-        losses[source] = training.train(trained, trained + {after})
-        del training
-    for source in sources:
-        for target in targets:
-            training = Training(target, kind, seed=999, **options)
-            total = shards.total_bytes(kept[source].shards)
-            fractions[source, target] = kept[source].into(training) / total
-            wrong = apart(training, kept[source])
-            if wrong:
-                problems.append((source, target, len(wrong), wrong[:4]))
-            counts = training.layout.scalar_state()
-            if any(counts.get(n) != c for n, c in kept[source].counts.items()):
-                problems.append((source, target, "counts"))
-            expected = losses.get(target, losses[source])
-            worst = max(worst, farthest(expected, training.train(trained, trained + {after})))
-            del training
-    [problems, worst, fractions,
-     {{engine: differing(one.digests, kept[sources[0]].digests) for engine, one in kept.items()}}]
-    """
-)
 
 
 @pytest.fixture(scope="module")
@@ -235,57 +198,6 @@ def ranks(prepared: Session) -> Session:
     """The same, with nothing in use that another test has prepared."""
     prepared.run("training = other = plain = kept = None")
     return prepared
-
-
-def matrix(ranks: Session, kind: str, **options: Any) -> list[Any]:
-    """Problems, the largest difference of losses, fractions sent, keys that differ from DDP's."""
-    before = options.pop("before", BEFORE)
-    named = {"sources": options.pop("sources", ENGINES), "targets": options.pop("targets", ENGINES)}
-    code = MATRIX.format(**named, kind=kind, options=options, before=before, after=AFTER)
-    found: list[Any] = ranks.run(code).values[0]
-    return found
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.nightly
-def test_all_state_moves_between_all_engines(ranks: Session) -> None:
-    problems, worst, sent, apart = matrix(ranks, "adapters")
-    assert problems == []
-    assert worst <= 1e-6
-    assert apart == {engine: [] for engine in ENGINES}
-    assert max(sent["fsdp2", "zero3"], sent["zero3", "fsdp2"]) < 0.05
-
-
-SOME = ["ddp", "fsdp1", "zero3"]
-WAYS: dict[str, dict[str, Any]] = {
-    # Adagrad's state is as large as the whole parameter when FSDP cuts it: torch fails to step.
-    "Adagrad": {"kind": "adagrad", "sources": ["ddp", "zero1", "zero2", "zero3"]},
-    "before the first step": {"kind": "adamw", "before": 0, "targets": SOME},
-    "offload": {"kind": "sgd", "offload": "cpu", "sources": ENGINES[1:], "targets": ENGINES[1:]},
-}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "way",
-    [
-        way if way == "before the first step" else pytest.param(way, marks=pytest.mark.nightly)
-        for way in WAYS
-    ],
-)
-def test_all_state_moves_whatever_is_trained(ranks: Session, way: str) -> None:
-    problems, worst, *_ = matrix(ranks, **WAYS[way])
-    assert problems == []
-    assert worst <= 1e-6
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.nightly
-def test_masters_of_bfloat16_are_carried_in_full(ranks: Session) -> None:
-    # The engines' sums differ in the last bits of bfloat16, so their losses do.
-    problems, worst, *_ = matrix(ranks, "adapters", precision="bf16", targets=["fsdp2", *SOME])
-    assert problems == []
-    assert worst <= 5e-3
 
 
 @pytest.mark.nightly

@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
 
 
-def test_loading_brings_no_torch(notebook: LiveKernel) -> None:
-    shown = notebook.run(
-        "import sys\nsorted({'torch', 'accelerate', 'transformers'} & set(sys.modules))"
-    )
-    assert "[]" in shown.text
-
-
 def test_first_cell_says_what_it_starts(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute --backend ddp -n 2\nprint('hello from', rank)")
     assert shown.status == "ok"
@@ -116,12 +109,6 @@ def test_a_place_that_cannot_be_leaves_the_session(
     assert "[1] [1, 1, 1]" in notebook.run("%%distribute\nkept").text
 
 
-def test_empty_cell(notebook: LiveKernel) -> None:
-    shown = notebook.run("%%distribute\n\n")
-    assert shown.status == "error"
-    assert "empty" in shown.text
-
-
 def test_push_and_pull(notebook: LiveKernel) -> None:
     notebook.run("a, b = [1, 2], 'text'")
     shown = notebook.run("%%distribute --push a,b --pull c,d\nc = a + [rank]; d = b.upper()")
@@ -132,11 +119,6 @@ def test_push_and_pull(notebook: LiveKernel) -> None:
 def test_send_binds_in_the_notebook(notebook: LiveKernel) -> None:
     notebook.run("%%distribute --ranks 1\nsend('note', {'from': rank})")
     assert "{'from': 1}" in notebook.run("note").text
-
-
-def test_metrics(notebook: LiveKernel) -> None:
-    notebook.run("%%distribute\nfor i in range(3): report(loss=i + rank)")
-    assert "[0.5, 1.5, 2.5]" in notebook.run("import nbdist\nnbdist.session().metrics['loss']").text
 
 
 def test_capture(notebook: LiveKernel) -> None:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +30,13 @@ from nbdist.session import planner, push_pull, status
 from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
 from tests.doubles import unlike_nodes
+from tests.inside import workers
+from tests.processes import gone
+from tests.stopping import runs_for, stopped
 from tests.two_nodes import Here, Hosts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 DEAD_S = 15.0
 """5 s is promised, and 1 s seen on a machine of our own."""
@@ -96,44 +98,6 @@ def pids(session: Session, node: str = "") -> list[int]:
     """Ranks' processes, of one node where it is named."""
     members = session.status()["ranks"]
     return [one["pid"] for one in members if node in {"", one["node"]}]
-
-
-def gone(processes: list[int]) -> bool:
-    """Whether none of them runs."""
-    return not any(map(runs, processes))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
-def stopped(session: Session, code: str, *, when: Callable[[], object]) -> tuple[str, float]:
-    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
-    pressed: list[float] = []
-
-    def press() -> None:
-        eventually(when, within_s=30)
-        pressed.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
-
-
-def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
-    """Whether a cell has been running for so long."""
-    return lambda: (
-        session.running is not None and time.time() - session.running.started_at > seconds
-    )
 
 
 # ---------------------------------------------------------------------------------------- cells
@@ -231,9 +195,9 @@ def payloads(session: Session, cluster: Here) -> list[Path]:
     folders = {
         folder
         for rank in range(3)
-        for folder in session._workers.launcher_group.payload_folders(rank)
+        for folder in workers(session).launcher_group.payload_folders(rank)
     }
-    folders |= {str(folder) for folder in session._workers.launcher_group.staging_folders}
+    folders |= {str(folder) for folder in workers(session).launcher_group.staging_folders}
     assert len(folders) == 2 * (len(cluster.names) + 1)
     return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
@@ -258,7 +222,7 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    fleet: Any = session._workers.launcher_group
+    fleet: Any = workers(session).launcher_group
     send = fleet.agent_server.send
 
     def counted(index: int, *what: Any) -> None:
@@ -288,7 +252,7 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
-    fleet: Any = session._workers.launcher_group
+    fleet: Any = workers(session).launcher_group
     now = fleet.node_usage
 
     def counted(within_s: float) -> Any:

@@ -46,7 +46,6 @@ class Page:
     """What a browser's page does with the panel: sends messages, and keeps what comes."""
 
     def __init__(self, kernel: LiveKernel) -> None:
-        """Open the panel in a cell."""
         self.kernel = kernel
         self.model = ""
         self.display = ""
@@ -70,7 +69,6 @@ class Page:
         self.post({"method": "custom", "content": content}, subshell=subshell)
 
     def post(self, data: dict[str, Any], *, subshell: str | None = None) -> None:
-        """Send anything on the widget's comm."""
         message = self.kernel.client.session.msg("comm_msg", {"comm_id": self.model, "data": data})
         if subshell is not None:
             message["header"]["subshell_id"] = subshell
@@ -90,8 +88,6 @@ class Page:
         return identity
 
     def answer(self, identity: str) -> dict[str, Any]:
-        """What came of a command."""
-
         def found() -> dict[str, Any]:
             all_of_them = [m for m, _ in self.messages if m.get("id") == identity]
             return all_of_them[-1] if all_of_them else {}
@@ -106,7 +102,6 @@ class Page:
         return self.statuses[request]
 
     def until(self, happened: Callable[[], object]) -> None:
-        """Read messages until something has happened."""
         deadline = time.monotonic() + DEADLINE_S
         while not happened():
             assert time.monotonic() < deadline, self.picture

@@ -69,7 +69,6 @@ def trained() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def expected(trained: Session) -> list[float]:
-    """Losses without a switch, with dropout."""
     return straight(trained, "lambda: gpt2(0.1)", 6)
 
 

@@ -15,6 +15,7 @@ from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
 from tests.e2e.training import MODEL, WRAPPED, apart, one
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +54,6 @@ def trained() -> Iterator[Session]:
 
 
 def folders() -> set[Path]:
-    """Private folders of this process's sessions."""
     return {
         path
         for root in ("/dev/shm", "/tmp")  # noqa: S108 - where they are
@@ -260,7 +260,7 @@ def test_ranks_that_do_not_start(trained: Session, monkeypatch: pytest.MonkeyPat
 
     def failing(choice: Any, progress: Any) -> Any:
         if fails.pop():
-            trained._workers.close()
+            workers(trained).close()
             message = "The ranks failed to start."
             raise StartError(message)
         return start(choice, progress)

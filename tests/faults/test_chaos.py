@@ -22,6 +22,7 @@ from nbdist import NbdistError, RankDied, Session, checkpoint
 from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.faults import training
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +185,7 @@ class Chaos:
 
     def orphans(self) -> set[psutil.Process]:
         """Processes of ranks and launchers that should be gone."""
-        launcher = self.session._workers.launcher_group
+        launcher = workers(self.session).launcher_group
         own = {psutil.Process(launcher.process.pid)} if launcher and launcher.is_alive else set()
         if self.session.state in {"ready", "running"}:
             own |= {child for one in own for child in one.children(recursive=True)}

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from nbdist import CellError, RankDied, Session
@@ -21,7 +20,9 @@ from nbdist.cluster.local import LocalLauncherProvider
 from nbdist.session.failure_causes import find_memory_events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
+from tests.inside import workers
 from tests.live_kernel import ANSI
+from tests.processes import gone
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def session(one_session: Session) -> Session:
     """Two living ranks."""
     if one_session.state != "ready":
         one_session.restart()
-    one_session._workers._launcher_provider.warm_up("cpu")  # for the test that ends the launcher
+    workers(one_session)._launcher_provider.warm_up("cpu")  # for the test that ends the launcher
     return one_session
 
 
@@ -66,18 +67,6 @@ def pids(session: Session) -> list[int]:
 
 def launcher(session: Session) -> int:
     return int(session.status()["launcher"]["pid"])
-
-
-def gone(processes: list[int]) -> bool:
-    """Whether none of them runs."""
-    return not any(map(runs, processes))
-
-
-def runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def told(session: Session, *, within_s: float = TOLD_S) -> str:
@@ -310,7 +299,7 @@ def test_children_of_a_killed_rank_end_too(session: Session) -> None:
 @pytest.mark.fault("B3", "B14")
 def test_a_killed_launcher_is_told_and_all_of_it_ends(session: Session) -> None:
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
-    ranks, folder = pids(session), session._workers.launcher_group.run_dir
+    ranks, folder = pids(session), workers(session).launcher_group.run_dir
     os.kill(launcher(session), signal.SIGKILL)
     eventually(lambda: gone(ranks), within_s=TOLD_S)
     assert told(session).startswith("the launcher ended with signal 9 (SIGKILL)")
@@ -352,7 +341,7 @@ def test_a_stopped_rank_does_not_hold_up_a_restart(session: Session) -> None:
     ranks = pids(session)
     os.kill(ranks[1], signal.SIGSTOP)
     began = time.monotonic()
-    session._workers.stop_ranks()
+    workers(session).stop_ranks()
     assert time.monotonic() - began < 5
     assert gone(ranks)
     session.restart()
@@ -373,11 +362,11 @@ def test_a_stopped_launcher_is_told_and_does_not_hold_up_a_restart(session: Sess
 
 @pytest.mark.fault("B11")
 def test_a_stop_is_bounded_by_what_cannot_be_killed(session: Session) -> None:
-    held = session._workers.launcher_group
+    held = workers(session).launcher_group
     real, held.process = held.process, Unkillable(held.process)
     began = time.monotonic()
     with pytest.warns(RuntimeWarning, match=f"cannot be killed: {real.pid}"):
-        session._workers.close()
+        workers(session).close()
     assert time.monotonic() - began < 10
     real.wait(5)  # the double only hid it
     session.restart()

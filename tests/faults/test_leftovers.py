@@ -61,7 +61,6 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
 
     def living(self) -> list[psutil.Process]:
-        """Processes that are still there."""
         return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def files(self) -> list[Path]:

@@ -16,6 +16,7 @@ from nbdist import CellError, Session
 from nbdist.launcher.__main__ import WARM_UP_IMPORTS
 from tests.conftest import eventually
 from tests.faults import training
+from tests.inside import workers
 
 MB = 1e6
 RSS_TOLERANCE = 8 * MB
@@ -32,7 +33,6 @@ class Held:
 
 
 def of(pid: int) -> Held:
-    """What the process holds now."""
     process = psutil.Process(pid)
     return Held(process.memory_info().rss, process.num_fds(), process.num_threads())
 
@@ -54,7 +54,7 @@ def everything(session: Session) -> Everything:
     ranks = [psutil.Process(rank["pid"]) for rank in session.status()["ranks"]]
     held = {"kernel": of(psutil.Process().pid), "launcher": of(ranks[0].ppid())}
     held |= {f"rank {rank}": of(process.pid) for rank, process in enumerate(ranks)}
-    folder = session._workers.launcher_group.run_dir
+    folder = workers(session).launcher_group.run_dir
     files = Counter(
         # numbers and random parts of names do not count
         re.sub(r"(?<=_)\w{8}(?=/|$)|\d+", "*", str(path.relative_to(top)))
@@ -89,7 +89,6 @@ def cell(session: Session, number: int) -> None:
 
 
 def use(session: Session, what: str, times: int) -> None:
-    """Use the session so often."""
     for number in range(times):
         if what == "cells":
             cell(session, number)
@@ -131,7 +130,7 @@ def warmed_up(session: Session) -> None:
     imported = False
     while not imported:
         launcher = psutil.Process(psutil.Process(session.status()["ranks"][0]["pid"]).ppid())
-        session._workers.stop_ranks()
+        workers(session).stop_ranks()
         eventually(lambda: launcher.cpu_percent(0.5) == 0, within_s=120)  # noqa: B023
         session.restart()
         imported = bool(

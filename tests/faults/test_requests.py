@@ -15,6 +15,7 @@ import nbdist
 from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
 from nbdist.errors import CheckpointError
 from tests.conftest import eventually
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -150,7 +151,7 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
 
     def press() -> None:
         def noticed() -> bool:  # between two requests of one command there is none
-            joint = session._workers.collective_request
+            joint = workers(session).collective_request
             return joint is not None and bool(joint.notice)
 
         eventually(noticed, within_s=120)

@@ -7,9 +7,7 @@ same stands for it here. On a CPU rank nothing ends such a loop but the end of t
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -21,6 +19,8 @@ import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
 from nbdist.session import hang_detection, interrupt
 from tests.conftest import eventually
+from tests.inside import escalation, num_stops
+from tests.stopping import press
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +75,6 @@ SHOWN = list(zip(("cell", "switch", "save", "export"), TRAPS, strict=True))
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C loops."""
     folder = tmp_path_factory.mktemp("spin")
     (folder / "spin.c").write_text(SOURCE)
     compiler = shutil.which("gcc")
@@ -128,22 +127,6 @@ def prepare(session: Session, library: Path, mark: Path) -> None:
     session.run(f"LIBRARY, MARK = {str(library)!r}, {str(mark)!r}\n{PREPARE}")
 
 
-def watched(session: Session) -> interrupt.InterruptEscalation | None:
-    """What counts the Stops."""
-    joint = session._workers.collective_request
-    return joint.escalation if joint is not None else session._cells.escalation
-
-
-def stops(session: Session) -> int:
-    found = watched(session)
-    return 0 if found is None else found.stops
-
-
-def press() -> None:
-    """Press Stop: a notebook's front end sends this signal to its kernel."""
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.fault("C17")
 @pytest.mark.parametrize(
     ("work", "trap"),
@@ -170,7 +153,7 @@ def test_two_stops_return_the_prompt_and_a_third_ends_the_ranks(
         if trap in SILENT:  # named without being asked for
             eventually(lambda: named in session.standstill, within_s=20)
         press()
-        eventually(lambda: stops(session) == 1, within_s=10)
+        eventually(lambda: num_stops(session) == 1, within_s=10)
         eventually(lambda: named in session.standstill, within_s=20)
         seen.append(session.standstill)
         press()
@@ -202,7 +185,7 @@ def test_three_stops_at_once_end_the_ranks_too(
         eventually(mark.exists, within_s=60)
         for count in (1, 2, 3):
             press()
-            eventually(lambda count=count: stops(session) >= count, within_s=10)  # type: ignore[misc]
+            eventually(lambda count=count: num_stops(session) >= count, within_s=10)  # type: ignore[misc]
 
     thread = threading.Thread(target=press_thrice)
     thread.start()
@@ -224,7 +207,7 @@ def test_a_rank_that_spins_when_another_has_failed_is_told_and_aborted_without_a
     says = "rank 0 raised ValueError at line 1; rank 1 has been in ctypes.CDLL"
     eventually(lambda: says in session.standstill, within_s=20)
     eventually(lambda: "aborting the process groups" in session.standstill, within_s=20)
-    assert stops(session) == 0
+    assert num_stops(session) == 0
     eventually(lambda: "rank 1 spins" in session.standstill, within_s=20)
     for _ in range(3):
         assert session.interrupt()
@@ -252,7 +235,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     def press_on() -> None:
         eventually(lambda: "aborting the process groups" in session.standstill, within_s=60)
         told.append(session.standstill)
-        assert stops(session) == 0
+        assert num_stops(session) == 0
         for _ in range(3):
             session.interrupt()
 
@@ -276,7 +259,7 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
 
     def press_once() -> None:
         eventually(mark.exists, within_s=60)
-        found = watched(session)
+        found = escalation(session)
         assert found is not None
         press()
         eventually(lambda: "spin" in session.standstill, within_s=20)

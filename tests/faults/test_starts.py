@@ -34,7 +34,6 @@ def nothing_runs() -> Iterator[None]:
 
 
 def why_it_failed(session: Session) -> str:
-    """What is said, and in time."""
     began = time.monotonic()
     with pytest.raises(StartError) as caught:
         session.start()

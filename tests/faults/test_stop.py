@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,10 +13,12 @@ import nbdist
 from nbdist import CellError, CellInterrupted, Session
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
+from tests.inside import num_stops, workers
 from tests.live_kernel import LiveKernel
+from tests.stopping import press, runs_for, stopped, stopped_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from nbdist.cluster.rank_channels import Channel
@@ -71,46 +72,6 @@ def plain() -> Iterator[Session]:
         yield running
 
 
-def press() -> None:
-    """Press Stop: a notebook's front end sends this signal to its kernel."""
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def stopped(
-    session: Session,
-    code: str,
-    *,
-    when: Callable[[], object],
-    more: Callable[[], object] | None = None,
-) -> tuple[str, float]:
-    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
-    pressed: list[float] = []
-
-    def wait_and_press() -> None:
-        eventually(when, within_s=30)
-        pressed.append(time.monotonic())
-        press()
-        if more is not None:
-            eventually(more, within_s=30)
-            press()
-
-    thread = threading.Thread(target=wait_and_press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
-
-
-def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
-    """Whether a cell has been running for so long."""
-    return lambda: (
-        session.running is not None and time.time() - session.running.started_at > seconds
-    )
-
-
 def can_add(session: Session) -> bool:
     code = "t = torch.ones(3)\ndist.all_reduce(t)\nt.tolist()"
     return list(session.run(code).values.values()) == [[2.0] * 3] * 2
@@ -152,28 +113,6 @@ def test_a_rank_alone_in_a_collective_is_told_and_stopped(plain: Session) -> Non
     _, seconds = stopped_with(plain, code, says="rank 0 has waited", ranks="0")
     assert seconds < 10
     assert can_add(plain)
-
-
-def stopped_with(
-    session: Session, code: str, *, says: str, ranks: str | None = None
-) -> tuple[str, float]:
-    """Run a cell on some ranks and press Stop once its standstill is told."""
-    pressed: list[float] = []
-
-    def wait_and_press() -> None:
-        eventually(lambda: says in session.standstill, within_s=30)
-        assert says in session.status()["standstill"]
-        pressed.append(time.monotonic())
-        press()
-
-    thread = threading.Thread(target=wait_and_press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code, ranks=ranks)
-    finally:
-        thread.join()
-    return str(told.value), time.monotonic() - pressed[0]
 
 
 @pytest.mark.fault("C3")
@@ -350,13 +289,13 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
     plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
-    post = plain._workers.queue_request
+    post = workers(plain).queue_request
 
     def noted(ranks: range, channel: Channel, kind: str, *args: object, **kwargs: object) -> str:
         sent.append((kind, len(ranks)))
         return post(ranks, channel, kind, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(plain._workers, "queue_request", noted)
+    monkeypatch.setattr(workers(plain), "queue_request", noted)
     code = "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\n    raise ValueError"
     with pytest.raises(CellError, match="ValueError"):
         plain.run(code)  # one collective has begun on rank 0 alone
@@ -401,10 +340,9 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
 
 @pytest.mark.fault("C12")
 def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -> None:
-    def asked() -> bool:
-        return session._cells.escalation is not None and session._cells.escalation.stops == 1
-
-    said, _ = stopped(session, IN_STEP, when=runs_for(session, 2.5), more=asked)
+    said, _ = stopped(
+        session, IN_STEP, when=runs_for(session, 2.5), more=lambda: num_stops(session) == 1
+    )
     assert "all variables are kept" in said
     assert trains_on(session)
 
@@ -441,11 +379,8 @@ def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
             eventually(runs_for(session, 1.5), within_s=30)
             press()
             for count in (1, 2):
-                eventually(lambda count=count: stops() == count, within_s=30)  # type: ignore[misc]
+                eventually(lambda count=count: num_stops(session) == count, within_s=30)  # type: ignore[misc]
                 press()
-
-        def stops() -> int:
-            return session._cells.escalation.stops if session._cells.escalation is not None else 0
 
         thread = threading.Thread(target=press_on)
         thread.start()

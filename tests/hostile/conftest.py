@@ -16,6 +16,5 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    """Two CPU ranks under DDP."""
     with nbdist.Session(nproc=2) as running:
         yield running

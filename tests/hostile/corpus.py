@@ -6,31 +6,20 @@ None is committed: what a scanner or a person finds in the repository is this sc
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from tests.unit import saved
-from tests.unit import test_importers as foreign
+from tests.doubles import foreign_checkpoints as foreign
+from tests.doubles.foreign_checkpoints import Bomb
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     Writer = Callable[[Path, Path], None]
-
-
-class Bomb:
-    """Makes a folder wherever it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 # -- checkpoints of others: folder, marker -> None
@@ -62,13 +51,7 @@ def safetensors(header: bytes, length: int | None = None) -> Writer:
     return write
 
 
-def _entry(**given: Any) -> bytes:
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | given
-    return json.dumps({"w": entry}).encode()
-
-
 def from_tests(write: Callable[[Path, Any], None]) -> Writer:
-    """One of tests/unit/test_importers.py."""
     return lambda folder, marker: write(folder, foreign.Bomb(marker))
 
 
@@ -77,31 +60,7 @@ FOREIGN: dict[str, Writer] = {
     "an object in a .pt": pt_alone,
     **{write.__name__: from_tests(write) for write in foreign.HOSTILE},
     "a header of 2**63 bytes": safetensors(b"{}", 2**63),
-    "a header beyond the file": safetensors(b"{}", 10**6),
-    "a header of no JSON": safetensors(b"\xff" * 64),
-    "a header of many brackets": safetensors(b"[" * 100_000),
-    "a tensor of 2**62 elements": safetensors(_entry(shape=[2**62], data_offsets=[0, 2**64])),
-    "negative offsets": safetensors(_entry(data_offsets=[-8, 0])),
-    "offsets beyond the file": safetensors(_entry(data_offsets=[0, 10**9])),
-    "a negative shape": safetensors(_entry(shape=[-1, -2])),
-    "an unknown dtype": safetensors(_entry(dtype="__import__('os')")),
 }
-
-# -- our own kind of checkpoint, with one thing wrong: manifest -> manifest
-
-PATHS = (
-    *("../../x", "/etc/passwd", "a/../../x", "..", "x\0y", "a" * 300, "<img src=x onerror=f()>"),
-    *("~/x", "C:\\x", "model.safetensors/../../x", "\u202ex", "custom_checkpoint_0.pkl"),
-)
-
-
-def checkpoint(root: Path, name: str) -> Path:
-    """Write a checkpoint of ours whose manifest names `name` as a file."""
-    path = saved.save(root, "good")
-    tree = json.loads((path / "manifest.json").read_text())
-    tree["files"][0]["name"] = name
-    (path / "manifest.json").write_text(json.dumps(tree))
-    return path
 
 
 # -- configs

@@ -16,6 +16,7 @@ from nbdist.errors import StartError
 from nbdist.protocol.signing import MessageSigner as Ours
 from nbdist.worker.kernel import RankApp
 from tests.conftest import eventually
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ class Door(NamedTuple):
 
 def opened(session: Session, rank: int, channel: str) -> Iterator[Door]:
     """Connect to a rank as a process of the same user could; others cannot."""
-    folder = session._workers.launcher_group.run_dir.path / str(session._workers.generation)
+    folder = workers(session).launcher_group.run_dir.path / str(workers(session).generation)
     file = json.loads((folder / f"rank{rank}.json").read_text())
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -56,7 +57,6 @@ def door(request: pytest.FixtureRequest, session: Session) -> Iterator[Door]:
 
 
 def frames(key: str, code: str = FORGED) -> list[bytes]:
-    """An execute_request."""
     signer = Signer(key=key.encode())
     return signer.serialize(signer.msg("execute_request", {"code": code, "silent": False}))
 
@@ -159,7 +159,7 @@ def test_a_flood_of_junk_does_not_fill_the_log(door: Door, session: Session) -> 
     for _ in range(FLOOD):
         door.socket.send_multipart([DELIM, os.urandom(32), b"{}", b"{}", b"{}", b"{}"])
     assert session.run("rank").values == {0: 0, 1: 1}
-    launcher = session._workers.launcher_group
+    launcher = workers(session).launcher_group
     assert launcher is not None
     assert len(launcher.log.tail()) < 50_000
     assert len(session.logs[1].text()) < 50_000
@@ -247,7 +247,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
 
 @pytest.mark.fault("S4")
 def test_every_channel_is_a_unix_socket(session: Session) -> None:
-    folder = session._workers.launcher_group.run_dir.path / str(session._workers.generation)
+    folder = workers(session).launcher_group.run_dir.path / str(workers(session).generation)
     for rank in range(2):
         file = json.loads((folder / f"rank{rank}.json").read_text())
         assert file["transport"] == "ipc"

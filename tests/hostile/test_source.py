@@ -43,14 +43,12 @@ ALLOWED = {
 
 
 def named(node: ast.expr) -> str:
-    """A call's name with its dots."""
     if isinstance(node, ast.Attribute):
         return f"{named(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def keyword(call: ast.Call, name: str) -> object:
-    """A literal argument of a call."""
     value = next((one.value for one in call.keywords if one.arg == name), None)
     return value.value if isinstance(value, ast.Constant) else None
 

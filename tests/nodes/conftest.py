@@ -45,7 +45,6 @@ def notebook(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
-    """A Slurm with two nodes."""
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
     if missing := slurms.missing():

@@ -42,7 +42,6 @@ class Host:
 
     @property
     def within(self) -> list[str]:
-        """Begins a command that runs there."""
         return ["ip", "netns", "exec", self.name]
 
     def link(self, state: str) -> None:
@@ -127,7 +126,6 @@ class Hosts:
 
     @property
     def here(self) -> Host:
-        """The notebook's."""
         return self.all[0]
 
     @property
@@ -141,7 +139,6 @@ class Hosts:
         return self.all[2]
 
     def ours(self) -> set[psutil.Process]:
-        """As of each host."""
         return set().union(*(host.ours() for host in self.all))
 
     def start_ray(self, host: Host, *, hidden: Path | None = None, **environ: str) -> None:
@@ -173,7 +170,6 @@ class Hosts:
         )
 
     def __enter__(self) -> Self:
-        """Start Ray on two."""
         self.start_ray(self.here)
         self.start_ray(self.there)
         return self

@@ -53,7 +53,6 @@ NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         return int(server.getsockname()[1])
 
@@ -68,7 +67,6 @@ class Slurm:
 
     @property
     def environ(self) -> dict[str, str]:
-        """With which its commands find it."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str) -> str:
@@ -133,7 +131,6 @@ class Slurm:
         eventually(lambda: "down" not in self.call(*state), within_s=30)
 
     def __enter__(self) -> Self:
-        """Start the daemons."""
         folder, host = self.folder, socket.gethostname().split(".")[0]
         (folder / "state").mkdir()
         key = folder / "munge.key"
@@ -154,7 +151,6 @@ class Slurm:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End its jobs and the daemons."""
         with suppress(AssertionError):
             for job in self.jobs():
                 self.call("scancel", job)

@@ -54,7 +54,6 @@ def _inside(folder: Path, within: Sequence[str]) -> type[AsyncKernelManager]:
 
 
 def cell(notebook: NotebookNode, cell_id: str) -> NotebookNode:
-    """The cell of that id."""
     return next(cell for cell in notebook.cells if cell.id == cell_id)
 
 

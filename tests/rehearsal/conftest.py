@@ -44,7 +44,6 @@ class GpuMachine:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Start the launcher."""
         self._folder, self._starts = folder, 0
         self._ended: Queue[messages.AllRanksExited] = Queue()
         self.has("GPU-aaaa,70", "GPU-bbbb,60")

@@ -10,21 +10,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import published
-from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting, llama
+from published import LLAMA_7B, LLAMA_13B, LLAMA_34B, LLAMA_70B, Setting
 
-from nbdist.hardware.discovery import Gpu, Machine
-from nbdist.planner import cluster_spec, devices, model_spec, step_time
-from nbdist.planner.memory.zero_common import PrefetchLimits
+from nbdist.planner import model_spec, step_time
 from nbdist.planner.models import analytic
-from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 GIB = 1 << 30
 GB = 1e9
-Verdict = Literal["agrees", "differs", "outside"]
-"""outside: not a thing that arithmetic can say."""
+Verdict = Literal["agrees", "differs"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,6 @@ CLAIMS: list[Claim] = []
 def claim(
     number: int, text: str, verdict: Verdict, why: str
 ) -> Callable[[Callable[[], Answer]], Callable[[], Answer]]:
-    """Enter a function into the table."""
-
     def enter(ask: Callable[[], Answer]) -> Callable[[], Answer]:
         CLAIMS.append(Claim(number, text, verdict, why, ask))
         return ask
@@ -68,7 +62,6 @@ def setting(model: model_spec.ModelSpec, machine: str, backend: str, **more: Any
 
 
 def gib(one: Setting) -> float:
-    """Peak GiB of tensors."""
     return one.peak.device_bytes / GIB
 
 
@@ -81,7 +74,6 @@ def slower(model: model_spec.ModelSpec, machine: str, **more: Any) -> float:
 
 
 def span(values: list[float]) -> str:
-    """Smallest and largest."""
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
@@ -91,13 +83,7 @@ MANY = "4x8xH100-80GB,nvlink,8x400Gb"
 PRO = "4xRTX PRO 6000,pcie"
 
 
-def seventy(machine: str, **more: Any) -> dict[str, float]:
-    """GiB that 70B needs under each backend."""
-    return {name: gib(setting(LLAMA_70B, machine, name, **more)) for name in SEVENTY}
-
-
 def seventy_fits(machine: str, **more: Any) -> list[str]:
-    """Backends under which 70B fits."""
     return [name for name in SEVENTY if setting(LLAMA_70B, machine, name, **more).fits]
 
 
@@ -155,19 +141,6 @@ def _four() -> Answer:
     return Answer(f"{says} and {thresholds[1]:.0f} tokens", crosses)
 
 
-@claim(
-    5,
-    "FSDP2 is not verified at a trillion parameters",
-    "outside",
-    "a plan says what fits, not who has tried",
-)
-def _five() -> Answer:
-    trillion = llama(25600, 68096, 150, 200, 8, 128256)
-    needed = setting(trillion, "128x8xH100-80GB,nvlink,8x400Gb", "fsdp2")
-    size = model_spec.num_params(trillion) / 1e12
-    return Answer(f"{size:.2f}T needs {gib(needed):.0f} GiB on each of 1024 H100", needed.fits)
-
-
 def per_parameter(backend: str, ranks: int, parts: tuple[str, ...] = (), **more: Any) -> float:
     """Bytes a parameter at the peak of a model without activations to speak of."""
     given = {"batch_size": 1, "seq_len": 8, "recompute": "full"} | more
@@ -185,12 +158,6 @@ def per_parameter(backend: str, ranks: int, parts: tuple[str, ...] = (), **more:
 def _six() -> Answer:
     most, fused = (per_parameter("ddp", 8, optimizer=name) for name in ("adamw", "adamw_fused"))
     return Answer(f"{most:.1f} bytes in the step, {fused:.1f} fused", abs(fused - 16) < 1)
-
-
-@claim(7, "1B needs about 16 GB per GPU under DDP", "differs", "as claim 6")
-def _seven() -> Answer:
-    found = setting(analytic.spec_from_parameter_count("1b"), EIGHT, "ddp").peak.device_bytes / GB
-    return Answer(f"{found:.1f} GB of tensors", found < 18)
 
 
 def largest_ddp(machine: str) -> float:
@@ -218,12 +185,6 @@ def _eight() -> Answer:
         abs(one / said - 1) < 0.25 for one, said in zip(found, (1, 1.75, 3.5), strict=True)
     )
     return Answer(", ".join(f"{one:.1f}B" for one in found), agrees)
-
-
-@claim(9, "above 2.3B DDP runs out of memory on 80 GB", "differs", "and contradicts claim 8")
-def _nine() -> Answer:
-    largest = largest_ddp(EIGHT)
-    return Answer(f"{largest:.1f}B fits with a short sequence", largest < 2.4)
 
 
 @claim(
@@ -368,20 +329,6 @@ def _eighteen() -> Answer:
     return Answer(f"{says} bytes a parameter (with 4 micro-batches)", agrees)
 
 
-@claim(19, "FSDP is 5 times as fast as ZeRO-3 at 1-3B, less at 10-30B", "differs", "as claim 1")
-def _nineteen() -> Answer:
-    found = [
-        slower(analytic.spec_from_parameter_count(size), EIGHT) for size in ("1b", "3b", "13b")
-    ]
-    return Answer(f"ZeRO-3 takes {span(found)} times as long", max(found) > 4)
-
-
-@claim(20, "at 70B and more FSDP and DeepSpeed are about equal", "agrees", "as claim 3")
-def _twenty() -> Answer:
-    ratio = slower(LLAMA_70B, MANY, batch_size=2, seq_len=4096)
-    return Answer(f"ZeRO-3 takes {ratio:.2f} times as long", abs(ratio - 1) < 0.1)
-
-
 @claim(
     21,
     "CPU offload costs 20 to 40 %",
@@ -393,35 +340,6 @@ def _twenty_one() -> Answer:
     moved = replace(plain, options={"offload": "cpu"})
     ratio = moved.cost().step_time_s / plain.cost().step_time_s
     return Answer(f"{ratio:.1f} times as long (7B, 4 A100, 2048 tokens)", ratio < 1.5)
-
-
-@claim(22, "bf16 is about 4 % faster than fp16", "differs", "both have the same peak")
-def _twenty_two() -> Answer:
-    times = [
-        setting(LLAMA_7B, EIGHT, "fsdp2", precision=name).cost().step_time_s
-        for name in ("bf16", "fp16")
-    ]
-    return Answer(f"{times[1] / times[0] - 1:.0%} faster", times[1] / times[0] > 1.02)
-
-
-@claim(
-    23,
-    "DDP below 500M, DDP or FSDP up to 2B, shards above 2.3B on 80 GB",
-    "differs",
-    "nothing changes at these sizes; DDP fits up to claim 8's limit",
-)
-def _twenty_three() -> Answer:
-    fits = {
-        size: setting(analytic.spec_from_parameter_count(size), EIGHT, "ddp").fits
-        for size in ("500m", "2b", "2.5b")
-    }
-    return Answer(f"DDP fits at {', '.join(size for size in fits if fits[size])}", not fits["2.5b"])
-
-
-@claim(24, "FSDP has no NVMe offload", "agrees", "torch 2.13 offloads to the CPU only")
-def _twenty_four() -> Answer:
-    able = [name for name, one in STRATEGIES.items() if "nvme" in one.offloads]
-    return Answer(f"{', '.join(able)} only", not any(name.startswith("fsdp") for name in able))
 
 
 @claim(
@@ -437,29 +355,6 @@ def _twenty_five() -> Answer:
 
 
 @claim(
-    26,
-    "32 GPUs of 80 GB train 70B with ZeRO-2 at 4,500 tokens/s",
-    "differs",
-    "ZeRO-2 keeps whole bf16 weights on every GPU",
-)
-def _twenty_six() -> Answer:
-    one = setting(LLAMA_70B, "4x8xA100-80GB,nvlink,8x200Gb", "zero2")
-    return Answer(f"{gib(one):.0f} GiB on each GPU", one.fits)
-
-
-@claim(
-    27,
-    "70B on 8 A100-80 peaks at 72 (FSDP), 74 (ZeRO-2), 62 GB (ZeRO-3)",
-    "differs",
-    "16 bytes a parameter over 8 GPUs are 140 GB",
-)
-def _twenty_seven() -> Answer:
-    found = seventy(EIGHT)
-    words = ", ".join(f"{name} {found[name]:.0f}" for name in ("fsdp2", "zero2", "zero3"))
-    return Answer(f"{words} GiB", bool(seventy_fits(EIGHT)))
-
-
-@claim(
     28,
     "7B on one node: FSDP; for the least memory: ZeRO-3",
     "differs",
@@ -468,60 +363,6 @@ def _twenty_seven() -> Answer:
 def _twenty_eight() -> Answer:
     fsdp, zero = (gib(setting(LLAMA_7B, EIGHT, name)) for name in ("fsdp2", "zero3"))
     return Answer(f"FSDP2 {fsdp:.1f} GiB, ZeRO-3 {zero:.1f} GiB", zero < 0.9 * fsdp)
-
-
-@claim(29, "ZeRO-3 settings: persistence 1e5, prefetch 5e7", "agrees", "DeepSpeed's defaults")
-def _twenty_nine() -> Answer:
-    rules = PrefetchLimits()
-    agrees = (rules.param_persistence_threshold, rules.prefetch_bucket_size) == (
-        100_000,
-        50_000_000,
-    )
-    return Answer(
-        f"persistence {rules.param_persistence_threshold:,},"
-        f" prefetch {rules.prefetch_bucket_size:,}",
-        agrees,
-    )
-
-
-@claim(30, "70B in bf16 are 140 GB, which takes 4 GPUs of 96 GB", "differs", "two hold them")
-def _thirty() -> Answer:
-    size = 2 * model_spec.num_params(LLAMA_70B)
-    count = -(-size // devices.parse_devices(PRO).smallest_device.memory_bytes)
-    return Answer(f"{size / GB:.0f} GB, {count} GPUs", count == 4)
-
-
-def sharded(part: str, backend: str, ranks: int) -> float:
-    """Into how many pieces a part is cut: against stage 1's gradients, or DDP's moments."""
-    whole = {"optimizer": 8, "gradients": 2}[part]
-    return whole / per_parameter(backend, ranks, (part,), optimizer="adamw_fused")
-
-
-@claim(31, "ZeRO-1 divides optimizer states by 4", "differs", "by the number of GPUs")
-def _thirty_one() -> Answer:
-    found = [sharded("optimizer", "zero1", ranks) for ranks in (2, 8, 64)]
-    words = ", ".join(f"{one:.1f}" for one in found)
-    return Answer(f"{words} on 2, 8, 64 GPUs", all(abs(one - 4) < 1 for one in found))
-
-
-@claim(32, "ZeRO-2 divides gradients by 8", "differs", "by the number of GPUs")
-def _thirty_two() -> Answer:
-    found = [sharded("gradients", "zero3", ranks) for ranks in (2, 8, 64)]
-    words = ", ".join(f"{one:.1f}" for one in found)
-    return Answer(f"{words} on 2, 8, 64 GPUs", all(abs(one - 8) < 1 for one in found))
-
-
-@claim(
-    33,
-    "70B with AdamW fits 4 RTX PRO 6000 of 96 GB with room under ZeRO-3 or FSDP",
-    "differs",
-    "gradients and the fp32 copy are missing: 16 bytes a parameter are 276 GB on each",
-)
-def _thirty_three() -> Answer:
-    found = {**seventy(PRO), "8-bit": gib(setting(LLAMA_70B, PRO, "zero3", optimizer="adamw_8bit"))}
-    words = ", ".join(f"{name} {one:.0f}" for name, one in found.items())
-    fits = seventy_fits(PRO) + seventy_fits(PRO, optimizer="adamw_8bit")
-    return Answer(f"{words} GiB of 94.9", bool(fits))
 
 
 @claim(
@@ -534,27 +375,6 @@ def _thirty_four() -> Answer:
     counts = (8, 16, 24, 32, 64)
     enough = [n for n in counts if setting(LLAMA_70B, f"{n}xH100-80GB", "fsdp2").fits]
     return Answer(f"70B fits under FSDP2 from {enough[0]} GPUs of 80 GB", enough[0] <= 8)
-
-
-@claim(
-    35,
-    "FSDP expects equal GPUs, DeepSpeed tolerates uneven ones",
-    "differs",
-    "both cut equal shards and wait for the slowest",
-)
-def _thirty_five() -> Answer:
-    gpus = tuple(
-        Gpu(
-            uuid=f"GPU-{size}",
-            name=f"NVIDIA A100-SXM4-{size}GB",
-            memory_bytes=size * GIB,
-            capability=(8, 0),
-        )
-        for size in (80, 40)
-    )
-    uneven = cluster_spec.cluster_for_machine(Machine(gpus, "NVLink", 64))
-    binds = uneven.smallest_device.memory_bytes / GIB
-    return Answer(f"{binds:.0f} GiB bind under every backend", binds > 40)
 
 
 @claim(
@@ -574,7 +394,6 @@ def _thirty_six() -> Answer:
 
 
 def main() -> None:
-    """Print the table."""
     for one in CLAIMS:
         answer = one.ask()
         text = f"{one.number:2} {one.verdict:8} {one.text}\n     {answer.says}; {one.why}"

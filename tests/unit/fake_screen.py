@@ -59,7 +59,6 @@ class FakeScreen:
 
     @property
     def text(self) -> str:
-        """Everything visible, in order."""
         return "".join(
             f"{out[1].get('text/plain', '')}\n" if out[0] == "display" else out[1]
             for out in self.outputs
@@ -84,7 +83,6 @@ class Clock:
 
 
 def accounted(screen: FakeScreen, ranks: range) -> dict[int, int]:
-    """Lines shown or counted, by rank."""
     total = dict.fromkeys(ranks, 0)
     for line in screen.text.splitlines():
         found = re.match(r"\[([\d,-]+)\] (?:([\d,]+) lines? .*not shown)?", line)

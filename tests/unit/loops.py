@@ -98,22 +98,6 @@ def training_function(config, args):
 training_function({"lr": 2e-5}, args)
 """
     ],
-    "as by_feature/tracking of Accelerate": [
-        """\
-model, optimizer, train_dataloader = accelerator.prepare(model, optimizer, train_dataloader)
-for epoch in range(num_epochs):
-    model.train()
-    total_loss = 0
-    for step, batch in enumerate(train_dataloader):
-        outputs = model(**batch)
-        loss = outputs.loss
-        total_loss += loss.detach().float()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.log({"train_loss": total_loss.item() / len(train_dataloader)}, step=epoch)
-"""
-    ],
     "plain torch with a scaler, in bf16": [
         """\
 scaler = torch.amp.GradScaler()
@@ -253,20 +237,6 @@ for batch in loader:
         "trainer = Trainer(model, TrainingArguments(bf16=True, output_dir='out'), train_dataset=d)",
         "trainer.train()",
     ],
-    "awaited": ["batch = await queue.get()\n" + MAKE + LOOP],
-    "a while loop": [
-        """\
-batches = iter(loader)
-step = 0
-while step < 100:
-    batch = next(batches)
-    loss = model(batch) / 2
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step += 1
-"""
-    ],
     "gradients summed as nanoGPT does": [
         """\
 for step in range(1000):
@@ -288,17 +258,9 @@ BAD: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
         [MAKE + LOOP.replace("report(loss=loss)", "losses.append(loss.item())")],
         [("sync", "losses.append(loss.item())")],
     ),
-    "item given to report": (
-        [MAKE + LOOP.replace("loss=loss", "loss=loss.item()")],
-        [("sync", "report(loss=loss.item())")],
-    ),
     "printed in each step": (
         [MAKE + LOOP.replace("report(loss=loss)", 'print(f"loss {loss:.2f}")')],
         [("sync", 'print(f"loss {loss:.2f}")')],
-    ),
-    "printed by the main process": (
-        [MAKE + LOOP.replace("report(loss=loss)", "if accelerator.is_main_process: print(loss)")],
-        [("sync", "if accelerator.is_main_process: print(loss)")],
     ),
     "a loop in a method of what is made there": (
         [
@@ -316,10 +278,6 @@ Training().fit()
 """
         ],
         [("sync", "print(loss.item())")],
-    ),
-    "a float in each step": (
-        [MAKE + LOOP.replace("report(loss=loss)", "total += float(loss)")],
-        [("sync", "total += float(loss)")],
     ),
     "outputs moved in each step": (
         [

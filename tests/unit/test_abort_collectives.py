@@ -7,13 +7,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from nbdist.worker.interrupt import abort_collectives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CLOSED = "sockets closed"
 
@@ -38,7 +36,6 @@ class Group:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens, in order."""
     found: list[str] = []
     monkeypatch.setattr(abort_collectives, "_close", lambda _: found.append(CLOSED) or 1)
     monkeypatch.setattr(abort_collectives, "_ends_of_others", lambda *_: set())
@@ -92,16 +89,3 @@ def test_an_abort_that_hangs_is_told_in_time(
         for thread in threading.enumerate():
             if thread.name == "nbdist-abort":
                 thread.join(30)
-
-
-def test_a_rank_that_publishes_no_connections_is_waited_for_shortly(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(
-        abort_collectives, "_connections", lambda _: [(("127.0.0.1", 1), ("127.0.0.1", 2), 3)]
-    )
-    store = FileStore(str(tmp_path / "store"), 3)
-    store.set("release/one/1", '[["127.0.0.1", 2]]')
-    assert abort_collectives._published(store, "one") == {("127.0.0.1", 2)}

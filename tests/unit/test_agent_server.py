@@ -105,11 +105,6 @@ def test_junk_is_no_message(frames: list[bytes]) -> None:
         protocol.unpack_message(frames)
 
 
-def test_a_message_arrives_as_it_was_sent() -> None:
-    sent = protocol.RankRequestFrames([3], "iopub", 2)
-    assert protocol.unpack_message(protocol.pack_message(sent, b"a", b"b")) == (sent, [b"a", b"b"])
-
-
 def test_what_is_no_ticket_is_not_repeated() -> None:
     with pytest.raises(ValueError, match="not the connection data") as told:
         protocol.AgentTicket.from_json(json.dumps({"secret": "hush"}))

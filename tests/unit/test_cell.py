@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from nbdist import CellError, RankDied, Session
+from nbdist import CellError, RankDied
 from nbdist.protocol import messages
 from nbdist.session import cell as cells
 from nbdist.session.cell import Cell
@@ -26,7 +26,6 @@ def message(kind: str, **content: Any) -> Any:
 
 
 def fail(cell: Cell, rank: int) -> None:
-    """An error of long ago."""
     error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
     error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
     cell.on_message((rank,), "iopub", error)
@@ -57,7 +56,6 @@ def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
 
 
 def end_of(cell: Cell, ename: str, evalue: str) -> None:
-    """Rank 0 fails, rank 1 dies."""
     error = message("error", ename=ename, evalue=evalue, traceback=[f"{ename}: {evalue}"])
     error["header"]["date"] = datetime.now(UTC)
     cell.on_message((0,), "iopub", error)
@@ -142,18 +140,3 @@ def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
     running.send(cell, checkpoints="")
     cell.render_pending(0.0)
     assert cell.finished.is_set()
-
-
-def test_a_session_runs_while_its_runner_has_a_cell() -> None:
-    session, (cell, _) = Session(nproc=2), cell_of(0)
-    session.state = "ready"
-    assert session.running is None
-    ready_since = session.state_since
-    session._cells.running_cell = cell
-    assert session.state == "running"
-    session._cells._cell_done(cell)
-    assert (session.state, session.last) == ("ready", cell)
-    assert session.state_since > ready_since
-    session.state = "dead"
-    session._cells.running_cell = cell
-    assert session.state == "dead"

@@ -58,10 +58,6 @@ def test_nothing_is_no_box() -> None:
     assert list(chunk_to_intervals((0, 3), Chunk((0, 0), (0, 3)))) == []
 
 
-def test_the_worst_cut_needs_all_boxes() -> None:
-    assert len(interval_to_chunks((3, 3, 3), 1, 26)) == 5
-
-
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 13)])
 def test_an_interval_outside_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=r"^Interval .* exceeds"):

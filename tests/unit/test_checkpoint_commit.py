@@ -135,14 +135,6 @@ def test_a_save_is_listed_once_it_is_whole(root: Path) -> None:
     assert names(root) == ["a"]
 
 
-def test_abort_leaves_nothing(root: Path) -> None:
-    draft = FolderStorage(root).begin("a")
-    saved.write(draft.location / "model-00000-0.safetensors")
-    draft.abort()
-    draft.abort()
-    assert hidden(root) == []
-
-
 def test_abort_removes_drafts_alone(root: Path) -> None:
     path = saved.save(root, "a")
     PendingFolderCheckpoint(path).abort()
@@ -176,15 +168,6 @@ def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
         draft.commit("a", saved.manifest((part,)))
     draft.abort()
     assert names(root) == hidden(root) == []
-
-
-def test_a_name_that_is_taken_is_refused_at_once(root: Path) -> None:
-    saved.save(root, "a", seed=1)
-    with pytest.raises(
-        CheckpointError, match=r"exists\. Save under another name, or use --overwrite"
-    ):
-        FolderStorage(root).begin("a")
-    assert hidden(root) == []
 
 
 def test_a_name_that_was_taken_meanwhile_is_refused(root: Path) -> None:
@@ -336,28 +319,6 @@ def test_the_newest_of_several_is_put_back(root: Path) -> None:
     assert hidden(root) == []
 
 
-def test_a_rename_that_fails_leaves_the_old_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved.save(root, "a", seed=1)
-    old = digest_of(root, "a")
-    real = os.rename
-
-    def fail(source: Path, target: Path) -> None:
-        if Path(source).name.startswith(".tmp"):
-            raise OSError(5, "Input/output error")
-        real(source, target)
-
-    draft = FolderStorage(root).begin("a", overwrite=True)
-    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        draft.commit("a", saved.manifest((part,)), overwrite=True)
-    draft.abort()
-    assert digest_of(root, "a") == old
-    assert hidden(root) == []
-
-
 # What is left of dead processes
 
 
@@ -367,17 +328,6 @@ def test_what_dead_processes_left_is_removed(root: Path) -> None:
     FolderStorage(root).begin("b").abort()
     assert draft.location.is_dir()  # this process lives
     as_of_dead(draft.location)
-    FolderStorage(root).begin("b").abort()
-    assert not draft.location.exists()
-
-
-def test_a_number_that_was_given_again_is_another_process(root: Path) -> None:
-    draft = FolderStorage(root).begin("a")
-    me = process_identity.ProcessIdentity.current_process()
-    content = {"pid": me.pid, "started": me.started - 1, "uid": me.uid}
-    (draft.location / ".owner.json").write_text(
-        json.dumps(content | {"boot": me.boot, "space": me.space})
-    )
     FolderStorage(root).begin("b").abort()
     assert not draft.location.exists()
 

@@ -14,38 +14,20 @@ import saved
 
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage, names
-from nbdist.checkpoint.manifest import MAX_BYTES, Manifest
+from nbdist.checkpoint.manifest import Manifest
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 TRICKS = [
-    "",
-    ".",
-    "..",
-    ".hidden",
-    "../../x",
-    "a/b",
-    "/etc/passwd",
-    "a\0b",
-    "a" * 65,
-    "a" * 300,
-    "<img src=x onerror=alert(1)>",
-    "a b",
-    "ä",
-    "a\n",
-    "\u202ea",
-    "a\\b",
-    "~",
-    "$HOME",
-    "con|",
+    *("", ".", "..", ".hidden", "../../x", "a/b", "/etc/passwd", "a\0b", "a" * 65, "a" * 300),
+    *("<img src=x onerror=alert(1)>", "a b", "ä", "a\n", "\u202ea", "a\\b", "~", "$HOME", "con|"),
 ]
 FILE = checkpoint.CheckpointFile(name="model-00000-0.safetensors", size_bytes=10, crc32=1)
 
 
 def tree(**changes: Any) -> dict[str, Any]:
-    """A good manifest's JSON, with changes."""
     return json.loads(saved.manifest((FILE,)).to_json()) | changes
 
 
@@ -66,12 +48,6 @@ def test_tricky_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="Invalid checkpoint name"):
         FolderStorage(tmp_path).find(name)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", [None, 3, b"a", ["a"], True])
-def test_a_name_is_text(name: object) -> None:
-    with pytest.raises(CheckpointError, match="Invalid checkpoint name"):
-        names.check_name(name)
 
 
 @pytest.mark.fault("S15")
@@ -143,13 +119,6 @@ def test_a_manifest_of_version_0_1_is_read() -> None:
     assert manifest.optimizers[0].groups[0].options == {"lr": 0.001, "fused": None}
     assert manifest.schedulers == ({"best": float("inf"), "last_epoch": 7},)
     assert manifest.id == "33a872c6866b42c67be0affaf7005389"
-
-
-def test_tuples_come_back_as_lists() -> None:
-    made = saved.manifest((FILE,), extra={"betas": (0.9, 0.95), "nan": float("nan")})
-    again = Manifest.from_json(made.to_json())
-    assert again.extra["betas"] == [0.9, 0.95]
-    assert again.extra["nan"] != again.extra["nan"]
 
 
 @pytest.mark.parametrize(
@@ -251,18 +220,6 @@ def test_a_hostile_manifest_is_refused(content: object) -> None:
         read(content)
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()
-
-
-def test_a_key_of_the_user_may_hold_anything_printable() -> None:
-    name = "model.<img src=x>.é.weight"
-    keys = {name: checkpoint.TensorMetadata(shape=(1,), dtype="float32", digest=0)}
-    made = saved.manifest((FILE,), keys=keys, aliases={})
-    assert list(Manifest.from_json(made.to_json()).keys) == [name]
-
-
-def test_a_manifest_has_a_limit() -> None:
-    with pytest.raises(CheckpointError, match="larger than 64 MiB"):
-        Manifest.from_json(b" " * (MAX_BYTES + 1))
 
 
 def test_a_sparse_manifest_is_not_read(tmp_path: Path) -> None:

@@ -138,10 +138,6 @@ def test_what_tab_offers_is_a_place() -> None:
         factory.create_cluster(on + "head" * on.endswith("//"), {})
 
 
-def test_this_machine_is_no_cluster() -> None:
-    assert factory.create_cluster("local", {}) is None
-
-
 @pytest.mark.parametrize(
     ("on", "given", "words"),
     [
@@ -162,14 +158,8 @@ def test_what_a_place_does_not_have_is_refused(
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("time", ["30", "1:30", "1:00:00", "2-12", "1-2:30:00"])
-def test_times_of_slurm(time: str) -> None:
-    assert SlurmCluster(time=time)
-
-
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No allocation of Slurm."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 
@@ -284,7 +274,6 @@ if [ "$3" = n1 ]; then echo "NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1 Port
 
 
 def install(folder: Path, **programs: str) -> None:
-    """Write programs that stand for Slurm's."""
     for name, text in programs.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o700)
@@ -480,11 +469,3 @@ def test_what_is_the_clusters_own_is_not_handed_on() -> None:
     kept = bootstrap.agent_environment(given)
     assert set(kept) == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(":/p")
-
-
-def test_an_unknown_interface_is_told_with_those_there_are() -> None:
-    with pytest.raises(
-        StartError, match=r"no interface 'ib9' with an IPv4 address\. Use one of .*lo"
-    ):
-        bootstrap.interface_address("ib9")
-    assert bootstrap.interface_address("lo") == "127.0.0.1"

@@ -63,18 +63,6 @@ def test_a_rank_that_has_gone_on_was_there(boards: list[CollectiveLog]) -> None:
     assert second.call_at(0, "0", 3 * CALLS_PER_GROUP) == SUM
 
 
-def test_words_that_are_too_long_or_strange_are_kept_in_part(boards: list[CollectiveLog]) -> None:
-    boards[0].append("0", LoggedCall.from_signature("x", "ü" * 400))
-    seen = boards[1].call_at(0, "0", 1)
-    assert seen is not None
-    assert seen.description.startswith("üüü")
-
-
-def test_groups_beyond_the_slots_are_not_written_down(boards: list[CollectiveLog]) -> None:
-    numbers = [boards[0].append(str(name), SUM) for name in range(MAX_GROUPS + 3)]
-    assert numbers == [1] * MAX_GROUPS + [0] * 3
-
-
 def test_a_rank_without_a_slot_is_not_waited_for(boards: list[CollectiveLog]) -> None:
     first, second = boards
     for name in range(MAX_GROUPS):
@@ -99,20 +87,6 @@ def test_a_page_belongs_to_its_user_alone(tmp_path: Path) -> None:
     CollectiveLog(tmp_path, rank=0, world_size=1)
     (page,) = tmp_path.iterdir()
     assert page.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_call_that_is_half_written_is_not_taken_for_another_one(
-    boards: list[CollectiveLog],
-) -> None:
-    first, second = boards
-    first.append("0", SUM)
-    page = first._pages[0]
-    for at in range(len(page)):
-        if page[at]:
-            whole, page[at] = page[at], 0
-            assert second.call_at(0, "0", 1) in {None, SUM}
-            page[at] = whole
-    assert second.call_at(0, "0", 1) == SUM
 
 
 def test_a_call_has_its_number_when_all_else_of_it_is_there(

@@ -62,13 +62,6 @@ def test_the_line_of_the_cell_and_the_outermost_collective() -> None:
     ]
 
 
-def test_in_a_cell_without_a_collective() -> None:
-    found: list[Any] = []
-    ran("found.append(\n    asked())", FILE, asked=asked, found=found)
-    assert found[0]["collective"] == ""
-    assert found[0]["line"] in {1, 2}
-
-
 def test_outside_of_a_cell_nothing_is_said() -> None:
     assert asked()["cell"] == ""
 

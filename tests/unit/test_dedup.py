@@ -16,24 +16,7 @@ def filled(queues: dict[int, str], at: float = 0.0) -> OutputMerger[str]:
 def left(
     merge: OutputMerger[str], now: float, *, final: bool = False
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Ranks and content of what leaves."""
     return [(ranks, item.content) for ranks, item in merge.pop_ready(now, final=final)]
-
-
-def test_what_all_have_leaves_at_once() -> None:
-    merge = filled({0: "ab", 1: "ab"})
-    assert left(merge, 0.0) == [((0, 1), "a"), ((0, 1), "b")]
-    assert not merge.has_items(0)
-
-
-def test_what_one_lacks_waits_for_the_hold() -> None:
-    merge = filled({0: "a", 1: ""})
-    assert left(merge, 0.1) == []
-    assert left(merge, 0.15) == [((0,), "a")]
-
-
-def test_final_waits_for_nobody() -> None:
-    assert left(filled({0: "a", 1: ""}), 0.0, final=True) == [((0,), "a")]
 
 
 def test_three_ranks_with_extras_align() -> None:

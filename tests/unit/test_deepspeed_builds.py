@@ -68,12 +68,6 @@ def test_a_second_session_waits_for_the_first_and_says_so(
     os.close(first)
 
 
-def test_the_log_line_that_says_most(tmp_path: Path) -> None:
-    log = tmp_path / "build.log"
-    log.write_text("a\nx.cpp:1: error: no foo\nninja: build stopped\n\n")
-    assert deepspeed_builds._last_line(log) == "x.cpp:1: error: no foo"
-
-
 def test_a_swap_folder_is_the_sessions_own_and_goes_with_it(tmp_path: Path) -> None:
     user = Options(backend="zero3", offload=f"nvme:{tmp_path}")
     with deepspeed_builds.create_nvme_folder(user) as options:

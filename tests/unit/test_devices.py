@@ -1,9 +1,7 @@
-# ruff: noqa: N802 - the fake has pynvml's names
 from __future__ import annotations
 
 import os
-import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,109 +14,10 @@ from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.session import placement as session_placement
 from nbdist.session.placement import Placement, choose_placement
+from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class FakeGpu:
-    uuid: str
-    name: str = "NVIDIA A100-SXM4-80GB"
-    memory_bytes: int = 80 * GIB
-    capability: tuple[int, int] | None = (8, 0)
-    instances: tuple[FakeGpu, ...] = ()
-    used: tuple[tuple[int, int], ...] = ()
-    """Process and bytes."""
-    mode: int = 0
-    """Compute mode."""
-    lost: bool = False
-    shares_memory: bool = False
-    """With the host."""
-
-
-@dataclass(eq=False)
-class FakeNvml:
-    """The functions of pynvml that are used; a GPU is its own handle."""
-
-    gpus: list[FakeGpu]
-    nvlink: bool = True
-    broken: bool = False
-    calls: list[str] = field(default_factory=list)
-    NVML_P2P_CAPS_INDEX_NVLINK = 2
-    NVML_P2P_STATUS_OK = 0
-    NVML_COMPUTEMODE_PROHIBITED = 2
-    NVML_COMPUTEMODE_EXCLUSIVE_PROCESS = 3
-    NVML_ERROR_NOT_SUPPORTED = 3
-
-    class NVMLError(Exception):
-        value = 0
-
-    class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818
-        value = 3
-
-    def nvmlInit(self) -> None:
-        self.calls.append("init")
-        if self.broken:
-            raise self.NVMLError("Driver/library version mismatch")
-
-    def nvmlShutdown(self) -> None:
-        self.calls.append("shutdown")
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
-        if self.gpus[index].lost:
-            raise self.NVMLError("GPU is lost")
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
-        for gpu in self.gpus:
-            for one in (gpu, *gpu.instances):
-                if one.uuid == uuid:
-                    return one
-        raise self.NVMLError
-
-    def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
-        return gpu.uuid
-
-    def nvmlDeviceGetName(self, gpu: FakeGpu) -> str:
-        return gpu.name
-
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
-        if gpu.shares_memory:
-            raise self.NVMLError_NotSupported
-        taken = sum(size for _, size in gpu.used)
-        return SimpleNamespace(total=gpu.memory_bytes, free=gpu.memory_bytes - taken, used=taken)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in gpu.used]
-
-    def nvmlDeviceGetComputeMode(self, gpu: FakeGpu) -> int:
-        return gpu.mode
-
-    def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
-        if gpu.capability is None:
-            raise self.NVMLError
-        return gpu.capability
-
-    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
-        if gpu.uuid.startswith("MIG-"):
-            raise self.NVMLError
-        return [int(bool(gpu.instances))] * 2
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, index: int) -> FakeGpu:
-        return gpu.instances[index]
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, instance: FakeGpu) -> FakeGpu:
-        return next(gpu for gpu in self.gpus if instance in gpu.instances)
-
-    def nvmlDeviceGetP2PStatus(self, _one: FakeGpu, _other: FakeGpu, index: int) -> int:
-        assert index == self.NVML_P2P_CAPS_INDEX_NVLINK
-        return 0 if self.nvlink else 5
 
 
 def four() -> FakeNvml:
@@ -146,13 +45,6 @@ def test_every_gpu_is_found_with_its_figures() -> None:
     assert nvml.calls == ["init", "shutdown"]
 
 
-def test_the_driver_is_asked_once() -> None:
-    nvml = four()
-    assert seen(nvml) == seen(nvml)
-    seen(nvml, "0")
-    assert nvml.calls == ["init", "shutdown"] * 2
-
-
 def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
     nvml = four()
     working = nvml.gpus[3]
@@ -169,15 +61,6 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
     )
     nvml.gpus[3] = working
     assert seen(nvml) == ["GPU-a0a", "GPU-b0b", "GPU-c0c", "GPU-d0d"]
-
-
-def test_a_driver_that_did_not_answer_is_asked_again(tmp_path: Path) -> None:
-    nvml = four()
-    nvml.broken = True
-    (warning,) = discovery.discover_machine(nvml=nvml, environ={}, driver=tmp_path).warnings
-    assert warning.startswith("NVIDIA's driver does not respond (Driver/library version mismatch)")
-    nvml.broken = False
-    assert len(seen(nvml)) == 4
 
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
@@ -258,11 +141,6 @@ def test_without_a_driver_there_is_no_gpu() -> None:
     assert found.num_cpus >= 1
 
 
-def test_without_pynvml_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert discovery.discover_machine().gpus == ()
-
-
 def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     parts = tuple(
         FakeGpu(f"MIG-{i}", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", 40 * GIB, None) for i in "12"
@@ -273,11 +151,6 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     (gpu,) = found.gpus
     assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
     assert "MIG 3g.40gb" in found.describe()
-
-
-def test_an_unknown_capability_is_no_error() -> None:
-    nvml = FakeNvml([FakeGpu("GPU-a", capability=None)])
-    assert discovery.discover_machine(nvml=nvml, environ={}).gpus[0].capability == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -371,10 +244,6 @@ def test_what_cannot_be_is_refused_in_one_sentence(
         choose_placement(nproc, gpus, machine_of(count))
 
 
-def test_more_cpus_take_more_cpu_ranks() -> None:
-    assert choose_placement(64, None, machine_of(0, num_cpus=16)).nproc == 64
-
-
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "two", "1e3", "\u0662", "9" * 50, None])
 def test_n_is_a_whole_number(given: Any) -> None:
     with pytest.raises(OptionError, match=r"^-n must be an integer >= 1, got "):
@@ -388,13 +257,6 @@ def test_gpus_are_a_list_of_indices(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--gpus must be a list of indices") as caught:
         choose_placement(None, text, machine_of(4))
     assert len(str(caught.value)) < 160
-
-
-def test_placements_are_described() -> None:
-    assert Placement(2, None).describe() == "2 CPU ranks"
-    assert Placement(1, None).describe() == "1 CPU rank"
-    assert Placement(2, (0, 2), ("a", "b")).describe() == "2 ranks on GPUs 0,2"
-    assert Placement(1, (3,), ("a",)).describe() == "1 rank on GPU 3"
 
 
 # ---- for the strategies
@@ -414,7 +276,6 @@ def test_precisions_follow_the_capability(
 
 
 def nodes_with(*capabilities: tuple[int, int]) -> list[SessionNode]:
-    """Nodes with two GPUs each."""
     names = {(7, 5): "Tesla T4", (8, 0): "NVIDIA A100", (9, 0): "NVIDIA H100"}
     return [
         SessionNode(
@@ -466,15 +327,6 @@ def test_only_the_gpus_of_the_session_count() -> None:
     assert not session_placement.hardware_for_placement(
         choose_placement(None, None, here), here
     ).bf16
-
-
-def test_cpu_hardware_and_a_missing_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_placement, "_installed", lambda _package: False)
-    hardware = session_placement.hardware_for_placement(
-        choose_placement(4, None, machine_of(0)), machine_of(0)
-    )
-    assert (hardware.kind, hardware.world_size) == ("cpu", 4)
-    assert (hardware.bf16, hardware.fp8, hardware.deepspeed) == (False, False, False)
 
 
 def test_free_memory_and_who_holds_the_rest_are_told() -> None:
@@ -532,7 +384,7 @@ def test_a_driver_that_is_too_old_to_list_processes_keeps_no_session_from_starti
         class NVMLLibraryMismatchError(Exception):
             pass
 
-        def nvmlDeviceGetComputeRunningProcesses(self, _gpu: FakeGpu) -> list[Any]:
+        def nvmlDeviceGetComputeRunningProcesses(self, _gpu: FakeGpu) -> list[Any]:  # noqa: N802
             raise self.NVMLLibraryMismatchError
 
     assert chosen_on(OldDriver([FakeGpu("GPU-0")])) == []
@@ -543,14 +395,6 @@ def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_th
     assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is not used; run nvidia-smi"]
     nvml.gpus.append(FakeGpu("GPU-1"))
     assert chosen_on(nvml, gpus="none") == []
-
-
-def test_memory_of_our_own_ranks_counts_as_free() -> None:
-    nvml = FakeNvml([FakeGpu("GPU-0", used=((11, GIB), (12, 2 * GIB)))])
-    found = discovery.discover_machine(nvml=nvml, environ={})
-    (only,) = discovery.gpu_memory_usage(found, own={11}, nvml=nvml)
-    assert only.free_bytes == 78 * GIB
-    assert len(only.holders) == 1
 
 
 @pytest.mark.parametrize("listed", [(2**22 + 1,), ()])

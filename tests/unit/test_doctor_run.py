@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import nbdist
 from nbdist import strategies
 from nbdist.doctor import training_run
 from nbdist.doctor.report import Diagnosis
 from nbdist.doctor.training_run import RunErrors
 from nbdist.magics.arguments import switch_parser
 from nbdist.planner import cluster_spec, devices
-from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.profiler.report import Profile
@@ -199,25 +196,12 @@ def test_units_that_did_not_fit_never_become_larger(
     assert only(run)[1]["min_num_params"] == smallest
 
 
-def test_units_that_cannot_be_smaller_get_another_remedy() -> None:
-    config = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000}
-    run = failed("fsdp2", OOM, GATHERED, fsdp_config=config)
-    (one,) = training_run.check_errors(run)
-    assert one.topic == "all_gather"
-    assert "a smaller micro-batch" in one.do
-
-
 def test_fsdp1_gathers_less_ahead_when_memory_ends() -> None:
     config = {"backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
     _, config = only(failed("fsdp1", OOM, GATHERED, fsdp_config=config))
     assert config["backward_prefetch"] == "NO_PREFETCH"
     assert config["limit_all_gathers"] is True
     assert config["use_orig_params"] is True  # what was there stays
-
-
-def test_fsdp2_shares_out_again_when_memory_ends() -> None:
-    run = failed("fsdp2", OOM, GATHERED, fsdp_config={"reshard_after_forward": False})
-    assert only(run)[1]["reshard_after_forward"] is True
 
 
 def test_zero3_keeps_fewer_parameters_live_when_memory_ends() -> None:
@@ -228,18 +212,6 @@ def test_zero3_keeps_fewer_parameters_live_when_memory_ends() -> None:
     present = {"zero_optimization": {"stage3_max_live_parameters": 1000}}
     zero = only(failed("zero3", OOM, frames, deepspeed_config=present))[1]["zero_optimization"]
     assert zero["stage3_max_live_parameters"] == 500
-
-
-def test_zero2_gathers_in_smaller_buckets_when_memory_ends() -> None:
-    frames = "File deepspeed/runtime/zero/stage_1_and_2.py:9, in all_gather_dp_groups("
-    _, config = only(failed("zero2", OOM, frames))
-    assert config["zero_optimization"]["allgather_bucket_size"] == 50_000_000
-
-
-def test_memory_that_ends_elsewhere_is_no_matter_of_gathers() -> None:
-    (one,) = training_run.check_errors(failed("fsdp2", OOM, "File model.py:3, in forward("))
-    assert one.topic == "memory"
-    assert "%nbdist plan" in one.do
 
 
 # -- advice of a profile: the engine's own options
@@ -427,20 +399,10 @@ def test_a_healthy_run_gets_no_symptom() -> None:
         assert profile(backend, calm).advice == ()
 
 
-def test_no_session_and_no_profile_are_told() -> None:
-    (one,) = nbdist.doctor(run=True).findings
-    assert "no session was started" in one.says
-
-
 def session(**changed: Any) -> Any:
     """A session as far as the doctor reads one."""
     given = {"options": Options().validate(CPU), "hardware": CPU, "death": None, "running": None}
     return SimpleNamespace(**{**given, "last": None, "profiles": [], **changed})
-
-
-def test_a_run_without_a_profile_is_asked_for_one() -> None:
-    (one,) = training_run.check_training(session())
-    assert "%nbdist profile" in one.do
 
 
 def test_the_verdict_and_the_advice_are_those_of_the_profile() -> None:
@@ -461,21 +423,6 @@ def test_a_profile_without_a_symptom_is_well(accumulate: int) -> None:
     options = Options(accumulate=accumulate).validate(CPU)
     (one,) = training_run.check_training(session(options=options, profiles=[calm]))
     assert (one.level, one.says) == ("ok", "compute-bound, nothing cheap to gain")
-
-
-def test_a_remark_on_the_cell_is_told() -> None:
-    remark = LintFinding(
-        kind="train_mode",
-        cell="In[3]",
-        line=1,
-        source="for batch in loader:",
-        reason="the model trains in evaluation mode",
-        change="model.train() before the loop",
-        sure="certain",
-    )
-    found = dataclasses.replace(profile("ddp", figures()), remarks=(remark,))
-    *_, one = training_run.profile_findings(found)
-    assert (one.topic, one.says, one.do) == ("In[3], line 1", remark.reason, remark.change)
 
 
 @pytest.mark.parametrize(
@@ -505,11 +452,6 @@ def test_lines_around_those_that_ran_are_no_frames() -> None:
     assert run.messages == "OutOfMemoryError: no memory"
     assert "unshard" not in run.frames
     assert "in forward(self)" in run.frames
-
-
-def test_the_page_of_a_run_is_json_too() -> None:
-    tree = json.loads(nbdist.doctor(run=True).to_json())
-    assert tree["findings"][0]["topic"] == "run"
 
 
 TROUBLESHOOTING = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()

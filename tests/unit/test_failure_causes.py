@@ -93,10 +93,6 @@ def test_a_crash_in_a_thread_of_c_shows_where_the_cell_was() -> None:
     ]
 
 
-def test_no_more_than_twenty_lines_are_told() -> None:
-    assert len(failure_causes.last_lines("\n".join(map(str, range(50)))).splitlines()) == 20
-
-
 def test_what_torch_elastic_collected_is_filled_in() -> None:
     end = messages.RankExited(4, 1, None)
     assert failure_causes.with_exit_code(end, messages.AllRanksExited(4, {"1": 3})).code == 3

@@ -6,45 +6,7 @@ from typing import Any
 
 from nbdist.protocol import messages
 from nbdist.session.hang_detection import described, detect_hang, have_collectives_diverged
-
-
-def answer(
-    line: int = 0,
-    *,
-    collective: str = "",
-    called: str = "",
-    source: str = "",
-    count: int = 5,
-    **standing: Any,
-) -> messages.RankActivityReply:
-    stands: messages.MainThreadStatus = {
-        "waits_for": "",
-        "missing": [],
-        "still_s": 0.0,
-        "sleeps": False,
-        "failed": "",
-        "counts": {"0": count},
-        "midway": "",
-    }
-    stands.update(standing)  # type: ignore[typeddict-item]
-    return messages.RankActivityReply(
-        cell="In[3]",
-        line=line,
-        source=source,
-        called=called,
-        collective=collective,
-        standing=stands,
-    )
-
-
-def waits(line: int, *missing: int, seconds: float = 4.0) -> messages.RankActivityReply:
-    return answer(
-        line,
-        collective="all_reduce",
-        waits_for="all_reduce (SUM) of float32[4]",
-        missing=list(missing),
-        still_s=seconds,
-    )
+from tests.doubles.rank_answers import answer, waits
 
 
 def error(rank: int, line: int) -> messages.RankError:

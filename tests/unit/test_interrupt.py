@@ -10,7 +10,7 @@ import pytest
 from nbdist.protocol import messages
 from nbdist.session import interrupt
 from nbdist.session.interrupt import InterruptEscalation, Stage
-from tests.unit.test_hang_detection import answer, waits
+from tests.doubles.rank_answers import answer, waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import nbdist
-from nbdist.errors import OptionError, RankDied
+from nbdist.errors import RankDied
 from nbdist.session import lifecycle, progress
 from nbdist.session.locking import exclusive
 from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
-from nbdist.session.training_events import MAX_EVENTS, TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
 
@@ -27,7 +26,6 @@ WITHIN_S = 10.0
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is shown below the cell."""
     shown: list[str] = []
 
     class Screen:
@@ -92,7 +90,6 @@ def test_a_turn_is_taken_again_and_waited_for(lines: list[str]) -> None:
 
 
 def startable(monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A session whose ranks are none."""
     session = nbdist.Session(nproc=2)
     monkeypatch.setattr(session, "_start_ranks", lambda choice, _: choice)
     monkeypatch.setattr(lifecycle, "current", [None])
@@ -168,7 +165,6 @@ def test_whoever_waits_for_hanging_ranks_can_be_freed(workers: WorkerGroup) -> N
     workers.cancel_waits()
     thread.join(WITHIN_S)
     assert ended == ["The ranks ended before they replied to nbdist_load_request."]
-    assert workers._routes == {}
 
 
 def test_stop_while_waiting_for_the_panel_ends_what_it_does(
@@ -191,14 +187,6 @@ def test_stop_while_waiting_for_the_panel_ends_what_it_does(
     assert session.restart() is session
     thread.join(WITHIN_S)
     assert ended
-
-
-def test_a_restart_with_a_wrong_option_ends_nothing(workers: WorkerGroup) -> None:
-    session = nbdist.Session(nproc=2)
-    session._workers = workers
-    with pytest.raises(OptionError):
-        session.restart(backend="zero9")
-    assert workers._up
 
 
 def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,43 +244,7 @@ def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
     assert lines == ["nbdist: load base: reading, 5%", "elsewhere"]
 
 
-def test_what_a_button_asked_for_has_no_line_below_a_cell(lines: list[str]) -> None:
-    activity = CurrentOperation()
-    with progress.suppress_status_lines(), activity.track("switching", "ddp -> zero3"):
-        with StatusLine() as line:
-            line.show("nbdist: ddp -> zero3: verifying")
-        assert activity.progress is not None
-        assert activity.progress.text == "ddp -> zero3: verifying"
-    assert lines == []
-    with StatusLine() as line:
-        line.show("nbdist: shown")
-    assert lines == ["nbdist: shown"]
-
-
 # ---------------------------------------------------------------------------- marks
-
-
-def test_marks_are_bounded_and_begin_anew_with_new_ranks() -> None:
-    marks = TrainingEvents()
-    for step in range(MAX_EVENTS + 10):
-        marks.add(TrainingEvent(step, "save", "base"))
-    assert len(marks.to_list()) == MAX_EVENTS
-    marks.reset(TrainingEvent(0, "restart", "new ranks"))
-    assert [mark.kind for mark in marks.to_list()] == ["restart"]
-
-
-def test_a_save_is_marked_where_its_state_was_taken() -> None:
-    session = nbdist.Session(nproc=1)
-    said: dict[str, Any] = {"id": ".tmp-1", "root": "/x", "name": "base", "seconds": 1.0,
-                            "pause_s": 0.1}  # fmt: skip
-    session.metrics.add_rows(0, [{"step": 5, "time": 1.0, "loss": 1.0}])
-    session._take_saved({**said, "state": "running", "size_bytes": 10})  # type: ignore[typeddict-item]
-    session.metrics.add_rows(0, [{"step": 9, "time": 2.0, "loss": 1.0}])
-    assert session.events.to_list() == []
-    done = {"state": "done", "path": "/x/base", "removed": [], "notes": [], "step": 5,
-            "size_bytes": 10, "backend": "ddp"}  # fmt: skip
-    session._take_saved({**said, **done})  # type: ignore[typeddict-item]
-    assert [(mark.step, mark.text) for mark in session.events.to_list()] == [(5, "base")]
 
 
 # ---------------------------------------------------------------------------- whereabouts
@@ -342,17 +294,6 @@ def test_a_rank_is_not_asked_again_before_it_answers() -> None:
     places.poll_ranks([1])
     assert workers.sent[2:] == ["1.2"]
     assert "0,1.0" not in workers.routes
-
-
-def test_a_rank_that_cannot_say_where_it_is_has_said_nothing() -> None:
-    workers = Asked()
-    places = RankActivityPoller(workers)  # type: ignore[arg-type]
-    places.poll_ranks([0])
-    content = {"status": "error", "error": "RuntimeError: no", "ename": "RuntimeError"}
-    workers.routes["0.0"](0, "control", {"content": content, "parent_header": {"msg_id": "0.0"}})
-    assert places.latest_replies() == {}
-    places.poll_ranks([0])
-    assert workers.sent == ["0.0", "0.1"]
 
 
 def test_one_question_for_a_model_at_a_time() -> None:

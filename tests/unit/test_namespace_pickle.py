@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def cell(code: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Variables after a cell."""
     made = {"__name__": "__main__"} if names is None else names
     exec(textwrap.dedent(code), made)  # noqa: S102 - as IPython does
     return made
@@ -48,21 +47,6 @@ def test_equal_blocks_of_several_ranks_are_written_once(tmp_path: Path) -> None:
         assert found["array"].tolist()[1:] == list(range(1, 500))
     sizes = [path.stat().st_size for path in tmp_path.glob("block-*")]
     assert sorted(sizes) == [0, 4000, 4000]
-
-
-def test_functions_have_the_new_variables_and_views_their_storage(tmp_path: Path) -> None:
-    names = cell("def scaled(x): return x * factor\nfactor = 2")
-    names |= {"base": torch.zeros(4), "again": None}
-    names["view"] = names["base"][1:]
-    (arrived,) = sent(names, tmp_path)
-    found: dict[str, Any] = {}
-    arrived.set_namespace(found)
-    arrived.bind_variables()
-    assert found["scaled"](3) == 6
-    found["factor"] = 5
-    assert found["scaled"](3) == 15
-    found["base"][1] = 1
-    assert found["view"].tolist() == [1, 0, 0]
 
 
 def test_known_objects_are_names_and_come_in_order() -> None:
@@ -105,16 +89,3 @@ def test_what_cannot_be_unpacked_is_found_on_trial() -> None:
         namespace_pickle.verify_unpickles(packed, [], {})
     namespace_pickle.verify_unpickles(packed, [], {"SCALE": 3})
     assert type(names["late"]) is names["Late"]
-
-
-def test_reasons(tmp_path: Path) -> None:
-    file = (tmp_path / "log").open("w")
-    for value, reason in (
-        (file, "open file"),
-        ((n for n in range(2)), "iterator"),
-        ({"deep": [file]}, "open file"),
-        (__import__("threading").Lock(), "cannot pickle"),
-    ):
-        with pytest.raises(PickleStageError, match=reason):
-            namespace_pickle.pickle_stages([PickleStage(value, 0, "x")], [], {})
-    file.close()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.hardware import discovery, telemetry
-from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine, SessionNode
+from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, UsageMonitor, UsageSnapshot
 from tests.conftest import eventually
-from tests.unit.test_panel_devices import GIB, FakeNvml
+from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,14 +25,13 @@ A100 = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """One GPU, on which this process holds 12 GiB and another 8."""
-    fake = FakeNvml(running=[(os.getpid(), 12 * GIB), (1, 8 * GIB)])
+    fake = one_gpu((os.getpid(), 12 * GIB), (1, 8 * GIB))
     monkeypatch.setattr(discovery, "import_pynvml", lambda: fake)
     return fake
 
 
 @pytest.fixture
 def asked() -> Iterator[tuple[UsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]]:
-    """A watch, and its answers."""
     answers: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
     made = UsageMonitor(lambda *answer: answers.put(answer))
     yield made, answers
@@ -75,18 +74,6 @@ def test_nothing_is_lost_on_the_way() -> None:
         3 * GIB, {0: idle, 1: GpuReading(), 12: GpuReading(note="NVML does not answer")}
     )
     assert UsageSnapshot.from_json(json.loads(json.dumps(sent.to_json()))) == sent
-
-
-def test_a_machine_travels_as_plain_values() -> None:
-    sent = Machine((A100,), "NVLink", 96, 512 * GIB, "Intel Xeon")
-    assert Machine.from_json(json.loads(json.dumps(sent.to_json()))) == sent
-
-
-def test_memory_of_the_own_ranks_counts_as_free() -> None:
-    node = SessionNode("alpha", (2, 3), Machine((A100, A100)))
-    holds = GpuReading(used_bytes=12 * GIB, others_bytes=8 * GIB, holders=("python (pid 7)",))
-    found = UsageSnapshot(GIB, {2: holds}).gpu_memory_usage(node)
-    assert found == (GpuFreeMemory(72 * GIB, ("python (pid 7)",)), GpuFreeMemory(80 * GIB))
 
 
 def test_nodes_travel_without_their_names() -> None:

@@ -35,7 +35,6 @@ _TITLES = {
 
 
 def page() -> str:
-    """The reference page."""
     parts = [_HEAD]
     for scope, title in _TITLES.items():
         parts.append(

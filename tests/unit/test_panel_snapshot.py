@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -30,24 +29,23 @@ from nbdist.panel.protocol import MEMORY_PARTS, PanelState
 from nbdist.session import planner
 from nbdist.session.cell import Cell
 from nbdist.session.checkpoints import Save
-from nbdist.session.failure_causes import WorkerFailure
 from nbdist.session.placement import Placement
 from nbdist.session.training_events import TrainingEvent
 from nbdist.strategies import Options
+from tests.inside import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from nbdist import Session
 
 EVIL = "<img src=x onerror=alert(1)>"
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def session() -> Session:
-    """A session that was never started."""
     return nbdist.Session(nproc=2, backend="ddp")
 
 
@@ -115,20 +113,6 @@ def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
     assert found["progress"]["text"] == "export: writing, 42%"
     assert found["progress"]["share"] == 0.42
     assert drawn(session)["progress"] is None
-
-
-def test_dead_ranks_say_how_they_died(session: Session) -> None:
-    session._die(WorkerFailure("rank 1", "ended with signal 9 (SIGKILL)"))
-    found = drawn(session)
-    assert found["header"]["state"] == "dead"
-    assert "SIGKILL" in found["header"]["words"]
-    assert {rank["state"] for rank in found["ranks"]} == {"dead"}
-
-
-def test_the_last_line_has_no_escapes(session: Session) -> None:
-    session.state = "ready"
-    session.logs[1].append("first\n\x1b[31mlast\x1b[0m\n\n")
-    assert [rank["line"] for rank in drawn(session)["ranks"]] == ["", "last"]
 
 
 def test_only_what_changed_is_told(session: Session) -> None:
@@ -211,16 +195,6 @@ def test_every_row_can_be_switched_to(plan: Any, session: Session) -> None:
             assert session.differing(**row["arguments"])
 
 
-def test_after_a_switch_another_row_is_the_current_one(plan: Any) -> None:
-    before = view_from_plan(plan, Options(backend="ddp", precision="bf16"))
-    after = before.with_current_options(Options(backend="zero3", precision="bf16"))
-    assert [row["backend"] for row in after.strategies["rows"] if row["current"]] == ["zero3"]
-    assert after.device_bytes != before.device_bytes
-    assert before.is_valid_for(Options(precision="bf16"), 2)
-    assert not before.is_valid_for(Options(precision="no"), 2)
-    assert not before.is_valid_for(Options(precision="bf16"), 4)
-
-
 def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise nbdist.PlanError("MyModel has no closed form")
@@ -236,7 +210,6 @@ def test_no_plan_says_why(session: Session, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def curve(steps: Iterable[float], values: Iterable[float]) -> Any:
-    """Points whose times are their steps."""
     steps = list(steps)
     return np.column_stack([steps, steps, list(values)]).astype(float)
 
@@ -400,12 +373,6 @@ def test_what_front_ends_remove_is_not_used(session: Session) -> None:
                                "height", "alt", "src"}  # fmt: skip
 
 
-def test_curves_with_gaps_and_without_numbers_are_drawn(session: Session) -> None:
-    nothing, flat = curve(range(3), [float("nan")] * 3), curve(range(3), [2.0] * 3)
-    page = panel_html.render_page(drawn(session), {"a": nothing, "b": flat})
-    assert page.count("<img") == 2
-
-
 @pytest.mark.parametrize(
     "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
 )
@@ -427,35 +394,13 @@ def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Sess
         assert strange.count(b"h6l-3 6z") == 1
 
 
-def test_marks_over_a_bar_are_in_its_key(session: Session, plan: Any) -> None:
-    page = panel_html.render_page(*full(session, plan))
-    for mark in ("in use", "peak", "other processes", "free memory of a device"):
-        assert f"</span> {mark}</span>" in page
-
-
-def test_the_text_says_the_same(session: Session) -> None:
-    session.state = "ready"
-    session.events.add(TrainingEvent(3, "switch", "ddp -> zero3"))
-    session.logs[0].append("epoch 1\n")
-    words_of = panel_text.render_page(drawn(session), {"loss": curve([7.0], [7.0])})
-    for part in (
-        "ddp",
-        "2 CPU ranks",
-        "epoch 1",
-        "loss",
-        "at step 7",
-        "ddp \N{RIGHTWARDS ARROW} zero3",
-    ):
-        assert part in words_of
-
-
 @pytest.fixture
 def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on two nodes, of which the second does not answer."""
     bare = Machine((), None, 8, 64 * GIB)
-    session._workers.nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
+    workers(session).nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
     told = {"alpha": UsageSnapshot(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
-    monkeypatch.setattr(session._workers, "node_usage", lambda _within_s: told)
+    monkeypatch.setattr(workers(session), "node_usage", lambda _within_s: told)
     session.state = "ready"
     return session
 
@@ -479,13 +424,6 @@ def test_devices_and_ranks_stand_below_their_nodes(face: Any, on_nodes: Session)
     assert page.rindex("alpha") < page.rindex("b&ta")  # those of the ranks
 
 
-def test_the_last_sample_of_nodes_is_not_shown_when_the_ranks_are_dead(on_nodes: Session) -> None:
-    view = PanelData(on_nodes)
-    view.devices.sample_once()
-    on_nodes.state = "dead"
-    assert [one["host_used_bytes"] for one in view.snapshot()["nodes"]] == [None, None]
-
-
 def test_colours_stand_out_from_light_and_dark() -> None:
     assert set(MEMORY_COLORS) == {*MEMORY_PARTS, "margin"}
     for colour in MEMORY_COLORS.values():
@@ -494,8 +432,6 @@ def test_colours_stand_out_from_light_and_dark() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2 has it."""
-
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         lit = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
@@ -566,18 +502,3 @@ def test_without_a_bundle_it_is_html(notebook: Path) -> None:
     assert panel.choose_output_format("auto") == "html"
     with pytest.raises(OptionError, match=r"panel\.js was not built"):
         panel.choose_output_format("widget")
-
-
-def test_a_session_shows_itself_without_a_widget(session: Session) -> None:
-    bundle = session._repr_mimebundle_()
-    assert set(bundle) == {"text/html", "text/plain"}
-    assert panel._view(session).panel is None
-
-
-def test_showing_a_session_imports_no_widgets() -> None:
-    code = (
-        "import sys, nbdist; nbdist.Session(nproc=1)._repr_mimebundle_();"
-        "print(sorted({'anywidget', 'ipywidgets', 'torch'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"

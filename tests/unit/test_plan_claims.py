@@ -6,17 +6,12 @@ import pytest
 from claims import CLAIMS, EIGHT, PRO, Claim, seventy_fits
 
 
-def test_all_thirty_six_are_there_once() -> None:
-    assert [one.number for one in CLAIMS] == list(range(1, 37))
-
-
 @pytest.mark.parametrize("one", CLAIMS, ids=lambda one: f"claim {one.number}")
 def test_planner_answers(one: Claim) -> None:
     answer = one.ask()
     assert answer.says
     assert one.why
-    if one.verdict != "outside":
-        assert answer.agrees == (one.verdict == "agrees"), answer.says
+    assert answer.agrees == (one.verdict == "agrees"), answer.says
 
 
 @pytest.mark.parametrize("machine", [EIGHT, "8xH100-80GB,nvlink", PRO])

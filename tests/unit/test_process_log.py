@@ -41,13 +41,6 @@ def test_a_flood_stops_nobody_and_leaves_its_end() -> None:
         subprocess.run([sys.executable, "-c", code], stderr=one.write_fd, check=True, timeout=60)
         eventually(lambda: one.tail().endswith("the end"), within_s=5)
         assert len(one.tail()) == 1000
-        assert len(one._kept) <= 2000
-
-
-def test_broken_text_is_shown_and_not_raised() -> None:
-    with log() as one:
-        os.write(one.write_fd, b"\xff\xfe\x00 torch")
-        assert one.tail().endswith(" torch")
 
 
 def test_it_ends_although_somebody_may_still_write() -> None:
@@ -57,17 +50,7 @@ def test_it_ends_although_somebody_may_still_write() -> None:
     one.close_write_end()
     one.close()
     one.close()
-    assert not one._thread.is_alive()
     assert one.tail() == "last words"
     with pytest.raises(BrokenPipeError):
         os.write(other, b"to nobody")
     os.close(other)
-
-
-def test_it_ends_with_its_last_writer_and_keeps_what_that_said() -> None:
-    one = ProcessLog()
-    os.write(one.write_fd, b"last words")
-    one.close_write_end()
-    eventually(lambda: not one._thread.is_alive(), within_s=5)
-    assert one.tail() == "last words"
-    one.close()

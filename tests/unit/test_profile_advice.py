@@ -13,7 +13,7 @@ from nbdist.planner.measurements import Measurement
 from nbdist.planner.models import analytic
 from nbdist.profiler.advice import MIN_GAIN, Advice
 from nbdist.profiler.lint import LintFinding, read_training_cell
-from nbdist.profiler.measurements import LineProfile, PeakMemory, RankProfile
+from nbdist.profiler.measurements import LineProfile, RankProfile
 from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
@@ -30,12 +30,10 @@ def no_calibration(
 
 
 def titles(found: Profile) -> list[str]:
-    """All advice by its title."""
     return [one.title for one in found.advice]
 
 
 def advised(found: Profile, title: str) -> Advice:
-    """One piece of advice."""
     return next(one for one in found.advice if one.title == title)
 
 
@@ -112,19 +110,6 @@ def test_the_loader_of_a_trainer_is_changed_in_its_arguments() -> None:
     assert "(In[1], line 1)" in one.why
 
 
-def test_a_loader_slower_than_the_step_however_many_workers_keeps_what_they_do_not_hide() -> None:
-    found = profile(*both(data=2.0))
-    (one,) = found.advice
-    assert one.title == "num_workers=8"
-    left = 1.2 * 2.0 / 8 - (found.step_s - 2.0)
-    assert one.gain.faster < found.step_s / (found.step_s - 2.0 + left) - 1
-
-
-def test_a_loader_with_workers_that_do_not_suffice_gets_more() -> None:
-    found = profile(*both(data=0.1, loader={"num_workers": 2}))
-    assert titles(found)[0] in {"num_workers=4", "num_workers=8"}
-
-
 def test_a_loader_that_waits_gets_more_workers_than_there_are_cores() -> None:
     found = profile(*both(data=0.2, loader={"fetch_s": 0.2, "fetch_cpu_s": 0.01}))
     (one,) = found.advice
@@ -143,17 +128,6 @@ def test_a_loader_that_computes_gets_no_more_workers_than_cores(
     assert titles(found) == advised
     assert found.bound == "input"
     assert found.verdict.endswith("gains 5 %") == (not advised)
-
-
-def test_workers_on_cpu_ranks_take_cores_from_the_ranks() -> None:
-    where = setting()
-    where = replace(where, cluster=replace(where.cluster, num_cpus=8))
-    computes = {"fetch_s": 0.2, "fetch_cpu_s": 0.19}
-    (one,) = profile(*both(data=0.2, loader=computes), where=where).advice
-    (free,) = profile(*both(data=0.2, loader={"fetch_s": 0.2}), where=where).advice
-    step_s = 0.2 + sum(BALANCED.values()) - BALANCED["data"]
-    assert one.gain.faster == pytest.approx(step_s / (step_s - 0.2 + 0.19 / 4) - 1)
-    assert one.gain.faster < free.gain.faster
 
 
 def test_the_straggler_s_own_line_is_named() -> None:
@@ -277,35 +251,6 @@ def test_the_planted_control_gets_no_larger_batch(share: float) -> None:
     assert found.verdict == "compute-bound, nothing cheap to gain"
 
 
-def test_an_optimizer_that_nothing_shortens_is_said_to_be_so() -> None:
-    # a batch of 2^20 samples cannot be doubled
-    ranks = both(optimizer=0.06, model={"samples": 1 << 20})
-    found = profile(*ranks)
-    assert found.calibrated_planner is not None
-    assert found.advice == ()
-    assert found.verdict.endswith("the optimizer; none of the known changes gains 5 %")
-
-
-def test_a_larger_batch_gains_what_it_shares_and_no_more() -> None:
-    found = profile(*both(communication=0.3))
-    planner = found.calibrated_planner
-    assert planner is not None
-    double = planner.predict_change(samples=2 * SAMPLES)
-    assert double is not None
-    shared = 0.3 + BALANCED["optimizer"] + BALANCED["python"]
-    most = found.step_s / (found.step_s - shared / 2) - 1
-    assert double.gain.faster == pytest.approx(most, rel=0.1)
-
-
-def test_the_planner_at_what_was_measured_says_what_was_measured() -> None:
-    for ranks in (both(), both(communication=0.3), both(optimizer=0.2)):
-        planner = profile(*ranks).calibrated_planner
-        assert planner is not None
-        same = planner.predict_change()
-        assert same is not None
-        assert same.gain.faster == pytest.approx(0, abs=1e-9)
-
-
 def test_a_link_that_was_measured_on_another_day_does_not_favour_another_engine() -> None:
     small, large = str(1 << 16), str(1 << 24)
     curves = {
@@ -410,41 +355,6 @@ def test_a_loop_that_accumulates_by_hand_is_not_told_to_let_the_engine_do_it() -
     assert not any("accumulate" in title for title in titles(by_hand))
 
 
-def test_one_unit_on_gpus_is_advised_for_its_time() -> None:
-    model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 30, "params": 1 << 30}
-    ranks = both(
-        kind="cuda",
-        forward=0.3,
-        backward=0.6,
-        communication=0.4,
-        collective="all_gather",
-        model=model | {"seq_len": 2048},
-    )
-    where = replace(
-        setting("2xH100-80GB,nvlink", backend="fsdp2", precision="bf16"),
-        model_spec=analytic.spec_from_parameter_count("1b"),
-    )
-    one = advised(profile(*ranks, where=where), "FSDP units")
-    assert one.gain.faster > 0.2
-    assert one.change == {"largest_unit": 1 << 29}
-
-
-def test_a_gpu_that_waits_for_launches_gets_larger_kernels_for_nothing() -> None:
-    ranks = both(kind="cuda", forward=0.01, backward=0.02, idle=0.06)
-    found = profile(
-        *ranks, where=replace(setting("2xH100-80GB,nvlink"), model_spec=setting().model_spec)
-    )
-    one = next(one for one in found.advice if "micro_batch" in one.change)
-    # launches take 90 ms whatever the batch, so twice the samples take no longer
-    assert one.gain.faster > 1
-
-
-def test_without_a_plan_only_the_cell_is_advised() -> None:
-    where = replace(setting(), model_spec=None)
-    assert profile(*both(communication=0.3), where=where).advice == ()
-    assert titles(profile(*both(data=0.2), where=where)) == ["num_workers=4"]
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -527,15 +437,6 @@ def test_a_larger_batch_is_compared_per_sample() -> None:
     assert after.tokens_per_s == pytest.approx(2 * size * LENGTH / after.step_s)
 
 
-def test_several_that_were_taken_at_once_are_told_together() -> None:
-    before = profile(*both(data=0.2), where=setting(activation_checkpointing=True))
-    assert len(before.advice) == 2
-    after = profile(*both(loader={"num_workers": 4}), before=before)
-    assert after.advice_outcome.startswith(
-        "num_workers=4 and activation checkpointing off together:"
-    )
-
-
 def test_advice_that_was_not_taken_is_not_told() -> None:
     before = profile(*both(data=0.2))
     assert profile(*both(data=0.2), before=before).advice_outcome == ""
@@ -560,23 +461,3 @@ def test_a_line_or_a_straggler_that_is_gone_is_no_advice_taken() -> None:
     before = profile(waits, rank(1, backward=BALANCED["backward"] + 0.3 * own))
     assert before.advice
     assert profile(*both(), before=before).advice_outcome == ""
-
-
-def test_profiles_are_no_chain() -> None:
-    first = profile(*both(data=0.2))
-    second = profile(*both(), before=first)
-    third = profile(*both(), before=second)
-    assert third.before is not None
-    assert third.before.before is None
-
-
-def test_memory_saved_counts_against_the_measured_peak() -> None:
-    model = {"backend": "fsdp2", "units": 1, "largest_unit": 1 << 20}
-    huge = PeakMemory(parts={"parameters": 1 << 40}, lines=[])
-    ranks = [
-        replace(one, memory=huge)
-        for one in both(communication=0.03, collective="all_gather", model=model)
-    ]
-    found = profile(*ranks, where=setting(backend="fsdp2"))
-    assert found.bottlenecks
-    assert "FSDP units" not in titles(found)

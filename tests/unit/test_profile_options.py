@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.display.units import format_bytes
 from nbdist.errors import OptionError
 from nbdist.magics import arguments
 from nbdist.operations import calibrate
@@ -63,13 +62,6 @@ def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
         arguments.check_ignored_options(asked)
 
 
-@pytest.mark.parametrize("line", ["", "--steps 3 --trace out", "--show", "--calibrate --disk /tmp"])
-def test_options_that_hold_together_are_taken(line: str) -> None:
-    arguments.check_ignored_options(
-        arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
-    )
-
-
 def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path,
 ) -> None:
@@ -86,11 +78,3 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
             disk=tmp_path / "nope",
         )
     assert not (tmp_path / "nope").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "words"),
-    [(0, "0 MiB"), (512, "512 bytes"), (40_000, "39 KiB"), (1 << 20, "1.0 MiB")],
-)
-def test_sizes_under_a_mib_are_told_in_kib(num_bytes: int, words: str) -> None:
-    assert format_bytes(num_bytes) == words

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.display.elements import STEP_COLORS
-from nbdist.display.profile import predicted_memory_parts, shown_ranks
+from nbdist.display.profile import shown_ranks
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
-from nbdist.profiler.report import Profile
 from tests.unit.profiled import both, profile, rank, setting
 
 if TYPE_CHECKING:
@@ -85,31 +84,6 @@ def test_the_tables_say_shares_and_times_of_each_rank() -> None:
     assert "8 steps of 253 ms (p50 253 ms, p90 253 ms); 4,047 tokens/s; 2 x CPU rank, ddp" in shown
 
 
-def test_the_heading_has_the_mean_that_the_table_is_made_of() -> None:
-    uneven = rank(steps=4, communication=0.0)
-    uneven.ends = [0.0, 0.1, 0.2, 0.3, 1.0]
-    assert "4 steps of 250 ms (p50 100 ms, p90 700 ms)" in str(profile(uneven))
-    assert "\n1 step of " in str(profile(rank(steps=1)))
-
-
-def test_memory_stands_beside_what_was_predicted() -> None:
-    found = profile(*full())
-    expected = predicted_memory_parts(found)
-    assert found.predicted is not None
-    assert sum(expected.values()) == found.predicted.allocated_bytes
-    assert expected["optimizer"] > 0
-
-
-def test_what_is_offloaded_is_expected_of_cpu_ranks_too() -> None:
-    found = profile(*full(), where=setting(backend="zero2", offload="cpu"))
-    expected = predicted_memory_parts(found)
-    row = found.predicted
-    assert row is not None
-    assert row.memory["optimizer"] == 0
-    assert expected["optimizer"] == row.host["master"] + row.host["optimizer"] > 0
-    assert sum(expected.values()) == row.allocated_bytes + row.host_bytes
-
-
 def test_the_html_has_no_script_closes_what_it_opens_and_escapes_what_is_the_user_s() -> None:
     shown = profile(*full())._repr_html_()
     tags = _Tags()
@@ -126,13 +100,6 @@ def test_each_rank_has_a_bar_that_says_its_parts_in_words() -> None:
     assert [label.split(":")[0] for label in labels] == ["rank 0", "rank 1"]
     assert "data 40 %" in labels[0]
     assert ">data</div>" in shown
-
-
-def test_the_pieces_of_a_bar_fill_it() -> None:
-    shown = profile(*both())._repr_html_()
-    first = shown.split("role='img'")[1]
-    widths = re.findall(r"height:100%;width:([\d.]+)%", first)
-    assert sum(map(float, widths)) == pytest.approx(100, abs=0.1)
 
 
 def test_every_part_has_a_colour_on_which_white_can_be_read() -> None:
@@ -194,22 +161,6 @@ def test_a_profile_is_plain_json() -> None:
     assert plain["advice"][0]["line"] == found.advice[0].line
     again = [RankProfile.from_json(one) for one in plain["ranks"]]
     assert [one.parts for one in again] == [one.parts for one in found.ranks]
-
-
-def test_no_figures_are_no_profile() -> None:
-    with pytest.raises(ValueError, match="at least one rank"):
-        Profile.of([], setting())
-
-
-def test_figures_without_model_loader_and_moments_are_shown_too() -> None:
-    bare = RankProfile(
-        rank=0, kind="cpu", device="CPU rank", ends=[0.0, 1.0], parts={"python": 1.0}
-    )
-    found = profile(bare)
-    assert found.bound == "host"
-    assert found.tokens_per_s == 0
-    assert "host-bound" in str(found)
-    assert found._repr_html_()
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -25,12 +25,10 @@ MS = 1_000_000
 
 
 def at(begin_ms: float, end_ms: float) -> Span:
-    """A span in milliseconds."""
     return int(begin_ms * MS), int(end_ms * MS)
 
 
 def moments(spans: list[Span]) -> set[int]:
-    """All whole numbers in some spans."""
     return {moment for begin, end in spans for moment in range(begin, end)}
 
 
@@ -48,10 +46,6 @@ def test_spans_are_sets_of_moments() -> None:
         for span in union(other):
             expected = [each for each in union(one) if moments([each]) & moments([span])]
             assert overlapping(union(one), span) == expected
-
-
-def test_short_holes_are_filled() -> None:
-    assert union([(0, 5), (7, 9), (20, 30)], gap=2) == [(0, 9), (20, 30)]
 
 
 def recorded(**changes: object) -> WindowTrace:

@@ -23,7 +23,6 @@ SNAPSHOT = Path(__file__).with_name("public_surface.json")
 
 
 def call_of(function: object) -> str:
-    """Parameters and defaults, without annotations."""
     try:
         signature = inspect.signature(function)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -60,14 +60,3 @@ def test_where_there_is_no_room_for_words_a_name_says_it(
     draft.write_failure(1, "anything")
     reason = "rank 1 cannot write there (No space left on device, errno 28)"
     assert draft.read_reports([1])[1].error == reason
-
-
-def test_what_was_cut_short_is_tidied_once_its_process_is_gone(
-    draft: PendingFolderCheckpoint,
-) -> None:
-    storage = FolderStorage(draft.location.parent)
-    storage.remove_abandoned()
-    assert draft.location.exists()  # this process lives
-    (draft.location / ".owner.json").unlink()
-    storage.remove_abandoned()
-    assert not draft.location.exists()

@@ -51,11 +51,6 @@ def test_a_rank_outside_of_the_session_is_named(text: str, outside: int) -> None
     )
 
 
-def test_a_session_of_one_rank_says_so() -> None:
-    with pytest.raises(OptionError, match=r"\(world_size 1: rank 0\)\. Use --output 0\.$"):
-        rank_sets.resolve_ranks("1", 1, option="--output")
-
-
 def test_chosen_takes_every_form_of_the_api() -> None:
     assert rank_sets.resolve_ranks(None, 3) == (0, 1, 2)
     assert rank_sets.resolve_ranks("1-2", 3) == (1, 2)

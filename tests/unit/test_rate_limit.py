@@ -3,7 +3,6 @@ from __future__ import annotations
 from nbdist.output.rate_limit import (
     TAIL_LINES,
     OmittedBuffer,
-    OmittedOutput,
     OutputBudget,
     OutputLimiter,
 )
@@ -22,11 +21,6 @@ def test_runs_add_up_to_what_was_asked() -> None:
     assert shown(runs) == 120  # the burst, and a second's worth
 
 
-def test_characters_are_limited_too() -> None:
-    gate = OutputLimiter([0], budget=BUDGET)
-    assert shown(gate.admit_lines(0, 50, 50_000, now=0.0)) == 12
-
-
 def test_ranks_in_step_are_cut_at_the_same_lines_whatever_their_batches() -> None:
     gate = OutputLimiter([0, 1], budget=BUDGET)
     seen: dict[int, list[bool]] = {0: [], 1: []}
@@ -38,12 +32,6 @@ def test_ranks_in_step_are_cut_at_the_same_lines_whatever_their_batches() -> Non
                 seen[rank] += [visible] * count
     assert seen[0] == seen[1]
     assert sum(seen[0]) < 400
-
-
-def test_an_idle_rank_gets_its_allowance_back() -> None:
-    gate = OutputLimiter([0], budget=BUDGET)
-    gate.admit_lines(0, 1000, 1000, now=0.0)
-    assert shown(gate.admit_lines(0, 40, 40, now=3.0)) == 40
 
 
 def test_bursts_of_many_ranks_are_shared() -> None:
@@ -69,13 +57,3 @@ def test_a_big_chunk_is_not_kept_whole() -> None:
     gap, tail = dropped.split_tail()
     assert len(tail[0][1]) < 100_000
     assert gap.num_chars > 9_000_000
-
-
-def test_sentences() -> None:
-    assert OmittedOutput(194_312, 0, 12_300_000).describe(0) == (
-        "194,312 lines (12.3 MB) not shown; `%nbdist log 0` shows the last of it"
-    )
-    assert (
-        OmittedOutput(1, 2, 100).describe(3).startswith("1 line and 2 displays (100 B) not shown")
-    )
-    assert OmittedOutput(0, 0, 5).describe(1).startswith("unfinished text (5 B) not shown")

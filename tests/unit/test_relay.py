@@ -30,11 +30,9 @@ class Node:
         self.now = 0.0
 
     def says(self, rank: int, text: str, key: bytes = KEY) -> list[bytes]:
-        """Have a rank print."""
         return self.sends(rank, "stream", {"name": "stdout", "text": text}, key)
 
     def sends(self, rank: int, kind: str, content: object, key: bytes = KEY) -> list[bytes]:
-        """Have a rank send a message."""
         signer = MessageSigner(key=key)
         sent = signer.msg(kind, content, parent=self.request)
         frames: list[bytes] = signer.serialize(sent, ident=b"topic of %d" % rank)
@@ -54,14 +52,6 @@ class Node:
 @pytest.fixture
 def node() -> Node:
     return Node()
-
-
-def test_equal_messages_leave_once_and_at_once(node: Node) -> None:
-    for rank in RANKS:
-        assert node.leave() == []
-        node.says(rank, "hello\n")
-    assert node.leave() == [((4, 5, 6, 7), "hello\n")]
-    assert node.relay.next_due_at is None
 
 
 def test_different_messages_are_held_briefly(node: Node) -> None:
@@ -90,14 +80,6 @@ def test_what_is_alike_again_after_a_difference_is_said_once(node: Node) -> None
         *(((rank,), f"rank {rank}\n") for rank in RANKS),
         (tuple(RANKS), "epoch 2\n"),
     ]
-
-
-def test_own_lines_of_a_rank_leave_together(node: Node) -> None:
-    for number in range(3):
-        for rank in RANKS:
-            node.says(rank, f"{rank}: {number}\n")
-    node.now = MERGE_DELAY_S
-    assert node.leave() == [((rank,), f"{rank}: 0\n{rank}: 1\n{rank}: 2\n") for rank in RANKS]
 
 
 def test_nothing_passes_what_its_rank_said_before(node: Node) -> None:
@@ -133,13 +115,6 @@ def test_what_any_ranks_say_leaves_whole_and_in_order(node: Node) -> None:
             for one in ranks:
                 left[one] += leaves
         assert left == said
-
-
-def test_a_rank_that_says_it_twice_has_said_it_twice(node: Node) -> None:
-    for rank in RANKS:
-        node.sends(rank, "display_data", {"data": {}})
-        node.sends(rank, "display_data", {"data": {}})
-    assert node.leave() == [((4, 5, 6, 7), "display_data")] * 2
 
 
 def test_what_is_signed_with_another_key_joins_nothing(node: Node) -> None:

@@ -69,21 +69,6 @@ def test_a_line_waits_for_the_others_then_is_shown_with_those_that_have_it() -> 
     assert cell.close() == "[0,2-3] half\n[1] half\n"
 
 
-def test_an_extra_line_of_rank_0_does_not_keep_the_next_from_merging() -> None:
-    cell = Cell()
-    cell.out(1, "epoch 1\n")
-    cell.out(0, "only on rank 0\nepoch 1\n")
-    assert cell.pass_(0.2) == "[0] only on rank 0\n[0-1] epoch 1\n"
-
-
-def test_a_line_that_is_late_on_one_rank_pulls_out_what_stands_before_it() -> None:
-    cell = Cell()
-    cell.out(1, "epoch 1\n")
-    cell.pass_(0.1)
-    cell.out(0, "only on rank 0\nepoch 1\n")
-    assert cell.pass_(0.06) == "[0] only on rank 0\n[0-1] epoch 1\n"
-
-
 def test_crossed_lines_are_not_lost_and_do_not_hang() -> None:
     cell = Cell()
     cell.out(0, "a\nb\n")
@@ -109,39 +94,12 @@ def test_stdout_and_stderr_merge_apart_whatever_came_first() -> None:
     assert cell.screen.streamed("stderr") == "[0-1] warning\n"
 
 
-def test_the_same_text_on_stdout_and_stderr_does_not_merge() -> None:
-    cell = Cell()
-    cell.out(0, "x\n")
-    cell.err(1, "x\n")
-    cell.close()
-    assert cell.screen.outputs == [["stdout", "[0] x\n"], ["stderr", "[1] x\n"]]
-
-
-def test_order_of_a_rank_is_kept() -> None:
-    cell = Cell(range(3))
-    for rank in range(3):
-        cell.out(rank, "".join(f"{i} of {rank if i % 3 else 'all'}\n" for i in range(30)))
-        cell.pass_(0.05)
-    shown = cell.close().splitlines()
-    for rank in range(3):
-        own = [int(line.split()[1]) for line in shown if line.endswith((f"of {rank}", "of all"))]
-        assert own == list(range(30))
-    assert sum("[0-2]" in line for line in shown) == 10
-
-
 def test_a_line_in_pieces_is_one_line() -> None:
     cell = Cell()
     for rank in (0, 1):
         for piece in ("lo", "ss", " 1 ", "\n"):
             cell.out(rank, piece)
     assert cell.pass_() == "[0-1] loss 1 \n"
-
-
-def test_carriage_return_newline_is_a_newline() -> None:
-    cell = Cell()
-    cell.out(0, "a\r\nb\r\n")
-    cell.out(1, "a\nb\n")
-    assert cell.pass_() == "[0-1] a\n[0-1] b\n"
 
 
 def test_separators_of_str_splitlines_are_text() -> None:
@@ -241,20 +199,6 @@ def test_updates_are_thinned_out_and_the_last_one_counts() -> None:
     assert cell.screen.updates <= 12
 
 
-def test_an_update_of_an_earlier_cells_display_is_sent() -> None:
-    cell = Cell()
-    cell.screen.display({"text/html": "old"}, {}, display_id="nbdist-1-t")
-    cell.renderer.display(1, {"text/html": "new"}, {}, display_id="t", update=True)
-    cell.pass_()
-    assert cell.screen.displays == [{"text/html": "new"}]
-
-
-def test_an_empty_bundle_shows_nothing() -> None:
-    cell = Cell()
-    cell.renderer.result(0, {}, {})
-    assert cell.close() == ""
-
-
 # --- clear_output
 
 
@@ -287,14 +231,6 @@ def test_clear_of_one_rank_of_several_is_dropped() -> None:
     assert cell.close() == "[0] a\n[1] b\n"
 
 
-def test_a_single_rank_clears() -> None:
-    cell = Cell((1,))
-    cell.out(1, "a\n")
-    cell.renderer.clear_output(1, wait=False)
-    cell.out(1, "b\n")
-    assert cell.close() == "b\n"
-
-
 # --- open lines: bars and half lines
 
 
@@ -310,13 +246,6 @@ def test_equal_bars_are_one_row_that_is_overwritten() -> None:
         cell.pass_(0.2)
     assert cell.screen.text == "[0-3]  45%|####      |\n"
     assert len(cell.screen.outputs) == 1
-
-
-def test_different_bars_have_a_row_each() -> None:
-    cell = Cell()
-    bar(0, cell, 50)
-    bar(1, cell, 60)
-    assert cell.pass_(0.2) == "[0]  50%|#####     |\n[1]  60%|######    |\n"
 
 
 def test_bars_are_redrawn_at_most_eight_times_a_second() -> None:
@@ -477,13 +406,6 @@ def test_colours_stay_in_their_line_and_go_on_in_the_next() -> None:
     )
 
 
-def test_colours_of_a_bar_survive_overwriting() -> None:
-    cell = Cell()
-    cell.err(0, "\r\x1b[32m###\x1b[0m...")
-    cell.err(0, "\r\x1b[32m####")
-    assert cell.pass_(0.2) == "[0] \x1b[32m####\x1b[0m..\n"
-
-
 def test_lone_surrogates_and_nul_do_no_harm() -> None:
     cell = Cell()
     cell.out(0, "bad \ud800 \0 text\n")
@@ -491,12 +413,6 @@ def test_lone_surrogates_and_nul_do_no_harm() -> None:
     cell.close()
     json.dumps(cell.screen.outputs, ensure_ascii=False).encode()
     assert cell.screen.text.startswith("[0] bad \ufffd \u2400 text\n")
-
-
-def test_whitespace_is_not_swallowed() -> None:
-    cell = Cell()
-    cell.out(0, "  \n\n\tx \n")
-    assert cell.close() == "[0]   \n[0] \n[0] \tx \n"
 
 
 # --- floods
@@ -519,16 +435,6 @@ def test_every_line_of_a_flood_is_shown_or_counted(batch: int) -> None:
     assert len(shown.splitlines()) < 200
     assert "lines (" in shown
     assert "%nbdist log 0" in shown
-
-
-def test_different_floods_are_accounted_too() -> None:
-    cell = Cell(range(3), budget=SMALL)
-    for start in range(0, 3000, 100):
-        for rank in range(3):
-            cell.out(rank, "".join(f"{rank}: {i}\n" for i in range(start, start + 100 * rank)))
-        cell.pass_(0.05)
-    cell.close()
-    assert accounted(cell.screen, range(3)) == {0: 0, 1: 3000, 2: 6000}
 
 
 def test_a_quiet_rank_is_never_cut_because_another_floods() -> None:
@@ -555,22 +461,6 @@ def test_a_flood_that_ends_before_the_cell_is_told_at_once() -> None:
     assert "[0-1] 920 lines (3.6 kB) not shown; `%nbdist log 0` shows the last of it\n" in shown
     cell.out(0, "after\n")
     assert cell.close().endswith("[0] after\n")
-
-
-def test_a_steady_rate_below_the_limit_is_shown_for_ever() -> None:
-    cell = Cell((0,), budget=SMALL)
-    for i in range(500):
-        cell.out(0, f"{i}\n")
-        cell.pass_(0.12)
-    assert "not shown" not in cell.close()
-
-
-def test_flood_of_a_single_rank_has_no_labels() -> None:
-    cell = Cell((3,), budget=SMALL)
-    cell.out(3, "".join(f"{i}\n" for i in range(1000)))
-    shown = cell.close()
-    assert "\n920 lines (3.6 kB) not shown; `%nbdist log 3` shows the last of it\n980\n" in shown
-    assert shown.endswith("\n999\n")
 
 
 def test_a_dropped_line_that_comes_in_pieces_is_counted_once() -> None:

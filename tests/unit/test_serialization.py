@@ -71,23 +71,6 @@ def test_plain_values_arrive_as_they_are(value: object, path: Path) -> None:
     assert not path.exists()
 
 
-def test_nan_and_the_order_of_keys_are_kept(path: Path) -> None:
-    back = there_and_back({"b": math.nan, "a": [math.nan]}, path)
-    assert list(back) == ["b", "a"]
-    assert math.isnan(back["b"])
-    assert math.isnan(back["a"][0])
-
-
-def test_types_inside_of_containers_are_kept(path: Path) -> None:
-    back = there_and_back([True, 1, 1.0, (1,), [1], {1: (2,)}], path)
-    assert [type(item) for item in back] == [bool, int, float, tuple, list, dict]
-
-
-def test_a_list_twice_is_no_cycle(path: Path) -> None:
-    twice = [1, [2]]
-    assert there_and_back([twice, twice], path) == [twice, twice]
-
-
 # ---- torch
 
 
@@ -146,27 +129,12 @@ def test_a_state_dict_keeps_its_ties(path: Path) -> None:
     model.load_state_dict(back)
 
 
-def test_an_optimizers_state_arrives(path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    back = there_and_back(optimizer.state_dict(), path)
-    optimizer.load_state_dict(back)
-    assert back["state"][0]["step"] == 1
-
-
 def test_part_of_a_tensor_is_not_taken_for_the_whole(path: Path) -> None:
     whole = torch.arange(6.0)
     back = there_and_back([whole, whole[:3], whole.view(2, 3), whole.view(torch.int32)], path)
     assert torch.equal(back[1], whole[:3])
     assert torch.equal(back[2], whole.view(2, 3))
     assert torch.equal(back[3], whole.view(torch.int32))
-
-
-def test_empty_tensors_of_several_shapes_stay_apart(path: Path) -> None:
-    back = there_and_back([torch.empty(0), torch.empty(0, 2, dtype=torch.bfloat16)], path)
-    assert [tuple(t.shape) for t in back] == [(0,), (0, 2)]
 
 
 def test_torchs_small_values_arrive(path: Path) -> None:
@@ -227,12 +195,6 @@ def test_numpy_scalars_keep_their_type(scalar: Any, path: Path) -> None:
         assert back.tobytes() == scalar.tobytes()
 
 
-def test_an_array_twice_is_one_array(path: Path) -> None:
-    array = np.arange(3)
-    back = there_and_back({"a": array, "b": [array]}, path)
-    assert back["a"] is back["b"][0]
-
-
 # ---- maps
 
 
@@ -265,14 +227,6 @@ def test_a_large_file_is_mapped_and_outlives_its_name(
     assert back[2] == b"x" * 2000
 
 
-def test_buffers_begin_at_multiples_of_64_bytes(path: Path) -> None:
-    serialization.write_payload([torch.ones(3), torch.ones(5)], path)
-    content = path.read_bytes()
-    assert len(content) % 64 == 0
-    first = content.index(b"\0\0\x80?")
-    assert first % 64 == 0
-
-
 def test_files_are_private_and_never_overwritten(path: Path) -> None:
     old = os.umask(0)
     try:
@@ -283,11 +237,6 @@ def test_files_are_private_and_never_overwritten(path: Path) -> None:
     with pytest.raises(FileExistsError):
         serialization.write_payload(2, path)
     assert serialization.read_payload(path) == 1
-
-
-def test_delete_false_leaves_the_file_for_the_other_ranks(path: Path) -> None:
-    serialization.write_payload(1, path)
-    assert serialization.read_payload(path, delete=False) == serialization.read_payload(path) == 1
 
 
 def test_a_file_that_cannot_be_finished_is_removed(
@@ -465,11 +414,6 @@ def test_quantized_and_nested_tensors_are_refused(path: Path) -> None:
         )
 
 
-def test_open_files_are_refused(path: Path, tmp_path: Path) -> None:
-    with (tmp_path / "x").open("w") as file, pytest.raises(PayloadError, match="its content"):
-        serialization.write_payload({"f": file}, path)
-
-
 # ---- inside of messages
 
 
@@ -619,19 +563,3 @@ def test_a_pipe_is_refused_without_waiting(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(PayloadError, match="regular file"):
         serialization.read_payload(path)
-
-
-def test_a_missing_file_is_an_os_error(path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        serialization.read_payload(path)
-
-
-@pytest.mark.fault("S6")
-def test_no_module_of_the_payload_can_run_code() -> None:
-    for module in Path(serialization.__file__).parent.glob("*.py"):
-        text = module.read_text()
-        assert not any(word in text for word in ("import pickle", "eval(", "exec(", "torch.load"))
-
-
-def test_an_int_too_long_for_decimal_text_arrives(path: Path) -> None:
-    assert there_and_back(7**9000, path) == 7**9000

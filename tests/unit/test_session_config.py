@@ -17,7 +17,6 @@ def choice(**asked: Any) -> SessionConfig:
 
 
 def decided(backend: str, **asked: Any) -> SessionConfig:
-    """A choice after auto has decided."""
     before = choice(auto=True, **asked)
     return before.with_auto_decision(replace(before.options, backend=backend))
 

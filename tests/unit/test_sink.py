@@ -150,12 +150,6 @@ def test_pinned_sends_to_its_cell_in_order_and_in_few_messages(shell: FakeShell)
     assert all(message[2] == HEADER for message in sent)
 
 
-def test_pinned_keeps_the_header_it_was_given(shell: FakeShell) -> None:
-    pinned = FinishedCellSink({"msg_id": "other"})
-    pinned.relay_comm("comm_msg", {"comm_id": "c"}, {}, [])
-    assert shell.kernel.sent[0][2] == {"msg_id": "other"}
-
-
 @pytest.mark.usefixtures("no_shell")
 def test_there_is_no_parent_outside_a_kernel() -> None:
     assert sink.parent_header() == {}

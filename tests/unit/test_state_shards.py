@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections import OrderedDict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +35,11 @@ WORLD = 3
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Numbers of a type."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 100).to(dtype)
 
 
 def whole(tensor: torch.Tensor) -> Shard:
-    """All of a tensor."""
     return cut(tensor, [0, tensor.numel()])
 
 
@@ -74,15 +71,6 @@ def test_a_digest_does_not_depend_on_the_cut(dtype: torch.dtype, numel: int) -> 
         assert summed(cut(tensor, bounds)) == expected
 
 
-def test_a_digest_is_what_its_definition_says() -> None:
-    tensor = values(9000)
-    row, column = np.arange(3, dtype=np.uint64), np.arange(1 << 40, (1 << 40) + 4096).astype("u8")
-    rows, columns = digest._mixed(row).tolist(), digest._mixed(column).tolist()
-    bits = tensor.view(torch.int32).tolist()
-    products = (bit * rows[i // 4096] * columns[i % 4096] for i, bit in enumerate(bits))
-    assert summed(whole(tensor)) == sum(products) % 2**64
-
-
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [
@@ -109,21 +97,6 @@ def test_a_digest_sees_elements_at_other_places(dtype: torch.dtype) -> None:
         swapped = flat.clone()
         swapped[[first, second]] = swapped[[second, first]]
         assert summed(whole(swapped)) != expected
-
-
-def test_a_digest_sees_changes_that_cancel_in_rows_and_columns() -> None:
-    tensor = torch.arange(8192, dtype=torch.int32)
-    changed = tensor.clone()
-    changed[[7, 4096 + 9]] += 5
-    changed[[9, 4096 + 7]] -= 5
-    assert summed(whole(changed)) != summed(whole(tensor))
-
-
-def test_zeros_add_nothing() -> None:
-    assert summed(whole(torch.zeros(5000))) == 0
-    assert summed(whole(torch.zeros(0))) == 0
-    assert summed(Shard(shape=(3,), dtype=torch.float32)) == 0
-    assert summed(whole(torch.tensor([-0.0]))) != 0
 
 
 def test_a_digest_can_be_that_of_another_type() -> None:
@@ -228,7 +201,6 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    """Three ranks."""
     made = Ranks()
     for name in (
         "group_size",
@@ -359,17 +331,6 @@ def test_optimizer_state_that_nobody_has_becomes_zero(ranks: Ranks) -> None:
     assert [room.tolist() for room in rooms] == [[1, 1, 0, 0, 0, 1, 1, 1, 1, 1]] * WORLD
 
 
-def test_all_ranks_agree_on_digests_and_keys(ranks: Ranks) -> None:
-    tensors = {key: values(*shape, seed=len(key)) for key, shape in SHAPES.items()}
-    source = owned(tensors, 5)
-    expected = {key: summed(whole(one)) for key, one in tensors.items()}
-    for found in ranks.run(lambda rank: digest.global_digests(source[rank])):
-        assert {key: found.get(key, 0) for key in expected} == expected
-    known = ranks.run(lambda rank: reshard.gather_keys(source[rank]))
-    assert known[0] == known[1] == known[2]
-    assert all(entry == (tensors[key].shape, torch.float32) for key, entry in known[0].items())
-
-
 # -- layouts, of a model without an engine
 
 
@@ -468,16 +429,6 @@ def test_a_model_before_its_first_step_has_no_state() -> None:
     assert not optimizer.state
 
 
-def test_describing_copies_nothing() -> None:
-    model, optimizer = trained(torch.optim.AdamW)
-    layout = layouts.layout_for(model, [optimizer])
-    weight = layout.weights(owned=False)["first.weight"].pieces[0].view
-    assert weight.data_ptr() == model.first.weight.data_ptr()
-    state = layout.optimizer_state(owned=False)["scale"]["exp_avg"].pieces[0].view
-    assert state.data_ptr() == optimizer.state[model.scale]["exp_avg"].data_ptr()
-    assert not weight.requires_grad
-
-
 class Counting(torch.optim.Optimizer):
     """An optimizer of a user's, which counts in whole numbers."""
 
@@ -519,15 +470,6 @@ def test_state_that_is_not_element_wise_is_refused() -> None:
     optimizer.state[model.first.weight]["row"] = ["of", "words"]
     with pytest.raises(SwitchError, match="is list"):
         layouts.layout_for(model, [optimizer]).optimizer_state(owned=True)
-
-
-def test_names_are_those_of_the_bare_model() -> None:
-    model = nn.Sequential(OrderedDict(module=nn.Linear(2, 2)))
-    compiled = torch.compile(model, backend="eager")
-    assert list(layouts.layout_for(compiled).weights(owned=True)) == [
-        "module.weight",
-        "module.bias",
-    ]
 
 
 def test_a_library_that_keeps_things_elsewhere_is_noticed() -> None:

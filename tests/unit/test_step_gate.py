@@ -58,16 +58,6 @@ def test_a_rank_that_lags_makes_the_last_step_and_ends_its_iteration() -> None:
     assert optimizer.steps == 2
 
 
-def test_no_step_begins_after_the_last() -> None:
-    gate, cls = gated()
-    optimizer = cls()
-    optimizer.step()
-    gate._last = 1  # as stop(1) leaves it, without its signal
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert optimizer.steps == 1
-
-
 def test_a_held_rank_waits_for_the_word() -> None:
     gate, cls = gated()
     optimizer = cls()
@@ -114,10 +104,3 @@ def test_micro_batches_between_steps_are_not_counted() -> None:
     optimizer.gradient_state.sync_gradients = True
     step(optimizer)
     assert (optimizer.steps, step_gate.num_steps_begun) == (2, 1)
-
-
-def test_a_new_cell_begins_to_count_anew() -> None:
-    gate, cls = gated()
-    cls().step()
-    gate.begin_cell()
-    assert gate.pause_steps()[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -221,13 +220,6 @@ def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, sai
         checked(backend=backend, fsdp_config={"reshard_after_forward": value})
 
 
-def test_checking_twice_changes_nothing() -> None:
-    once = checked(backend="zero3", deepspeed_config={"gradient_clipping": 0.5})
-    assert once.validate(CPU) == once
-    wrapped = checked(backend="fsdp", fsdp_config={"fsdp_offload_params": True})
-    assert wrapped.validate(CPU) == wrapped
-
-
 def test_no_engine_clips_unless_asked() -> None:
     for name in STRATEGIES:
         options = checked(backend=name)
@@ -285,8 +277,3 @@ def test_an_unreadable_config_file_is_refused(
         load_config(file)
     with pytest.raises(OptionError, match="Cannot read"):
         load_config(tmp_path / "none.json")
-
-
-def test_the_table_needs_no_torch() -> None:
-    module = sys.modules["nbdist.strategies.backends"]
-    assert not {"torch", "accelerate", "yaml"} & vars(module).keys()

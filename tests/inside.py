@@ -1,0 +1,27 @@
+"""What tests look at inside of a session: no public attribute gives it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nbdist import Session
+    from nbdist.session.interrupt import InterruptEscalation
+    from nbdist.session.worker_group import WorkerGroup
+
+
+def workers(session: Session) -> WorkerGroup:
+    """The ranks of a session as its kernel reaches them."""
+    return session._workers
+
+
+def escalation(session: Session) -> InterruptEscalation | None:
+    """What counts the Stops of the request or cell that runs."""
+    joint = session._workers.collective_request
+    return joint.escalation if joint is not None else session._cells.escalation
+
+
+def num_stops(session: Session) -> int:
+    """How often Stop was pressed."""
+    found = escalation(session)
+    return 0 if found is None else found.stops

@@ -1,0 +1,71 @@
+"""Stop, as a front end presses it while a cell runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist import CellInterrupted
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist import Session
+
+
+def press() -> None:
+    """Press Stop: a notebook's front end sends this signal to its kernel."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped(
+    session: Session,
+    code: str,
+    *,
+    when: Callable[[], object],
+    more: Callable[[], object] | None = None,
+    ranks: str | None = None,
+) -> tuple[str, float]:
+    """Run a cell, press Stop when something is so; what the cell said, and how long it took."""
+    pressed: list[float] = []
+
+    def wait_and_press() -> None:
+        eventually(when, within_s=30)
+        pressed.append(time.monotonic())
+        press()
+        if more is not None:
+            eventually(more, within_s=30)
+            press()
+
+    thread = threading.Thread(target=wait_and_press)
+    thread.start()
+    try:
+        with pytest.raises(CellInterrupted) as told:
+            session.run(code, ranks=ranks)
+    finally:
+        thread.join()
+    return str(told.value), time.monotonic() - pressed[0]
+
+
+def runs_for(session: Session, seconds: float) -> Callable[[], bool]:
+    """Whether a cell has been running for so long."""
+    return lambda: (
+        session.running is not None and time.time() - session.running.started_at > seconds
+    )
+
+
+def stopped_with(
+    session: Session, code: str, *, says: str, ranks: str | None = None
+) -> tuple[str, float]:
+    """Run a cell on some ranks and press Stop once its standstill is told."""
+
+    def told() -> bool:
+        return says in session.standstill and says in session.status()["standstill"]
+
+    return stopped(session, code, when=told, ranks=ranks)
