@@ -153,6 +153,7 @@ def test_variables_random_numbers_and_groups_stay_as_they_were(ranks: Session) -
         assert not [name for name in others if not name.startswith("_")]
 
 
+@pytest.mark.nightly
 def test_the_memory_is_given_back(ranks: Session) -> None:
     resident = "import psutil; psutil.Process().memory_info().rss"
     held = []

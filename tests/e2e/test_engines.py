@@ -152,6 +152,7 @@ def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> Non
         assert session.run("(trainer.train(), args.max_grad_norm)[1]").values[0] == 0.7
 
 
+@pytest.mark.nightly
 def test_a_trainer_fills_the_users_deepspeed_config() -> None:
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},

@@ -118,6 +118,7 @@ def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None
     assert other["arguments"] == {"backend": "zero3", "replicate_across": "none"}
 
 
+@pytest.mark.nightly
 def test_it_goes_to_other_engines_and_back(two_nodes: Session) -> None:
     two_nodes.switch("ddp")
     two_nodes.run(START.format(""))

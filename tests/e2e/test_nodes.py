@@ -419,6 +419,7 @@ def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]  # no trial is left
 
 
+@pytest.mark.nightly
 def test_nodes_that_share_no_folder_save_to_a_url(
     apart: Session, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_wish_outlives_a_switch_and_a_restart() -> None:
         assert len(session.profiles) == 2
 
 
+@pytest.mark.nightly
 def test_a_profile_ends_with_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with nbdist.Session(nproc=2, precision="no") as session:
         session.run(planted.SETUP + SMALL)

@@ -124,7 +124,8 @@ class Profiler:
 
 
 @pytest.fixture(
-    scope="module", params=["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.nightly)]
+    scope="module",
+    params=["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp2", "zero2"))],
 )
 def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     """Two ranks with a model, under three engines."""

@@ -68,6 +68,7 @@ def build(session: Session) -> None:
     session.run(BUILD)
 
 
+@pytest.mark.nightly
 def test_numbers_of_ranks_and_engines_change_in_one_training(trained: Session) -> None:
     build(trained)
     expected = one(trained, "train(2 * 6)")
