@@ -14,12 +14,12 @@ import dataclasses
 import io
 import json
 import os
-import resource
 import signal
 import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -111,8 +111,18 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         found["sockets"] = sum(
             one.status == psutil.CONN_ESTABLISHED for one in psutil.Process().net_connections("tcp")
         )
-        found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+        found["peak_mb"] = peak_bytes() / MB
     return found
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process.
+
+    Not getrusage(): after an exec, its ru_maxrss still counts the memory of the parent process
+    (getrusage(2)), here `make bench` with torch.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
 
 
 def timed(work: Callable[[], object]) -> float:
