@@ -102,7 +102,6 @@ def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
         world_size=launch.world_size,
         accelerator=accelerator.patch_accelerator(options, hardware, nodes=nodes, chooser=chooser),
     )
-    trainer.install()
     run_dir = Path(launch.run_dir)
     app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, barrier=barrier)
     if chooser is not None:
@@ -114,6 +113,7 @@ def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
     namespace.add_kernel_functions(
         app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=launch.checkpoints, cwd=cwd
     )
+    trainer.install(app.kernel.operation_context.reporter)
     process_group.verify_group()
     return app
 

@@ -137,6 +137,15 @@ def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     assert engine.values[0] == "torch.float32"
 
 
+def test_what_a_trainer_logs_is_reported_step_by_step(under_zero2: Session) -> None:
+    before = under_zero2.metrics.last_step
+    losses = under_zero2.run(TRAINER.format(steps=4, arguments="")).values[0][1]
+    metrics = under_zero2.metrics
+    assert metrics.steps("loss")[-4:] == [before + step for step in (1, 2, 3, 4)]
+    assert list(metrics["loss"][-4:]) == losses
+    assert {"loss", "grad_norm", "learning_rate"} == set(metrics)
+
+
 def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> None:
     with Session(nproc=2, clip=0.5) as session:
         session.run(MODEL)

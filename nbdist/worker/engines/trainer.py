@@ -21,6 +21,7 @@ from nbdist.worker.engines import accelerator
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.engines.deepspeed import SteppingOptimizerWrapper
 from nbdist.worker.library_patches import patch
+from nbdist.worker.training.trainer_metrics import metrics_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nbdist.strategies import Options
     from nbdist.worker.engines.accelerator import EngineConfig
     from nbdist.worker.engines.auto_strategy import AutoStrategy
+    from nbdist.worker.report import Reporter
 
 DEFAULT_BATCH_SIZE = 8
 """Trainer's default of per_device_train_batch_size."""
@@ -40,19 +42,25 @@ _OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin_args", "parallelism_config")
 """Attributes of TrainingArguments that are set if the user selected an engine."""
 
 
-def install() -> None:
+def install(reporter: Reporter) -> None:
     """Patch Trainer, now or when it is imported; call it once per process.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
+
+    Args:
+        reporter: receives the values that Trainers log.
     """
     if MODULE in sys.modules:
-        _patch_trainer()
+        _patch_trainer(reporter)
     else:
-        sys.meta_path.insert(0, _WhenImported())
+        sys.meta_path.insert(0, _WhenImported(reporter))
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
     """Import hook that patches Trainer's module after its import."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
 
     def find_spec(
         self,
@@ -72,13 +80,13 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _patch_trainer()
+            _patch_trainer(self._reporter)
 
         loader.exec_module = exec_module
         return spec
 
 
-def _patch_trainer() -> None:
+def _patch_trainer(reporter: Reporter) -> None:
     """Make Trainers use the session's options, and keep the engine across `train()` calls.
 
     transformers 5.23 (`deepspeed_init`) would create a new optimizer for an engine that has one.
@@ -105,6 +113,8 @@ def _patch_trainer() -> None:
 
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", with_session)
     patch(f"{MODULE}:deepspeed_init", keep_engine)
+    # Every Trainer starts with these callbacks; there is no public function to add one.
+    sys.modules[MODULE].DEFAULT_CALLBACKS.append(metrics_callback(reporter))
 
 
 def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
