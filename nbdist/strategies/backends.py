@@ -44,6 +44,11 @@ class Hardware:
     nodes: int = 1
     """Number of machines, with consecutive ranks and the same number of ranks on each."""
 
+    @property
+    def default_precision(self) -> str:
+        """Precision of a session without --precision."""
+        return "bf16" if self.kind == "cuda" and self.bf16 else "no"
+
     def to_json(self) -> JsonObject:
         """Return the fields as JSON values."""
         return asdict(self)
@@ -282,10 +287,9 @@ class Strategy:
 
     def training_arguments(self, options: Options, hardware: Hardware) -> JsonObject:
         """Arguments of `TrainingArguments(...)`; the session sets the engine."""
-        return {
+        precision = {name: True for name in ("bf16", "fp16") if options.precision == name}
+        return precision | {
             "use_cpu": hardware.kind == "cpu",
-            "bf16": options.precision == "bf16",
-            "fp16": options.precision == "fp16",
             "gradient_accumulation_steps": options.accumulate,
             # transformers 5.23 clips at 1.0 by default.
             "max_grad_norm": options.clip or 0.0,
@@ -494,7 +498,7 @@ def _precision(options: Options, hardware: Hardware) -> str:
     """Return the precision or its default; raise if the hardware does not support it."""
     precision = options.precision
     if precision is None:
-        return "bf16" if hardware.kind == "cuda" and hardware.bf16 else "no"
+        return hardware.default_precision
     if precision not in PRECISIONS:
         message = f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
         raise OptionError(message)

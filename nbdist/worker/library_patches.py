@@ -94,6 +94,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "accelerate.state:AcceleratorState.__init__": LibraryPatch(
         ACCELERATE, "CPU ranks: silently ignores an FSDP or DeepSpeed plugin"
     ),
+    "torch.distributed.fsdp._flat_param:FlatParamHandle.to_cpu": LibraryPatch(
+        TORCH,
+        "CPU ranks: frees a gathered parameter that is on the CPU already, and reading the state"
+        " dict then ends the process",
+    ),
     # -- deepspeed
     "accelerate.accelerator:DeepSpeedEngineWrapper": LibraryPatch(
         ACCELERATE,
@@ -142,6 +147,28 @@ PATCHES: Mapping[str, LibraryPatch] = {
     # -- transformers
     "transformers.trainer:Trainer.create_accelerator_and_postprocess": LibraryPatch(
         TRANSFORMERS, "take clipping, accumulation and precision from the session"
+    ),
+    "transformers.training_args:TrainingArguments.__new__": LibraryPatch(
+        TRANSFORMERS, "nothing records which arguments the user wrote and which are defaults"
+    ),
+    "transformers.training_args:TrainingArguments.__post_init__": LibraryPatch(
+        TRANSFORMERS,
+        "CPU ranks: bf16=True is refused without use_cpu=True; deepspeed= builds a plugin and"
+        " makes from_pretrained() partition parameters before the session's backend is compared",
+    ),
+    "transformers.trainer:Trainer.save_model": LibraryPatch(
+        TRANSFORMERS,
+        "FSDP with SHARDED_STATE_DICT: writes nothing, and load_best_model_at_end then misses the"
+        " checkpoint or hangs",
+        "https://github.com/huggingface/transformers/issues/30491",
+    ),
+    "transformers.trainer:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": LibraryPatch(
+        TRANSFORMERS,
+        "FSDP2 renames the model's class, so that label smoothing does not shift the labels",
+        "https://github.com/huggingface/transformers/issues/27161",
+    ),
+    "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
+        TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
     ),
     "transformers.trainer:deepspeed_init": LibraryPatch(
         TRANSFORMERS,

@@ -11,6 +11,7 @@ as transformers' Trainer import the class by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -34,7 +35,7 @@ from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from nbdist.hardware.discovery import SessionNode
     from nbdist.strategies import Hardware, Options
@@ -125,6 +126,18 @@ def set_options(options: Options) -> EngineConfig:
     global _current  # noqa: PLW0603 - it holds for the whole rank
     _current = replace(current_config(), options=options, auto_strategy=None)
     return _current
+
+
+@contextlib.contextmanager
+def temporary_options(options: Options) -> Iterator[None]:
+    """Build the Accelerators of this context with other options."""
+    global _current  # noqa: PLW0603 - restored below
+    before = current_config()
+    _current = replace(before, options=options)
+    try:
+        yield
+    finally:
+        _current = before
 
 
 def patch_accelerator(

@@ -1,9 +1,9 @@
 """Makes the HF Trainer use the session's strategy.
 
 A Trainer creates its own `Accelerator()`, which uses the session's engine like any other
-(`worker.engines.accelerator`). TrainingArguments also set clipping, gradient accumulation and
-precision: those left at their default are taken from the session, and conflicting values raise
-OptionError. Under --auto the engine is decided here, before the Trainer builds it.
+(`worker.engines.accelerator`), with the values of its TrainingArguments
+(`worker.engines.training_arguments`). Under --auto the engine is decided here, before the Trainer
+builds it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
+from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator
+from nbdist.worker.engines import accelerator, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
-from nbdist.worker.engines.deepspeed import SteppingOptimizerWrapper
 from nbdist.worker.library_patches import patch
 from nbdist.worker.training.trainer_metrics import metrics_callback
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from nbdist.strategies import Options
-    from nbdist.worker.engines.accelerator import EngineConfig
     from nbdist.worker.engines.auto_strategy import AutoStrategy
     from nbdist.worker.report import Reporter
 
@@ -38,29 +37,31 @@ DEFAULT_BATCH_SIZE = 8
 DEFAULT_OPTIMIZER = {"class": "AdamW", "fused": True}
 """Trainer's default, adamw_torch_fused in transformers 5.23."""
 MODULE = "transformers.trainer"
-_OWN_ENGINE = ("deepspeed_plugin", "fsdp_plugin_args", "parallelism_config")
-"""Attributes of TrainingArguments that are set if the user selected an engine."""
 
 
 def install(reporter: Reporter) -> None:
-    """Patch Trainer, now or when it is imported; call it once per process.
+    """Patch Trainer and TrainingArguments, now or when they are imported; call it once per process.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
 
     Args:
         reporter: receives the values that Trainers log.
     """
-    if MODULE in sys.modules:
-        _patch_trainer(reporter)
-    else:
-        sys.meta_path.insert(0, _WhenImported(reporter))
+    for name, patch_module in (
+        (training_arguments.MODULE, training_arguments.patch_arguments),
+        (MODULE, functools.partial(_patch_trainer, reporter)),
+    ):
+        if name in sys.modules:
+            patch_module()
+        else:
+            sys.meta_path.insert(0, _WhenImported(name, patch_module))
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that patches Trainer's module after its import."""
+    """Import hook that patches a module after its import."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __init__(self, name: str, patch_module: Callable[[], None]) -> None:
+        self._name, self._patch_module = name, patch_module
 
     def find_spec(
         self,
@@ -68,8 +69,8 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Find Trainer's module with the other finders, and patch it after execution."""
-        if fullname != MODULE:
+        """Find the module with the other finders, and patch it after execution."""
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -80,41 +81,76 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _patch_trainer(self._reporter)
+            self._patch_module()
 
         loader.exec_module = exec_module
         return spec
 
 
 def _patch_trainer(reporter: Reporter) -> None:
-    """Make Trainers use the session's options, and keep the engine across `train()` calls.
+    """Make Trainers use the session's options, and repair what differs between the engines."""
+    patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
+    patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
+    patch(f"{MODULE}:deepspeed_init", _keep_engine)
+    patch(
+        f"{MODULE}:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        lambda names: {**names, **{f"fsdp_{key}": f"FSDP{name}" for key, name in names.items()}},
+    )
+    if distributed.get_rank() != 0:
+        from transformers.trainer_callback import ProgressCallback
 
-    transformers 5.23 (`deepspeed_init`) would create a new optimizer for an engine that has one.
-    """
-
-    def with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
-        def create_accelerator_and_postprocess(self: Any) -> None:
-            if all(getattr(self.args, name, None) is None for name in _OWN_ENGINE):
-                session = accelerator.decide_options(functools.partial(_choose, self))
-                _take_over(self.args, session)
-            create(self)
-
-        return create_accelerator_and_postprocess
-
-    def keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
-        def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-            optimizer = self.optimizer
-            is_own = isinstance(optimizer, SteppingOptimizerWrapper)
-            if is_own and optimizer.engine is self.model_wrapped:
-                return optimizer, None
-            return init(self, *args, **kwargs)
-
-        return deepspeed_init
-
-    patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", with_session)
-    patch(f"{MODULE}:deepspeed_init", keep_engine)
+        patch(f"{MODULE}:DEFAULT_PROGRESS_CALLBACK", lambda _: ProgressCallback)
     # Every Trainer starts with these callbacks; there is no public function to add one.
     sys.modules[MODULE].DEFAULT_CALLBACKS.append(metrics_callback(reporter))
+
+
+def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Build a Trainer's Accelerator with the session's options and its arguments."""
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        if training_arguments.has_own_engine(self.args):
+            create(self)
+            return
+        training_arguments.check_auto(self.args, accelerator.current_config())
+        session = accelerator.decide_options(functools.partial(_choose, self))
+        with accelerator.temporary_options(training_arguments.combine(self.args, session)):
+            create(self)
+        if self.is_deepspeed_enabled:
+            deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
+
+    return create_accelerator_and_postprocess
+
+
+def _write_sharded_model(save_model: Callable[..., None]) -> Callable[..., None]:
+    """Write the whole model under FSDP too, whatever the format of the optimizer state."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None:
+            return save_model(self, *args, **kwargs)
+        before, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            return save_model(self, *args, **kwargs)
+        finally:
+            plugin.state_dict_type = before
+
+    return save
+
+
+def _keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the engine across `train()` calls.
+
+    transformers 5.23 would create a new optimizer for an engine that has one.
+    """
+
+    def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = self.optimizer
+        is_own = isinstance(optimizer, deepspeed.SteppingOptimizerWrapper)
+        if is_own and optimizer.engine is self.model_wrapped:
+            return optimizer, None
+        return init(self, *args, **kwargs)
+
+    return deepspeed_init
 
 
 def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
@@ -131,57 +167,13 @@ def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
     return chooser.decide(trainer.model, DEFAULT_OPTIMIZER, lambda: batch)
 
 
-def _take_over(args: Any, session: EngineConfig) -> None:
-    """Set TrainingArguments that have their default value from the session's options.
-
-    Raises:
-        OptionError: an argument conflicts with the session's options.
-    """
-    options, fields = session.options, type(args).__dataclass_fields__
-    before: dict[str, tuple[Any, Any]] = vars(args).pop("_nbdist_taken", {})
-    # Undo what an earlier Trainer has set: the session may have switched since.
-    for name, (value, own) in before.items():
-        if getattr(args, name) == value:
-            setattr(args, name, own)
-    values: dict[str, Any] = {}
-    for name, option, value in (
-        ("max_grad_norm", "clip", options.clip),
-        ("gradient_accumulation_steps", "accumulate", options.accumulate),
-    ):
-        given = getattr(args, name)
-        if value == given or value == _UNSET[option]:
-            continue
-        if given != fields[name].default:
-            message = (
-                f"TrainingArguments has {name}={given} but the session has --{option} {value}."
-                " Remove one of them."
-            )
-            raise OptionError(message)
-        values[name] = value
-    if args.mixed_precision == "no" and options.precision not in {None, "no"}:
-        values["mixed_precision"] = options.precision
-        # With fp8 accelerate 1.15 sets bf16 in DeepSpeed's config, and transformers compares it.
-        values["fp16" if options.precision == "fp16" else "bf16"] = True
-    taken = {name: (value, getattr(args, name)) for name, value in values.items()}
-    vars(args).update(values, _nbdist_taken=taken)
-    if session.hardware.kind == "cpu":
-        args.dataloader_pin_memory = False  # as use_cpu=True does; torch warns for each loader
-    if taken and taken != before and distributed.get_rank() == 0:
-        text = ", ".join(f"{name}={value}" for name, value in values.items())
-        print(f"Trainer takes from the session's options: {text}.")  # noqa: T201
-
-
-_UNSET = {"clip": None, "accumulate": 1}
-"""Default values of the session's options, which do not override TrainingArguments."""
-
-
 def trainer_arguments(
     model: nn.Module | None = None, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> dict[str, Any]:
     """Return arguments for `TrainingArguments(..., **nbdist.trainer_arguments())`.
 
-    They are needed only to override Trainer's defaults: it clips at 1.0 if neither the session
-    nor TrainingArguments set a value, and --auto assumes a sequence length.
+    A Trainer does not need them. They clip only if the session has --clip, where a Trainer's
+    default is 1.0, and tell --auto the sequence length.
 
     Args:
         model: the model that Trainer will get; required under --auto.
