@@ -16,17 +16,19 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
-from nbdist.state import meta_model, optimizer_recipes
+from nbdist.state import layouts, meta_model, optimizer_recipes
 from nbdist.state.layouts.base import (
     innermost_optimizer,
     is_deepspeed_engine,
     unwrap_compiled,
 )
+from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
 from nbdist.worker.interrupt.step_gate import step_gate
 from nbdist.worker.memory import memory_accounting, memory_probe
@@ -236,6 +238,16 @@ class PrepareCall:
         return [model for model in self._new.values() if model.is_alive]
 
 
+def find_owner(module: nn.Module) -> PreparedModel | None:
+    """Return the prepared model that a module is, or is a part of; None if there is none."""
+    for prepared in all_models():
+        if any(part is module for part in unwrap_compiled(prepared.model).modules()):
+            return prepared
+        if prepared.model is module:
+            return prepared
+    return None
+
+
 def refresh_param_groups(prepared: PreparedModel) -> None:
     """Record parameter groups that were added after `prepare()`.
 
@@ -272,16 +284,26 @@ def interrupted_pass() -> InterruptedPass:
     )
 
 
-def hook_forward(prepared: PreparedModel, *, gathers: bool) -> None:
+def hook_forward(prepared: PreparedModel) -> None:
     """Register hooks that allow an interrupt before a forward and detect an interrupted one.
 
-    Args:
-        prepared: a prepared model.
-        gathers: the engine all-gathers parameters in a forward, and an interrupt leaves them
-            unsharded.
+    They also refuse a forward with collectives in a cell that runs on some ranks only.
     """
+    model = unwrap_compiled(prepared.model)
+    # The engine all-gathers parameters in a forward, and an interrupt leaves them unsharded.
+    gathers = layouts.kind_of(model).shards_parameters
+
+    def require_all_ranks(*_: object) -> None:
+        if gathers:
+            process_group.require_all_ranks("The forward of a model with sharded parameters")
+        elif isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            process_group.require_all_ranks(
+                "The forward of a DDP model with buffers",
+                ", or call accelerator.unwrap_model(model) instead",
+            )
 
     def before_forward(*_: object) -> None:
+        require_all_ranks()
         step_gate.end_iteration()
         prepared.interrupted_pass = "forward" if gathers else ""
 
@@ -291,6 +313,12 @@ def hook_forward(prepared: PreparedModel, *, gathers: bool) -> None:
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
     prepared.model.register_forward_hook(after_forward)
+    inner = model.module if gathers and is_deepspeed_engine(model) else None
+    if isinstance(inner, nn.Module):  # as accelerator.unwrap_model() returns it
+        inner.register_forward_pre_hook(require_all_ranks, prepend=True)
+    if isinstance(model, DistributedDataParallel) and hasattr(model.module, "generate"):
+        # The wrappers of the other engines pass on the attributes of the model.
+        vars(prepared.model)["generate"] = model.module.generate
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Iterator[Any]:
