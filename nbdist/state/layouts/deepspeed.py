@@ -189,7 +189,7 @@ class Zero3Layout(DeepSpeedLayout):
         order of modules with that of the other ranks.
         """
         from deepspeed.runtime.zero import parameter_offload
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         zero: Any = model.optimizer
         offload = getattr(zero, "parameter_offload", zero)

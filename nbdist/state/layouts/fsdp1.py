@@ -61,17 +61,27 @@ class Fsdp1Layout(Layout):
     @classmethod
     @contextlib.contextmanager
     def full_parameters(cls, model: nn.Module) -> Iterator[None]:
-        """Gather all units, and call the modules inside of them directly."""
-        units = [unit for unit in model.modules() if isinstance(unit, FullyShardedDataParallel)]
+        """Gather all units, and take the modules out of them.
+
+        torch 2.13: the forward of a unit would gather its parameters again, and free them.
+        """
+        units = [
+            (parent, name, unit)
+            for parent in model.modules()
+            for name, unit in parent.named_children()
+            if isinstance(unit, FullyShardedDataParallel)
+        ]
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            # torch 2.13: the forward of a unit would gather and free its parameters again
-            for unit in units:
-                vars(unit)["forward"] = unit.module.__call__
+            for parent, name, unit in units:
+                parent.register_module(name, unit.module)
+            if isinstance(model, FullyShardedDataParallel):
+                vars(model)["forward"] = model.module.__call__
             try:
                 yield
             finally:
-                for unit in units:
-                    del vars(unit)["forward"]
+                vars(model).pop("forward", None)
+                for parent, name, unit in units:
+                    parent.register_module(name, unit)
 
     @classmethod
     def root_parameters(

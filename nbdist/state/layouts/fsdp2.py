@@ -76,16 +76,14 @@ class Fsdp2Layout(Layout):
     @classmethod
     @contextlib.contextmanager
     def root_parameters(cls, model: nn.Module, called: nn.Module) -> Iterator[None]:
-        """Gather the root unit, unless the call does, and reshard it afterwards.
-
-        torch 2.13 leaves the root gathered after a forward, and its next forward would not see an
-        optimizer step in between.
-        """
+        """Gather the root unit, unless the call does."""
         root = _units(model)[0]
+        if called is root:
+            yield
+            return
+        _initialized(root)
+        root.unshard()
         try:
-            if called is not root:
-                _initialized(root)
-                root.unshard()
             yield
         finally:
             root.reshard()

@@ -52,7 +52,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         with kind.root_parameters(unwrap_compiled(prepared.model), self):
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
-            prepared.interrupted_pass = ""
+            prepared.interrupted_pass, prepared.has_evaluated = "", True
         return result
 
     return generate

@@ -82,6 +82,8 @@ class PreparedModel:
     """Optimizer steps since the start of training, across sessions."""
     interrupted_pass: InterruptedPass = ""
     """The interrupted pass, which may leave the engine in an inconsistent state."""
+    has_evaluated: bool = False
+    """There was a forward, which may leave parameters gathered, after the last backward."""
 
     @property
     def model(self) -> nn.Module:
@@ -309,6 +311,7 @@ def hook_forward(prepared: PreparedModel) -> None:
 
     def after_forward(*_: object) -> None:
         prepared.interrupted_pass = ""
+        prepared.has_evaluated = gathers
 
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
@@ -342,7 +345,7 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
         for model in models:
-            model.interrupted_pass = ""
+            model.interrupted_pass, model.has_evaluated = "", False
             model.num_pending_micro_batches += 1
         return result
 
@@ -356,6 +359,12 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
         if not self.gradient_state.sync_gradients:  # gradient accumulation
             return original(self, *args, **kwargs)
+        for model in _models_of(self):
+            if model.has_evaluated:
+                # torch 2.13: units that stay gathered after an evaluation between backward and
+                # step would be used in the next forward as they were before the step.
+                layouts.layout_for(model.model)
+                model.has_evaluated = False
         with step_gate.step(self):
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
