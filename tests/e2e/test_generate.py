@@ -164,7 +164,9 @@ def test_a_sample_between_backward_and_step_changes_no_loss(backend: str) -> Non
         assert losses(session, "nbdist.full_parameters(model).__enter__") == without
         evaluate = "torch.no_grad()(model)(**prompts)"
         assert losses(session, evaluate) == without
-        gathered = "(c := nbdist.full_parameters(model), c.__enter__(), c.__exit__(None, None, None))"
+        gathered = (
+            "(c := nbdist.full_parameters(model), c.__enter__(), c.__exit__(None, None, None))"
+        )
         assert losses(session, gathered) == without
         session.switch("zero3" if backend != "zero3" else "fsdp2")
         assert on_all(session, "len(nbdist.generate(model, prompts, **greedy))") == 3

@@ -102,15 +102,11 @@ class Layout(ABC):
         return nullcontext()
 
     @classmethod
-    def root_parameters(
-        cls,
-        model: nn.Module,  # noqa: ARG003
-        called: nn.Module,  # noqa: ARG003
-    ) -> AbstractContextManager[None]:
-        """Return a context for forwards of `called`, a module inside of the engine; a collective.
+    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Return a context for calls of modules inside of the engine, not of the model itself.
 
-        The engine's own forward gathers the parameters that are in no unit, and that of a module
-        inside of it does not.
+        The parameters that are in no unit are gathered in it, as in a forward of the model. Entering
+        it is a collective.
         """
         return nullcontext()
 

@@ -84,11 +84,7 @@ class Fsdp1Layout(Layout):
                     parent.register_module(name, unit)
 
     @classmethod
-    def root_parameters(
-        cls,
-        model: nn.Module,
-        called: nn.Module,  # noqa: ARG003 - never the root, whose forward is FSDP's own
-    ) -> AbstractContextManager[None]:
+    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:
         """Gather the root unit."""
         return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
 

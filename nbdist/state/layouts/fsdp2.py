@@ -75,15 +75,12 @@ class Fsdp2Layout(Layout):
 
     @classmethod
     @contextlib.contextmanager
-    def root_parameters(cls, model: nn.Module, called: nn.Module) -> Iterator[None]:
-        """Gather the root unit, unless the call does."""
+    def root_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather the root unit."""
         root = _units(model)[0]
-        if called is root:
-            yield
-            return
         _initialized(root)
-        root.unshard()
         try:
+            root.unshard()
             yield
         finally:
             root.reshard()

@@ -49,7 +49,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_local:
             return original(self, *args, **kwargs)
         process_group.require_all_ranks("generate() of a model with sharded parameters")
-        with kind.root_parameters(unwrap_compiled(prepared.model), self):
+        # Also the model's own generate() may call a part of it, such as the encoder of a T5.
+        with kind.root_parameters(unwrap_compiled(prepared.model)):
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
             prepared.interrupted_pass, prepared.has_evaluated = "", True
