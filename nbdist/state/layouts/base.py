@@ -105,8 +105,8 @@ class Layout(ABC):
     def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
         """Return a context for calls of modules inside of the engine, not of the model itself.
 
-        The parameters that are in no unit are gathered in it, as in a forward of the model. Entering
-        it is a collective.
+        The parameters that are in no unit are gathered in it, as in a forward of the model.
+        Entering it is a collective.
         """
         return nullcontext()
 

@@ -404,6 +404,8 @@ def _prepared(
                     " Group its layers into modules, or remove the option."
                 )
                 raise OptionError(message)
+            if options.compile and not options.compile_model:
+                wrap_policy.compile_units(model, fsdp.find_units(model, config))
             if kind == DistributedType.FSDP:
                 fsdp.sync_and_set_units(self, model, config)
     if kind == DistributedType.DEEPSPEED:

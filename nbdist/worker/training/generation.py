@@ -40,6 +40,13 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make `generate()` of a sharded model work on all ranks together."""
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(module._compiled_call_impl for module in self.modules()):  # noqa: SLF001
+            # Each step has another shape, for which the blocks of --compile would be compiled.
+            with torch.compiler.set_stance("force_eager"):
+                return generate_together(self, *args, **kwargs)
+        return generate_together(self, *args, **kwargs)
+
+    def generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         prepared = prepared_models.find_owner(self)
         if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
             return original(self, *args, **kwargs)
@@ -132,7 +139,7 @@ def _as_tensors(inputs: Any, tokenizer: Any, *, is_decoder: bool) -> dict[str, t
     """
     if isinstance(inputs, torch.Tensor):
         inputs = {"input_ids": inputs}
-    if hasattr(inputs, "keys"):  # a BatchEncoding is no dict
+    if hasattr(inputs, "keys"):  # a BatchEncoding is not a dict
         return {name: torch.as_tensor(inputs[name]) for name in inputs}
     if isinstance(inputs, str) or tokenizer is None or not inputs:
         message = (
