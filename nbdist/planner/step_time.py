@@ -228,7 +228,7 @@ def _work(
     checkpointed = workload.activation_checkpointing
     plain = replace(workload, activation_checkpointing=False) if checkpointed else workload
     load = _load(model, plain)
-    passes = _ACTIVATION_PASSES * (_COMPILED if options.compile else 1)
+    passes = _ACTIVATION_PASSES * (_COMPILED if options.is_compiled else 1)
     precision = options.precision or "no"
     bandwidth = device.sustained_memory_bandwidth(precision)
     repeats = 1 + _RECOMPUTE if checkpointed else 1
@@ -236,7 +236,7 @@ def _work(
     reached = _ATTENTION_SHARE * device.sustained_flops("bf16" if precision == "fp8" else precision)
     blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
     launches = repeats * _LAUNCHES * load.blocks
-    floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.compile else 1)
+    floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.is_compiled else 1)
     rest = _LOSS_PASSES * load.loss + traffic.copied
     return max(repeats * blocks, floor) + rest / bandwidth, load.flops
 

@@ -291,7 +291,7 @@ def costly_line(profile: ProfileData) -> LineProfile | None:
 def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
     """Detect a GPU that is limited by its memory bandwidth."""
     computing = typical_share(profile, *_COMPUTING)
-    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.compile:
+    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.is_compiled:
         return
     operators = profile.ranks[0].operators
     total = sum(operator.seconds for operator in operators)

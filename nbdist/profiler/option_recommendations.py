@@ -106,7 +106,7 @@ def recommend_options(
     if now.activation_checkpointing:
         yield from _switch(planner, replace(now, activation_checkpointing=False))
     if profile.kind == "cuda":
-        if kinds & {"memory", "host"} and not now.compile:
+        if kinds & {"memory", "host"} and not now.is_compiled:
             yield from _switch(planner, replace(now, compile=True))
         if now.precision == "no" and profile.setting.cluster.slowest_device.has_bf16:
             yield from _switch(planner, replace(now, precision="bf16"))

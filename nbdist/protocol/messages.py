@@ -82,6 +82,8 @@ class CellMetadata(TypedDict):
     """The notebook's In[count], for tracebacks."""
     checkpoints: str
     """Location for new checkpoints, as in ``LaunchRanks``."""
+    ranks: list[int]
+    """Ranks that run the cell."""
 
 
 class ExecuteRequest(TypedDict):

@@ -130,7 +130,9 @@ class CellRunner:
             old, self._kept = self._kept[:-MAX_CELLS], self._kept[-MAX_CELLS:]
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
-        note = messages.CellMetadata(count=cell.count, checkpoints=checkpoints)
+        note = messages.CellMetadata(
+            count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
+        )
         content = messages.make_execute_request(cell.code)
         request = self._workers.queue_request(
             cell.ranks,

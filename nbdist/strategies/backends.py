@@ -93,7 +93,10 @@ class Options:
     activation_checkpointing: bool = option(
         default=False, help="recompute activations in the backward pass", panel_limit=1
     )
-    compile: bool = option(default=False, help="torch.compile at prepare()")
+    compile: bool = option(default=False, help="torch.compile each block of a model at prepare()")
+    compile_model: bool = option(
+        default=False, help="torch.compile the whole model, slower to start than --compile"
+    )
     fsdp_config: Mapping[str, Any] | None = option(
         None,
         metavar="FILE",
@@ -132,6 +135,11 @@ class Options:
     def strategy(self) -> Strategy:
         """Strategy of the backend."""
         return STRATEGIES[canonical_backend(self.backend)]
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if blocks or the whole model are compiled."""
+        return self.compile or self.compile_model
 
     @property
     def offload_device(self) -> str:
@@ -238,7 +246,7 @@ class Strategy:
             "mixed_precision": options.precision or "no",
             "gradient_accumulation_steps": options.accumulate,
         }
-        return kwargs | ({"dynamo_backend": "inductor"} if options.compile else {})
+        return kwargs | ({"dynamo_backend": "inductor"} if options.compile_model else {})
 
     def fsdp_kwargs(self, options: Options) -> JsonObject:
         """Arguments of `FullyShardedDataParallelPlugin(...)`; the user's file takes precedence."""

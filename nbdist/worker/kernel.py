@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
-from nbdist.worker import stacks
+from nbdist.worker import process_group, stacks
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
 from nbdist.worker.interrupt.step_gate import step_gate
@@ -223,6 +223,7 @@ class RankKernel(IPythonKernel):
         if note:
             self.shell.execution_count = note["count"]
             self.set_checkpoint_root(note["checkpoints"])
+            process_group.set_cell_ranks(note["ranks"])
         step_gate.begin_cell()
         self.running_request = request["header"]["msg_id"]
         if self.running_request == self.interrupted_request:
@@ -232,6 +233,7 @@ class RankKernel(IPythonKernel):
         finally:
             self.running_request, self.finished_request = None, self.running_request
             step_gate.begin_cell()
+            process_group.set_cell_ranks(None)
             self.on_cell_end()
         self.before_reply()
         if reply["status"] == "error":

@@ -175,6 +175,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "a second train() creates a new optimizer for an engine that has one",
         "https://github.com/huggingface/transformers/issues/35073",
     ),
+    "transformers.generation.utils:GenerationMixin.generate": LibraryPatch(
+        TRANSFORMERS,
+        "ZeRO-3: synced_gpus is off, and ranks whose texts end earlier hang the others; FSDP1: the"
+        " root's parameters are not gathered",
+        "https://github.com/huggingface/transformers/pull/22242",
+    ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(
         TORCH, "scripts call it at their start; the session's group exists already"

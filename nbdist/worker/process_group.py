@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 
-from nbdist.errors import SessionError
+from nbdist import rank_sets
+from nbdist.errors import OptionError, SessionError
 from nbdist.worker import rendezvous_store as stores
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +44,35 @@ _NAMES_APART = 10_000
 _init, _destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
 
 _of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+_cell_ranks: Sequence[int] | None = None
+"""Ranks that run the current cell; None outside of a cell."""
+
+
+def set_cell_ranks(ranks: Sequence[int] | None) -> None:
+    """Record which ranks run the cell that starts; None at its end."""
+    global _cell_ranks  # noqa: PLW0603 - a rank runs one cell at a time
+    _cell_ranks = ranks
+
+
+def require_all_ranks(action: str, advice: str = "") -> None:
+    """Raise if the current cell runs on some ranks only.
+
+    Args:
+        action: what is called, as the subject of a sentence.
+        advice: what to use instead of all ranks, such as ", or use ...".
+
+    Raises:
+        OptionError: the cell has --ranks, so that a collective would wait forever.
+    """
+    if _cell_ranks is not None and len(_cell_ranks) < distributed.get_world_size():
+        message = (
+            f"{action} communicates with all ranks, but this cell runs on"
+            f" {rank_sets.describe_ranks(_cell_ranks)} only and would wait forever. Run the cell"
+            f" without --ranks{advice}."
+        )
+        raise OptionError(message)
 
 
 def known_groups() -> list[Group]:

@@ -7,6 +7,7 @@ and writes weights, optimizer state and scalar state from the placements.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -72,6 +73,8 @@ class Layout(ABC):
 
     library: ClassVar[str] = "torch"
     """Library whose private attributes the layout uses."""
+    shards_parameters: ClassVar[bool] = False
+    """A forward of the model gathers parameters from the other ranks."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
@@ -89,6 +92,23 @@ class Layout(ABC):
     @abstractmethod
     def is_layout_of(cls, model: nn.Module) -> bool:
         """Return whether a model (not compiled) uses this engine."""
+
+    @classmethod
+    def full_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Return a context in which every rank has all parameters, and a forward is local.
+
+        Entering it is a collective. Changes to sharded parameters are discarded at its end.
+        """
+        return nullcontext()
+
+    @classmethod
+    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Return a context for calls of modules inside of the engine, not of the model itself.
+
+        The parameters that are in no unit are gathered in it, as in a forward of the model.
+        Entering it is a collective.
+        """
+        return nullcontext()
 
     @abstractmethod
     def placements(self) -> Iterator[ParameterPlacement]:

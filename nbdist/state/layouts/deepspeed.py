@@ -20,6 +20,7 @@ to at that time, and written back afterwards.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,6 +158,8 @@ class _FlatParamGroup:
 class Zero3Layout(DeepSpeedLayout):
     """Layout of ZeRO-3: the optimizer steps the flat master weights of a sub-group."""
 
+    shards_parameters: ClassVar[bool] = True
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(model, optimizers)
         # Between steps the groups of the engine's optimizer are empty.
@@ -176,6 +179,28 @@ class Zero3Layout(DeepSpeedLayout):
             _WITH_OPTIMIZER,
             _WITHOUT_OPTIMIZER,
         }
+
+    @classmethod
+    @contextlib.contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather all parameters, without DeepSpeed's hooks.
+
+        In deepspeed 0.19.8 the hooks would free the parameters after a forward, and compare its
+        order of modules with that of the other ranks.
+        """
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        zero: Any = model.optimizer
+        offload = getattr(zero, "parameter_offload", zero)
+        with GatheredParameters(list(model.parameters())):
+            offload._remove_module_hooks()  # noqa: SLF001
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload.setup_zero_stage3_hooks()
+                parameter_offload.FWD_MODULE_STACK.pop()  # it was appended a second time
 
     def _groups(self) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
         """Yield the parameters of each flat master and the master; none without an optimizer."""

@@ -32,7 +32,12 @@ from nbdist.worker import process_group
 from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
 from nbdist.worker.library_patches import patch
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
+from nbdist.worker.training import (
+    dataloader_state,
+    generation,
+    model_cleanup,
+    prepared_models,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -384,9 +389,9 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     with process_group.owned_by_engines():
         result = _prepared(self, args, new, device_placement)
     options = self._nbdist_session and self._nbdist_session.options
-    gathers = options is not None and "parameters" in options.strategy.shards
     for record in call.record_result(result):
-        prepared_models.hook_forward(record, gathers=gathers)
+        prepared_models.hook_forward(record)
+    generation.patch_generate()
     memory_probe.start_probe(self, result, options)
     return result
 
@@ -412,6 +417,8 @@ def _prepared(
                     " Group its layers into modules, or remove the option."
                 )
                 raise OptionError(message)
+            if options.compile and not options.compile_model:
+                wrap_policy.compile_units(model, fsdp.find_units(model, config))
             if kind == DistributedType.FSDP:
                 fsdp.sync_and_set_units(self, model, config)
     if kind == DistributedType.DEEPSPEED:

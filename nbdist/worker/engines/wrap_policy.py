@@ -53,6 +53,22 @@ def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]
     return bool(ids)
 
 
+def compile_units(model: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Compile each unit in place, or the model if it has none.
+
+    Blocks of a class share their compiled code, and an engine's hooks, collectives and activation
+    checkpointing stay outside of it. accelerate 1.15's `use_regional_compilation` would also
+    compile each single layer, and its `unwrap_model()` returns the engine under DDP and FSDP1.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # transformers 5.23 creates a cache in training too, and the blocks' indices in it would
+        # cause one compilation for each block. `generate()` uses a cache all the same.
+        config.use_cache = False
+    for module in chosen or [model]:
+        module.compile(backend="inductor")
+
+
 def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
     """Return the units, each replaced by its checkpoint wrapper if it has one."""
     wrapper_of = {
