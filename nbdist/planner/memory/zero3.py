@@ -249,10 +249,7 @@ def simulate_prefetch(
         rules: limits from DeepSpeed's config.
     """
     threshold = rules.param_persistence_threshold
-    sizes = [
-        (*partitioning.trainable_param_sizes(group), *partitioning.frozen_param_sizes(group))
-        for group in groups
-    ]
+    sizes = [partitioning.param_sizes(group) for group in groups]
     uses = _parameter_uses(groups, sizes, tied=tied, recompute=recompute, persist=threshold)
     replay = _CoordinatorReplay(uses, rules)
     num_at_loss = replay.run()

@@ -35,6 +35,7 @@ from nbdist.planner.model_spec import (
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
+    WeightShape,
 )
 from nbdist.planner.models import analytic
 
@@ -52,7 +53,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -70,6 +71,7 @@ class TracedModel:
     groups: tuple[LayerGroup, ...]
     tied: bool
     element: int
+    trainable_element: int
     batch_size: int
     """Batch size of the trace."""
     seq_len: int | None
@@ -106,6 +108,7 @@ class TracedModel:
             ],
             "tied": self.tied,
             "element": self.element,
+            "trainable_element": self.trainable_element,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "passes": dict(self.passes),
@@ -136,7 +139,7 @@ def from_json(fields: Mapping[str, Any]) -> TracedModel:
     values = dict(fields)
     # JSON has turned tuples into lists.
     groups = tuple(
-        LayerGroup(**group | {"tensors": tuple((rows, size) for rows, size in group["tensors"])})
+        LayerGroup(**group | {"tensors": tuple(WeightShape(*each) for each in group["tensors"])})
         for group in values.pop("groups")
     )
     return TracedModel(groups=groups, notes=tuple(values.pop("notes", ())), **values)
