@@ -61,6 +61,11 @@ class WeightShape(NamedTuple):
     num_elements: int
     trainable: bool = True
 
+    def shard(self, ranks: int) -> WeightShape:
+        """Return the first rank's shard, which is padded to equal shards."""
+        rows = -(-self.rows // ranks)
+        return self._replace(rows=rows, num_elements=rows * (self.num_elements // self.rows))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:

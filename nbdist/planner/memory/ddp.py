@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.planner import model_spec
+from nbdist.planner import model_spec, optimizers
 from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.timeline import Allocation, StepTimeline
 
@@ -31,7 +31,9 @@ class DdpTimeline(StepTimeline):
             + model_spec.num_frozen_params(model) * model.element
             + model_spec.quantized_param_bytes(model),
             "buffers": elements * width,
-            "optimizer": setup.optimizer.state_bytes(elements, element=width),
+            "optimizer": setup.optimizer.state_bytes(
+                elements, element=width, shapes=optimizers.trained_shapes(model)
+            ),
         }
         scratch = setup.optimizer.num_temporaries(
             elements, partitioning.largest_trainable_size(*model.groups)

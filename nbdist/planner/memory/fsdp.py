@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from nbdist.errors import PlanError
-from nbdist.planner import model_spec
+from nbdist.planner import model_spec, optimizers
 from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.timeline import Allocation, StepTimeline, sum_parts
 from nbdist.planner.model_spec import LayerGroup
@@ -95,7 +95,12 @@ class FsdpTimeline(StepTimeline):
         self._shards = {
             "parameters": self.total_unit.param_shard_bytes,
             "optimizer": setup.optimizer.state_bytes(
-                trainable, element=self.stored_width, flat=self.shards_are_flat
+                trainable,
+                element=self.stored_width,
+                flat=self.shards_are_flat,
+                shapes=()
+                if self.shards_are_flat
+                else optimizers.trained_shapes(model, setup.num_shards),
             ),
         }
         largest = max(unit.largest_shard_size for unit in self.units)
@@ -339,14 +344,28 @@ class Fsdp2Timeline(FsdpTimeline):
 
     shards_are_flat = False
 
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Refuse what torch 2.13 cannot shard: it makes plain parameters of `Int8Params`.
+
+        Raises:
+            PlanError: parameters in 8 bits.
+        """
+        if model_spec.quantized_param_bytes(model) > model_spec.num_quantized_params(model):
+            message = (
+                "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
+                ' zero1 or zero2, or quantize="nf4", which FSDP2 leaves whole on every rank.'
+            )
+            raise PlanError(message)
+        super().__init__(model, setup)
+
     def build_units(self) -> list[FsdpUnit]:
         """Return units whose parameters are sharded by rows."""
         ranks = self.setup.num_shards
         units = []
         for group in self.groups:
             shares: dict[bool, list[int]] = {True: [], False: []}
-            for rows, size, trainable in group.tensors:
-                shares[trainable].append(-(-rows // ranks) * (size // rows))
+            for shape in group.tensors:
+                shares[shape.trainable].append(shape.shard(ranks).num_elements)
             if not group.tensors:
                 shares = {True: [-(-group.trainable // ranks)], False: [-(-group.frozen // ranks)]}
             largest = max(shares[True], default=0)

@@ -19,6 +19,7 @@ from nbdist.planner.model_spec import (
     LayerGroup,
     MicroBatchActivations,
     WeightShape,
+    num_params,
 )
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.autograd_tape import (
@@ -136,7 +137,7 @@ class DecoderSpec(ABC):
     @property
     def name(self) -> str:
         """Model type and size."""
-        count = sum(group.count * group.num_params for group in self.groups)
+        count = num_params(self)
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"  # noqa: PLR2004
         return f"{self.model_type}, {size} parameters"
 

@@ -6,7 +6,8 @@ replaces it (`fused_linear_cross_entropy`). Both hold one tile of logits instead
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import inspect
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nbdist.planner.models.autograd_tape import FULL_BYTES, TapeNode, TapeTensor
 
@@ -40,6 +41,16 @@ class LossSizes(NamedTuple):
     """What the model returns."""
     copies_input: bool
     """True if it makes its own copy of the hidden states."""
+
+
+def find_loss(module: Any) -> Loss:
+    """Return the loss of a transformers model, by the forward that a library gave it."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return "logits"
+    if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
+        return "trl"
+    return "liger" if forward.__module__.startswith("liger_kernel.") else "logits"
 
 
 def sizes(loss: Loss, work: Workload, *, hidden: int, vocab: int, trainable: bool) -> LossSizes:

@@ -102,7 +102,7 @@ def _quantized_size(parameter: Any) -> tuple[int, int]:
     scales = [getattr(parameter, "SCB", None)]
     if state is not None:
         scales = [state.absmax, state.code, state.offset]
-        scales += [] if state.state2 is None else [state.state2.absmax]
+        scales += [] if state.state2 is None else [state.state2.absmax, state.state2.code]
     elements = parameter.numel() if state is None else state.shape.numel()
     kept = [each for each in (parameter, *scales) if each is not None]
     return elements, sum(each.numel() * each.element_size() for each in kept)
