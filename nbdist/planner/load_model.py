@@ -131,8 +131,10 @@ def adapt(
         )
         raise PlanError(message)
     adapted = spec.with_lora(lora, target_modules)
-    return adapted if quantize is None else adapted.with_quantization(
-        cast("QuantizationMethod", quantize)
+    return (
+        adapted
+        if quantize is None
+        else adapted.with_quantization(cast("QuantizationMethod", quantize))
     )
 
 

@@ -81,7 +81,9 @@ class LayerGroup:
     quantized: int = 0
     """Frozen parameters of one instance that are stored in 4 or 8 bits, in elements."""
     quantized_bytes: int = 0
-    """Their bytes with all scales; whole on every rank, since no engine shards or casts them."""
+    """Their bytes with all scales; only ZeRO-3 shards them, and nothing casts them."""
+    quantized_tensors: tuple[int, ...] = ()
+    """Bytes of each of them, without scales."""
     largest: int = 0
     """Largest single parameter of one instance, in elements; quantized ones do not count."""
     tensors: tuple[WeightShape, ...] = ()
@@ -205,8 +207,13 @@ def num_params(model: ModelSpec) -> int:
 
 
 def quantized_param_bytes(model: ModelSpec) -> int:
-    """Return the bytes of the quantized parameters of a model, which are the same on all ranks."""
+    """Return the bytes of the quantized parameters of a model with all scales."""
     return sum(group.count * group.quantized_bytes for group in model.groups)
+
+
+def has_int8_params(model: ModelSpec) -> bool:
+    """Return whether the quantized parameters have 8 bits, and not 4."""
+    return quantized_param_bytes(model) > num_quantized_params(model)
 
 
 def largest_param_size(model: ModelSpec) -> int:

@@ -350,7 +350,7 @@ class Fsdp2Timeline(FsdpTimeline):
         Raises:
             PlanError: parameters in 8 bits.
         """
-        if model_spec.quantized_param_bytes(model) > model_spec.num_quantized_params(model):
+        if model_spec.has_int8_params(model):
             message = (
                 "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
                 ' zero1 or zero2, or quantize="nf4", which FSDP2 leaves whole on every rank.'

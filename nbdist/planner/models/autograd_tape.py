@@ -212,7 +212,9 @@ class AutogradTape:
         """Record `x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
         x = self.upcast(x)
         out = TapeTensor(x.elements, x.width)
-        return self.add_node(TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes))
+        return self.add_node(
+            TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes)
+        )
 
     def mean(self, x: TapeTensor, tokens: int) -> TapeTensor:
         """Record a mean over the last dimension."""

@@ -177,18 +177,19 @@ class DecoderSpec(ABC):
         return replace(
             group,
             quantized=sum(shape.out * shape.into for shape in shapes),
-            quantized_bytes=sum(self._quantized_bytes(shape) for shape in shapes),
+            quantized_bytes=sum(sum(self._quantized_bytes(shape)) for shape in shapes),
+            quantized_tensors=tuple(self._quantized_bytes(shape)[0] for shape in shapes),
         )
 
-    def _quantized_bytes(self, shape: LinearShape) -> int:
-        """Bytes of a quantized weight and its scales, as bitsandbytes 0.50 stores them."""
+    def _quantized_bytes(self, shape: LinearShape) -> tuple[int, int]:
+        """Bytes of a quantized weight, and of its scales, as bitsandbytes 0.50 stores them."""
         elements = shape.out * shape.into
         if self.quantization == "int8":
-            return elements + FULL_BYTES * shape.out
+            return elements, FULL_BYTES * shape.out
         # Two values per byte, and with double quantization one byte per 64 of them, which share an
         # fp32 scale by 256; tables of 16 and 256 values and an offset.
         blocks = -(-elements // NF4_BLOCK)
-        return -(-elements // 2) + blocks + FULL_BYTES * (-(-blocks // 256) + 16 + 256 + 1)
+        return -(-elements // 2), blocks + FULL_BYTES * (-(-blocks // 256) + 16 + 256 + 1)
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
@@ -259,7 +260,11 @@ class DecoderSpec(ABC):
             return tuple(names)
         if isinstance(given, str) and (found := [n for n in names if re.fullmatch(given, n)]):
             return tuple(found)
-        ends = [given] if isinstance(given, str) else [*(given or self.default_targets)]
+        ends = (
+            [given]
+            if isinstance(given, str)
+            else [*(self.default_targets if given is None else given)]
+        )
         matches = {end: [n for n in names if n == end or n.endswith(f".{end}")] for end in ends}
         unknown = [end for end, found in matches.items() if not found]
         if unknown or not ends:
@@ -519,7 +524,6 @@ class DecoderSpec(ABC):
         loss_bytes = 3 * FULL_BYTES * logits.elements
         output_bytes = FULL_BYTES * logits.elements if tape.autocast else logits.size_bytes
         return tail, loss_bytes, output_bytes
-
 
     def _fused_tail(
         self, tape: AutogradTape, work: Workload, x: TapeTensor, normed: TapeTensor

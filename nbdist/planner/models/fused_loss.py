@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Loss = Literal["logits", "trl", "liger"]
 """logits: transformers' own, which holds all logits."""
 ADVICE = (
-    "a fused loss instead of all logits (TRL's SFTTrainer with its default loss_type=\"nll\", or"
+    'a fused loss instead of all logits (TRL\'s SFTTrainer with its default loss_type="nll", or'
     " TrainingArguments(use_liger_kernel=True))"
 )
 """What to set, in trl 1.16 and transformers 5.23."""

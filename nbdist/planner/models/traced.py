@@ -140,7 +140,13 @@ def from_json(fields: Mapping[str, Any]) -> TracedModel:
     values = dict(fields)
     # JSON has turned tuples into lists.
     groups = tuple(
-        LayerGroup(**group | {"tensors": tuple(WeightShape(*each) for each in group["tensors"])})
+        LayerGroup(
+            **group
+            | {
+                "tensors": tuple(WeightShape(*each) for each in group["tensors"]),
+                "quantized_tensors": tuple(group["quantized_tensors"]),
+            }
+        )
         for group in values.pop("groups")
     )
     return TracedModel(groups=groups, notes=tuple(values.pop("notes", ())), **values)
@@ -306,8 +312,7 @@ def find_analytic_spec(module: Any) -> ModelSpec | None:
         for _ in range(group.count)
     ]
     actual = [
-        (group["role"], *(group[field] for field in _COMPARED))
-        for group in describe_groups(module)
+        (group["role"], *(group[field] for field in _COMPARED)) for group in describe_groups(module)
     ]
     return spec if _comparable(planned) == _comparable(actual) else None
 

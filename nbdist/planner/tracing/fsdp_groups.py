@@ -36,8 +36,8 @@ class FsdpGroup:
     own_params: list[nn.Parameter]
     represented_indices: list[int]
     """Indices of the groups of the whole model that it represents."""
-    quantized_sizes: list[tuple[int, int]]
-    """Elements and bytes, with scales, of each parameter that bitsandbytes has quantized."""
+    quantized_sizes: list[tuple[int, int, int]]
+    """Elements, bytes, and bytes of scales of each parameter that bitsandbytes has quantized."""
     first_block_index: int = 0
     """Index of the first block of its list; its own index outside of a list."""
 
@@ -49,8 +49,9 @@ class FsdpGroup:
         return {
             "trainable": sum(trainable),
             "frozen": sum(sizes) - sum(trainable),
-            "quantized": sum(elements for elements, _ in self.quantized_sizes),
-            "quantized_bytes": sum(size for _, size in self.quantized_sizes),
+            "quantized": sum(elements for elements, *_ in self.quantized_sizes),
+            "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes),
+            "quantized_tensors": [size for _, size, _ in self.quantized_sizes],
             "largest": max(sizes, default=0),
             "tensors": [
                 (each.shape[0] if each.dim() else 1, each.numel(), each.requires_grad)
@@ -96,16 +97,17 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     return result
 
 
-def _quantized_size(parameter: Any) -> tuple[int, int]:
-    """Return the elements and bytes of a weight of bitsandbytes 0.50 (Params4bit, Int8Params)."""
+def _quantized_size(parameter: Any) -> tuple[int, int, int]:
+    """Return elements, bytes and bytes of scales of bitsandbytes' Params4bit or Int8Params."""
     state = getattr(parameter, "quant_state", None)
     scales = [getattr(parameter, "SCB", None)]
     if state is not None:
         scales = [state.absmax, state.code, state.offset]
         scales += [] if state.state2 is None else [state.state2.absmax, state.state2.code]
     elements = parameter.numel() if state is None else state.shape.numel()
-    kept = [each for each in (parameter, *scales) if each is not None]
-    return elements, sum(each.numel() * each.element_size() for each in kept)
+    kept = [each for each in scales if each is not None]
+    own = parameter.numel() * parameter.element_size()
+    return elements, own, sum(each.numel() * each.element_size() for each in kept)
 
 
 def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Module) -> FsdpGroup:
