@@ -61,7 +61,14 @@ def plan_parser() -> MagicArgumentParser:
     add("--batch-size", metavar="LIST", help="micro-batch size per rank, or several: 1,2,4")
     add("--seq-len", type=int, metavar="N", help="tokens per sample")
     add("--precision", choices=strategies.PRECISIONS, help="default: bf16")
-    add("--optimizer", metavar="NAME", help="adamw, adamw_8bit, sgd, adafactor, ...")
+    add("--optimizer", metavar="NAME", help="adamw, adamw_8bit, adafactor, muon, ...")
+    add("--lora", type=int, metavar="RANK", help="train PEFT adapters of this rank only")
+    add(
+        "--target-modules",
+        metavar="LIST",
+        help="linear layers with an adapter, such as q_proj,v_proj or all-linear",
+    )
+    add("--quantize", metavar="METHOD", help="frozen weights in nf4 or int8; needs --lora")
     add("--offload", metavar="WHERE", help="only plans with this offload: none, cpu, nvme")
     add("--offload-params", action="store_true", default=None, help="only plans with it")
     add(
@@ -117,10 +124,15 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "seq_len": options.seq_len,
         "precision": options.precision,
         "optimizer": options.optimizer,
+        "lora": options.lora,
+        "quantize": options.quantize,
         **{name: getattr(options, name) for name in SESSION_ONLY_OPTIONS},
     }
     if options.batch_size is not None:
         given["batch_size"] = _sizes(options.batch_size)
+    if options.target_modules is not None:
+        names = options.target_modules.split(",")
+        given["target_modules"] = names if len(names) > 1 else names[0]
     return {name: value for name, value in given.items() if value is not None}
 
 

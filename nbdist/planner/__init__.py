@@ -27,6 +27,9 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     optimizer: str = "adamw",
     *,
     inputs: object = None,
+    lora: int | None = None,
+    target_modules: str | Sequence[str] | None = None,
+    quantize: str | None = None,
     **fixed: Any,
 ) -> Plan:
     """Predict memory and speed of every strategy on these devices, and pick one.
@@ -43,9 +46,15 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         batch_size: samples per rank and micro-batch, or several sizes to compare.
         seq_len: tokens per sample. Default: the model's maximum, at most 2048.
         precision: no, fp16, bf16 or fp8.
-        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ..., or a class name.
+        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, muon, ..., or a class name.
         inputs: example input of a module that is not a transformers model: a tensor, or a tuple
             or dict of its arguments.
+        lora: rank of PEFT's adapters, which then are all that trains. A PEFT model needs no rank:
+            it is planned as it is.
+        target_modules: linear layers with an adapter, as in PEFT's `LoraConfig`: names,
+            one regular expression, or "all-linear". Default: PEFT's for the model's type.
+        quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
+            "int8"; needs lora.
         fixed: options of `%%distribute` to hold fixed instead of searching, such as
             offload="cpu", activation_checkpointing=True, accumulate=4.
 
@@ -71,6 +80,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         inputs=inputs,
         progress=print_progress,
     )
+    spec = load_model.adapt(spec, _maybe("lora", lora), target_modules, quantize)
     return search.search_plan(
         PlanRequest(
             model=spec,

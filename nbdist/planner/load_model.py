@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast, get_args
 
 from nbdist.errors import PlanError
 from nbdist.paths import expand_user
 from nbdist.planner.memory.timeline import compute_modes
 from nbdist.planner.model_spec import with_notes
-from nbdist.planner.models import analytic, traced
+from nbdist.planner.models import analytic, decoder, traced
+from nbdist.planner.models.autograd_tape import QuantizationMethod
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec
@@ -98,6 +99,43 @@ def load_model_spec(
         )
         length = _length_of_spec(spec, length)
     return with_notes(spec, seq_len_notes(config, length)), length
+
+
+def adapt(
+    spec: ModelSpec, lora: int | None, target_modules: Any, quantize: str | None
+) -> ModelSpec:
+    """Return the spec with adapters and quantized weights, as `plan` is asked for them.
+
+    Raises:
+        PlanError: an invalid value, or a model without closed formulas.
+    """
+    if target_modules is not None and lora is None:
+        message = "target_modules needs a rank. Add lora=16, or omit target_modules."
+        raise PlanError(message)
+    if quantize is not None and quantize not in get_args(QuantizationMethod):
+        options = " or ".join(get_args(QuantizationMethod))
+        message = f"quantize must be {options}, got {quantize!r}. Omit it to quantize nothing."
+        raise PlanError(message)
+    if lora is None and quantize is None:
+        return spec
+    if not isinstance(spec, decoder.DecoderSpec) or not spec.trains_base:
+        message = (
+            "lora and quantize need a decoder with closed formulas that trains everything (llama,"
+            " mistral, qwen2, qwen3, gpt2). Plan the PEFT model or the quantized model itself."
+        )
+        raise PlanError(message)
+    if lora is None:
+        message = (
+            f"quantize={quantize!r} leaves no trainable parameter, since quantized weights are"
+            " frozen. Add adapters, for example lora=16."
+        )
+        raise PlanError(message)
+    adapted = spec.with_lora(lora, target_modules)
+    return (
+        adapted
+        if quantize is None
+        else adapted.with_quantization(cast("QuantizationMethod", quantize))
+    )
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:

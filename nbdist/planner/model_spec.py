@@ -53,6 +53,20 @@ class Workload:
         return self.batch_size * self.seq_len
 
 
+class WeightShape(NamedTuple):
+    """Shape of a parameter."""
+
+    rows: int
+    """FSDP2 shards by rows."""
+    num_elements: int
+    trainable: bool = True
+
+    def shard(self, ranks: int) -> WeightShape:
+        """Return the first rank's shard, which is padded to equal shards."""
+        rows = -(-self.rows // ranks)
+        return self._replace(rows=rows, num_elements=rows * (self.num_elements // self.rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
     """Parameters that are used together, `count` times with equal shapes."""
@@ -64,14 +78,20 @@ class LayerGroup:
     trainable: int = 0
     """Trainable parameters of one instance, in elements."""
     frozen: int = 0
+    quantized: int = 0
+    """Frozen parameters of one instance that are stored in 4 or 8 bits, in elements."""
+    quantized_bytes: int = 0
+    """Their bytes with all scales; only ZeRO-3 shards them, and nothing casts them."""
+    quantized_tensors: tuple[int, ...] = ()
+    """Bytes of each of them, without scales."""
     largest: int = 0
-    """Largest single parameter of one instance, in elements."""
-    tensors: tuple[tuple[int, int], ...] = ()
-    """(rows, elements) of each parameter of one instance, if known: FSDP2 shards by rows."""
+    """Largest single parameter of one instance, in elements; quantized ones do not count."""
+    tensors: tuple[WeightShape, ...] = ()
+    """Each parameter of one instance that is not quantized, if known."""
 
     @property
     def num_params(self) -> int:
-        """All parameters of one instance, in elements."""
+        """Parameters of one instance that are not quantized, in elements."""
         return self.trainable + self.frozen
 
 
@@ -108,6 +128,8 @@ class MicroBatchActivations:
     """Peak bytes of the loss and its gradients, in addition to saved tensors and outputs."""
     output_bytes: int
     """Bytes of the model's output (logits) that the cell's variable keeps alive."""
+    kept_bytes: int = 0
+    """Bytes of activations that live until that variable changes; they are also in `layers`."""
 
 
 class ModelSpec(Protocol):
@@ -132,6 +154,10 @@ class ModelSpec(Protocol):
     @property
     def element(self) -> int:
         """Bytes of one parameter as loaded: 4 for fp32, 2 for bf16."""
+
+    @property
+    def trainable_element(self) -> int:
+        """The same of a trainable parameter: PEFT's adapters are fp32 in a model of any dtype."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -169,9 +195,25 @@ def num_frozen_params(model: ModelSpec) -> int:
     return sum(group.count * group.frozen for group in model.groups)
 
 
+def num_quantized_params(model: ModelSpec) -> int:
+    """Return the number of quantized parameters of a model."""
+    return sum(group.count * group.quantized for group in model.groups)
+
+
 def num_params(model: ModelSpec) -> int:
     """Return the number of parameters of a model."""
-    return num_trainable_params(model) + num_frozen_params(model)
+    trained, frozen = num_trainable_params(model), num_frozen_params(model)
+    return trained + frozen + num_quantized_params(model)
+
+
+def quantized_param_bytes(model: ModelSpec) -> int:
+    """Return the bytes of the quantized parameters of a model with all scales."""
+    return sum(group.count * group.quantized_bytes for group in model.groups)
+
+
+def has_int8_params(model: ModelSpec) -> bool:
+    """Return whether the quantized parameters have 8 bits, and not 4."""
+    return quantized_param_bytes(model) > num_quantized_params(model)
 
 
 def largest_param_size(model: ModelSpec) -> int:
@@ -283,7 +325,8 @@ def _alive(
             saved = base + nth * part.saved_bytes
             activations += [saved, saved + part.forward_peak_bytes]
     # The variable still holds the logits of the previous micro-batch.
-    logits = [run.output_bytes] * len(activations) + [run.output_bytes + run.loss_bytes]
+    before_loss = run.output_bytes + run.kept_bytes
+    logits = [before_loss] * len(activations) + [run.output_bytes + run.loss_bytes]
     activations.append(before[-1])
     for indices, part, base in reversed([*zip(visited, run.layers, before, strict=False)]):
         for nth in reversed(indices) if part.backward_moments else ():

@@ -19,6 +19,8 @@ from nbdist.planner import memory, step_time
 from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
+from nbdist.planner.models import fused_loss
+from nbdist.planner.models.decoder import DecoderSpec
 from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
@@ -35,7 +37,7 @@ SIMPLER_PLAN_TOLERANCE = 0.03
 MAX_SUGGESTED_RANKS = 1024
 SUGGESTED_LORA_RANK = 16
 NO_CHANGE_FITS = (
-    "No tested change makes it fit: neither a micro-batch of 1, nor LoRA, nor"
+    "No tested change makes it fit: neither a micro-batch of 1, nor a fused loss, nor LoRA, nor"
     f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
     " devices."
 )
@@ -403,7 +405,7 @@ def suggest_changes(question: PlanRequest) -> Iterator[str]:
     """Yield the single changes that make the model fit, smallest first.
 
     Tries a smaller micro-batch, searching activation checkpointing, offload and backend if the
-    user fixed them, LoRA, and more devices of the same kind.
+    user fixed them, a fused loss, LoRA, and more devices of the same kind.
     """
     # The largest smaller micro-batch; accumulation keeps the batch size of an optimizer step.
     size = before = min(question.batch_sizes)
@@ -428,16 +430,20 @@ def suggest_changes(question: PlanRequest) -> Iterator[str]:
 
 
 def _single_changes(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Each option that the user fixed set free; then LoRA."""
+    """Each option that the user fixed set free; then a fused loss, and LoRA."""
     names = {"activation_checkpointing": "activation checkpointing", "offload": "offload"}
     for key in ("activation_checkpointing", "offload", "backend"):
         if key in question.fixed_options:
             freed = {name: value for name, value in question.fixed_options.items() if name != key}
             yield f"another choice of {names.get(key, key)}", replace(question, fixed_options=freed)
-    # Low-rank adapters (Hu et al. 2021) need an analytic spec.
-    with_lora = getattr(question.model, "with_lora", None)
-    if with_lora is not None:
-        adapted = replace(question, model=with_lora(SUGGESTED_LORA_RANK))
+    # Another loss and low-rank adapters (Hu et al. 2021) need an analytic spec.
+    model = question.model
+    if not isinstance(model, DecoderSpec):
+        return
+    if model.loss == "logits":
+        yield fused_loss.ADVICE, replace(question, model=model.with_loss("trl"))
+    if model.trains_base:
+        adapted = replace(question, model=model.with_lora(SUGGESTED_LORA_RANK))
         yield f"LoRA of rank {SUGGESTED_LORA_RANK} instead of all parameters", adapted
 
 

@@ -221,7 +221,14 @@ def test_relative_positions_have_no_end() -> None:
 
 def test_inputs_say_their_own_length() -> None:
     model = traced.TracedModel(
-        name="own", groups=(), tied=False, element=4, batch_size=1, seq_len=16, passes={}
+        name="own",
+        groups=(),
+        tied=False,
+        element=4,
+        trainable_element=4,
+        batch_size=1,
+        seq_len=16,
+        passes={},
     )
     assert load_model._length_of_inputs(model, None) == 16
     assert load_model._length_of_inputs(analytic.spec_from_config(LLAMA), 32) is None

@@ -30,6 +30,7 @@ class Blocks:
     params: int = 200_000_000
     frozen: int = 0
     element: int = 4
+    trainable_element: int = 4
     tied: bool = False
     name: str = "blocks"
     depth: str = "closed form"

@@ -28,12 +28,20 @@ def fields() -> dict[str, Any]:
         "flops": 5.0,
     }
     run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2]}
-    group = {"count": 2, "trainable": 7, "frozen": 1, "largest": 4, "tensors": [[2, 4], [4, 4]]}
+    group = {
+        "count": 2,
+        "trainable": 7,
+        "frozen": 1,
+        "quantized_tensors": [],
+        "largest": 4,
+        "tensors": [[2, 4, True], [4, 4, True]],
+    }
     return {
         "depth": "traced",
         "name": "a net",
         "tied": False,
         "element": 4,
+        "trainable_element": 4,
         "batch_size": 2,
         "seq_len": 16,
         "groups": [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.planner import model_spec
+from nbdist.planner import model_spec, optimizers
 from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.timeline import Allocation, StepTimeline
 
@@ -25,17 +25,20 @@ class DdpTimeline(StepTimeline):
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model)
         self._setup = setup
-        elements = model_spec.num_trainable_params(model)
+        elements, width = model_spec.num_trainable_params(model), model.trainable_element
         self._kept = {
-            "parameters": model_spec.num_params(model) * model.element,
-            "buffers": elements * model.element,
-            "optimizer": setup.optimizer.state_bytes(elements, element=model.element),
+            "parameters": elements * width
+            + model_spec.num_frozen_params(model) * model.element
+            + model_spec.quantized_param_bytes(model),
+            "buffers": elements * width,
+            "optimizer": setup.optimizer.state_bytes(
+                elements, element=width, shapes=optimizers.trained_shapes(model)
+            ),
         }
-        scratch = setup.optimizer.num_temporaries(elements, model_spec.largest_param_size(model))
-        update = {
-            "gradients": elements * model.element,
-            "temporaries": model.element * scratch,
-        }
+        scratch = setup.optimizer.num_temporaries(
+            elements, partitioning.largest_trainable_size(*model.groups)
+        )
+        update = {"gradients": elements * width, "temporaries": width * scratch}
         self._update = Allocation(self._kept, update)
 
     def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
@@ -65,7 +68,8 @@ def _gradients(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> BytesB
         elements, new = partitioning.num_finished_gradients(model, step) + step.num_grads, 0
     else:
         elements, new = 0, 0
-    return {"gradients": elements * model.element, "temporaries": new * model.element}
+    width = model.trainable_element
+    return {"gradients": elements * width, "temporaries": new * width}
 
 
 def _casts(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> int:

@@ -11,7 +11,10 @@ from abc import abstractmethod
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from nbdist.planner.memory.timeline import Allocation, StepTimeline
+from nbdist.errors import PlanError
+from nbdist.planner import model_spec, optimizers
+from nbdist.planner.memory import partitioning
+from nbdist.planner.memory.timeline import Allocation, StepTimeline, sum_parts
 from nbdist.planner.model_spec import LayerGroup
 
 if TYPE_CHECKING:
@@ -72,10 +75,14 @@ class FsdpTimeline(StepTimeline):
         """Split the model into units."""
         super().__init__(model)
         self.setup, self.groups, self.last_group = setup, model.groups, len(model.groups) - 1
-        self.compute_width = self.reduce_width = self.stored_width = model.element
+        self.compute_width = self.reduce_width = self.stored_width = model.trainable_element
+        self.frozen_width = model.element
         if setup.is_half_precision:
             # In mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces in it.
             self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
+            self.frozen_width = 2
+        # accelerate 1.15 excludes quantized parameters; an offload leaves them on the device too.
+        self._whole = {"parameters": model_spec.quantized_param_bytes(model)}
         self.is_offloaded = setup.options.offload_device != "none"
         self.units = self.build_units()
         self.total_unit = FsdpUnit(
@@ -88,7 +95,12 @@ class FsdpTimeline(StepTimeline):
         self._shards = {
             "parameters": self.total_unit.param_shard_bytes,
             "optimizer": setup.optimizer.state_bytes(
-                trainable, element=self.stored_width, flat=self.shards_are_flat
+                trainable,
+                element=self.stored_width,
+                flat=self.shards_are_flat,
+                shapes=()
+                if self.shards_are_flat
+                else optimizers.trained_shapes(model, setup.num_shards),
             ),
         }
         largest = max(unit.largest_shard_size for unit in self.units)
@@ -140,28 +152,30 @@ class FsdpTimeline(StepTimeline):
     ) -> Allocation:
         """Put shards and optimizer state on the device or in host memory."""
         where = (self._shards, {"gradients": shards}, update or {})
+        parts = sum_parts((parts, self._whole))
         return Allocation(parts, host=where) if self.is_offloaded else Allocation(*where, parts)
 
     def build_unit(
-        self, group: LayerGroup, share: int, *, accumulate: int, largest: int
+        self, group: LayerGroup, trained: int, frozen: int, *, accumulate: int, largest: int
     ) -> FsdpUnit:
         """Return a group as a unit.
 
         Args:
             group: parameters that are used together.
-            share: elements of the first rank's shard.
+            trained: trainable elements of the first rank's shard.
+            frozen: its frozen elements.
             accumulate: bytes per element of accumulated gradients.
-            largest: elements of the largest parameter in the first rank's shard.
+            largest: elements of the largest trainable parameter in the first rank's shard.
         """
         ranks = self.setup.num_shards
-        trained = share * group.trainable // group.num_params if group.num_params else 0
-        frozen_bytes = self.model.element * (share - trained)
+        frozen_bytes = self.model.element * frozen
+        largest_grad = partitioning.largest_trainable_size(group)
         return FsdpUnit(
-            full_param_bytes=self.compute_width * share * ranks,
+            full_param_bytes=(self.compute_width * trained + self.frozen_width * frozen) * ranks,
             gradient_bytes=self.compute_width * group.trainable,
             reduce_bytes=self.reduce_width * trained * ranks,
             accumulated_grad_bytes=accumulate * group.trainable,
-            largest_grad_bytes=self.compute_width * group.largest if group.trainable else 0,
+            largest_grad_bytes=self.compute_width * largest_grad,
             reduce_shard_bytes=self.reduce_width * trained,
             param_shard_bytes=self.stored_width * trained + frozen_bytes,
             grad_shard_bytes=self.stored_width * trained,
@@ -233,6 +247,25 @@ class Fsdp1Timeline(FsdpTimeline):
 
     shards_are_flat = True
 
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Refuse what torch 2.13 cannot flatten (`FlatParamHandle._validate_tensors_to_flatten`).
+
+        Raises:
+            PlanError: parameters of several data types.
+        """
+        frozen = model_spec.num_frozen_params(model)
+        if model_spec.num_quantized_params(model):
+            message = "FSDP1 cannot flatten quantized parameters. Use another backend."
+            raise PlanError(message)
+        if frozen and model.element != model.trainable_element:
+            message = (
+                "FSDP1 cannot flatten fp32 adapters together with 16-bit parameters. Load the model"
+                " in fp32 or use get_peft_model(..., autocast_adapter_dtype=False), or use another"
+                " backend."
+            )
+            raise PlanError(message)
+        super().__init__(model, setup)
+
     def build_units(self) -> list[FsdpUnit]:
         """Flat units of the blocks, with the root in place of the last group."""
         rest = [group for group in self.groups if group.role != "block"]
@@ -251,8 +284,14 @@ class Fsdp1Timeline(FsdpTimeline):
 
     def _flat_unit(self, group: LayerGroup) -> FsdpUnit:
         share = -(-group.num_params // self.setup.num_shards)
-        largest = min(share, group.largest)
-        unit = self.build_unit(group, share, accumulate=self.compute_width, largest=largest)
+        trained = share * group.trainable // group.num_params if group.num_params else 0
+        unit = self.build_unit(
+            group,
+            trained,
+            share - trained,
+            accumulate=self.compute_width,
+            largest=min(share, group.largest),
+        )
         # A flat parameter has one gradient, with zeros for frozen parameters.
         gradient_bytes = self.compute_width * group.num_params if group.trainable else 0
         return unit._replace(gradient_bytes=gradient_bytes, accumulated_grad_bytes=gradient_bytes)
@@ -305,18 +344,41 @@ class Fsdp2Timeline(FsdpTimeline):
 
     shards_are_flat = False
 
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Refuse what torch 2.13 cannot shard: it makes plain parameters of `Int8Params`.
+
+        Raises:
+            PlanError: parameters in 8 bits.
+        """
+        if model_spec.has_int8_params(model):
+            message = (
+                "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
+                ' zero1 or zero2, or quantize="nf4", which FSDP2 leaves whole on every rank.'
+            )
+            raise PlanError(message)
+        super().__init__(model, setup)
+
     def build_units(self) -> list[FsdpUnit]:
         """Return units whose parameters are sharded by rows."""
         ranks = self.setup.num_shards
         units = []
         for group in self.groups:
-            if group.tensors:
-                share = sum(-(-rows // ranks) * (size // rows) for rows, size in group.tensors)
-            else:
-                share = -(-group.num_params // ranks)
-            largest = -(-group.largest // ranks)
+            shares: dict[bool, list[int]] = {True: [], False: []}
+            for shape in group.tensors:
+                shares[shape.trainable].append(shape.shard(ranks).num_elements)
+            if not group.tensors:
+                shares = {True: [-(-group.trainable // ranks)], False: [-(-group.frozen // ranks)]}
+            largest = max(shares[True], default=0)
+            if not group.tensors:
+                largest = -(-group.largest // ranks)
             units.append(
-                self.build_unit(group, share, accumulate=self.reduce_width, largest=largest)
+                self.build_unit(
+                    group,
+                    sum(shares[True]),
+                    sum(shares[False]),
+                    accumulate=self.reduce_width,
+                    largest=largest,
+                )
             )
         return units
 

@@ -45,21 +45,31 @@ def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
     """Return the elements of each trainable parameter of one group.
 
     If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
-    as in a transformer block (attention, then the wider MLP). Trainable parameters besides frozen
-    ones are adapters, which are small and treated as one parameter.
+    as in a transformer block (attention, then the wider MLP). Unknown trainable parameters besides
+    frozen ones are treated as one parameter.
     """
-    if not group.trainable:
-        return ()
-    if group.frozen:
-        return (group.trainable,)
-    return tuple(size for _, size in group.tensors) or _chunks(group.trainable, group.largest)
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors if shape.trainable)
+    return _chunks(group.trainable, group.trainable if group.frozen else group.largest)
 
 
 def frozen_param_sizes(group: LayerGroup) -> tuple[int, ...]:
     """Return the elements of each frozen parameter of one group."""
-    if not group.trainable and group.tensors:
-        return tuple(size for _, size in group.tensors)
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors if not shape.trainable)
     return _chunks(group.frozen, group.largest)
+
+
+def param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each parameter of one group, in the module's order if known."""
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors)
+    return (*trainable_param_sizes(group), *frozen_param_sizes(group))
+
+
+def largest_trainable_size(*groups: LayerGroup) -> int:
+    """Return the elements of the largest trainable parameter, or 0."""
+    return max((size for group in groups for size in trainable_param_sizes(group)), default=0)
 
 
 def _chunks(elements: int, largest: int) -> tuple[int, ...]:
@@ -82,7 +92,7 @@ def num_finished_gradients(model: ModelSpec, step: WalkStep) -> int:
 def tied_head_size(model: ModelSpec) -> int:
     """Return the elements of a tied head, or 0."""
     # Its gradient is complete only after the embedding's contribution.
-    return max(trainable_param_sizes(model.groups[-1]), default=0) if model.tied else 0
+    return largest_trainable_size(model.groups[-1]) if model.tied else 0
 
 
 def num_pending_gradients(model: ModelSpec, step: WalkStep) -> int:
@@ -92,7 +102,7 @@ def num_pending_gradients(model: ModelSpec, step: WalkStep) -> int:
     """
     if step.phase != "backward":
         return 0
-    newest = min(step.num_grads, model.groups[step.group_index].largest)
+    newest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
     return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
 
 

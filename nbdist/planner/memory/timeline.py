@@ -176,15 +176,17 @@ class StepTimeline(ABC):
         steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
         for at, allocation in self._allocations(steps):
             yield _moment(steps[at].name, allocation, activations[at], logits[at], allocation.host)
+        held = run.output_bytes + run.kept_bytes
         for name, allocation, alive in self.other_allocations(run):
-            yield _moment(name, allocation, alive, run.output_bytes, allocation.host)
+            yield _moment(name, allocation, alive, held, allocation.host)
 
     def peak_memory(self, run: MicroBatchActivations) -> MemoryUsage:
         """Return the peak device usage, with the peak of host memory over all moments."""
         steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
         timeline, between = self._allocations(steps), list(self.other_allocations(run))
         totals = [allocation.total + activations[at] + logits[at] for at, allocation in timeline]
-        totals += [allocation.total + alive + run.output_bytes for _, allocation, alive in between]
+        held = run.output_bytes + run.kept_bytes
+        totals += [allocation.total + alive + held for _, allocation, alive in between]
         every = [allocation for _, allocation in timeline]
         every += [allocation for _, allocation, _ in between]
         host = max(every, key=_host_bytes).host
@@ -193,7 +195,7 @@ class StepTimeline(ABC):
             at, allocation = timeline[first]
             return _moment(steps[at].name, allocation, activations[at], logits[at], host)
         name, allocation, alive = between[first - len(timeline)]
-        return _moment(name, allocation, alive, run.output_bytes, host)
+        return _moment(name, allocation, alive, held, host)
 
 
 def running_maxima(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nbdist.planner import model_spec
 from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.zero_common import (
     GRADIENT_PARTITIONING_STAGE,
@@ -50,7 +51,8 @@ class Zero12Timeline(ZeroTimeline):
     def device_parts(self) -> dict[str, int]:
         """All parameters, and unless offloaded the optimizer state."""
         parameters = sum(group.count * group.num_params for group in self.model.groups)
-        parts = {"parameters": self.element_bytes * parameters}
+        whole = model_spec.quantized_param_bytes(self.model)
+        parts = {"parameters": self.element_bytes * parameters + whole}
         if self.is_offloaded:
             # Buffer through which a parameter's gradients return from the host to be accumulated.
             return parts | {"buffers": self.element_bytes * self.largest}

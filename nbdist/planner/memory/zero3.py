@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
+from nbdist.errors import PlanError
+from nbdist.planner import model_spec
 from nbdist.planner.memory import partitioning
 from nbdist.planner.memory.timeline import running_maxima, sum_parts
 from nbdist.planner.memory.zero_common import (
@@ -46,7 +48,17 @@ class Zero3Timeline(ZeroTimeline):
     """Stage 3."""
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
-        """Simulate which parameters are gathered when."""
+        """Simulate which parameters are gathered when.
+
+        Raises:
+            PlanError: parameters in 8 bits.
+        """
+        if model_spec.has_int8_params(model):
+            message = (
+                "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps them whole"
+                ' besides its share. Use zero1, zero2 or ddp, or quantize="nf4".'
+            )
+            raise PlanError(message)
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
@@ -55,6 +67,7 @@ class Zero3Timeline(ZeroTimeline):
             tied=model.tied,
             recompute=setup.options.activation_checkpointing,
             rules=self.config.prefetch_limits,
+            element_bytes=self.element_bytes,
         )
 
     @cached_property
@@ -79,8 +92,9 @@ class Zero3Timeline(ZeroTimeline):
         parts = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
+        parts["parameters"] = self._scale_bytes
         if not self._params_away:
-            parts["parameters"] = self._param_bytes
+            parts["parameters"] += self._param_bytes
         if self.is_offloaded:
             return parts
         return (
@@ -92,9 +106,21 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def _param_bytes(self) -> int:
         """Bytes of a rank's share of all parameters."""
-        return self.element_bytes * (
-            self.partition_size + self._share(partitioning.frozen_param_sizes)
-        )
+        threshold = self.config.prefetch_limits.param_persistence_threshold
+
+        def partitioned(sizes: tuple[int, ...]) -> tuple[int, ...]:
+            # A frozen parameter that is never partitioned has no share besides (measured).
+            return tuple(size for size in sizes if size > threshold)
+
+        frozen = self._share(lambda group: partitioned(partitioning.frozen_param_sizes(group)))
+        quantized = self._share(lambda group: partitioned(group.quantized_tensors))
+        return self.element_bytes * (self.partition_size + frozen) + quantized
+
+    @cached_property
+    def _scale_bytes(self) -> int:
+        """Bytes of the scales of quantized parameters, which are whole on every rank."""
+        own = sum(g.count * sum(g.quantized_tensors) for g in self.model.groups)
+        return model_spec.quantized_param_bytes(self.model) - own
 
     def host_parts(self) -> dict[str, int]:
         """Offloaded memory on the host, including buffers for NVMe."""
@@ -234,23 +260,34 @@ class _ParameterUse:
     parameter: int
     size: int
     where: GatherPoint
+    held: int
+    """Elements of the result's size that it takes."""
 
 
 @lru_cache(maxsize=64)
 def simulate_prefetch(
-    groups: tuple[LayerGroup, ...], *, tied: bool, recompute: bool, rules: PrefetchLimits
+    groups: tuple[LayerGroup, ...],
+    *,
+    tied: bool,
+    recompute: bool,
+    rules: PrefetchLimits,
+    element_bytes: int = 2,
 ) -> GatheredParameters:
     """Return the gathered parameters over a micro-batch, from the third step on.
+
+    Quantized weights are elements of one byte to DeepSpeed.
 
     Args:
         groups: groups of the model.
         tied: True if the first group also uses the largest parameter of the last one.
         recompute: True if the forward of blocks is recomputed before their backward.
         rules: limits from DeepSpeed's config.
+        element_bytes: bytes of the elements in which the result is counted.
     """
     threshold = rules.param_persistence_threshold
     sizes = [
-        (*partitioning.trainable_param_sizes(group), *partitioning.frozen_param_sizes(group))
+        [(size, size) for size in partitioning.param_sizes(group)]
+        + [(size, size // element_bytes) for size in group.quantized_tensors]
         for group in groups
     ]
     uses = _parameter_uses(groups, sizes, tied=tied, recompute=recompute, persist=threshold)
@@ -259,7 +296,7 @@ def simulate_prefetch(
     directions: tuple[Direction, ...] = ("forward", "backward")
     return GatheredParameters(
         num_persistent=sum(
-            group.count * sum(size for size in of_group if size <= threshold)
+            group.count * sum(held for size, held in of_group if size <= threshold)
             for group, of_group in zip(groups, sizes, strict=True)
         ),
         max_at=replay.most,
@@ -278,7 +315,7 @@ def simulate_prefetch(
 
 def _parameter_uses(
     groups: tuple[LayerGroup, ...],
-    sizes: list[tuple[int, ...]],
+    sizes: list[list[tuple[int, int]]],
     *,
     tied: bool,
     recompute: bool,
@@ -293,8 +330,9 @@ def _parameter_uses(
                 numbers.setdefault((group, index, position), len(numbers)),
                 size,
                 (way, group, index),
+                held,
             )
-            for position, size in enumerate(sizes[group])
+            for position, (size, held) in enumerate(sizes[group])
             if size > persist
         ]
 
@@ -306,8 +344,8 @@ def _parameter_uses(
             uses += of_one("backward", number, index)
         uses += reversed(of_one("backward", number, index))
     if tied and head is not None:
-        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0)))
-        uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0)))
+        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0), head.held))
+        uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
     return uses
 
 
@@ -336,6 +374,7 @@ class _CoordinatorReplay:
                 self._next_use[step] = upcoming[uses[step].parameter]
             upcoming[uses[step].parameter] = step
         self._sizes = {use.parameter: use.size for use in uses}
+        self._held_sizes = {use.parameter: use.held for use in uses}
         self._seen_until: dict[int, int] = {}
         self._bunches: dict[int, _GatherMessage] = {}
         self._there: set[int] = set()
@@ -383,11 +422,11 @@ class _CoordinatorReplay:
         return peak
 
     def _gather(self, parameters: set[int]) -> None:
-        size = sum(self._sizes[parameter] for parameter in parameters)
+        held = sum(self._held_sizes[parameter] for parameter in parameters)
         self._there |= parameters
-        self._bunches |= dict.fromkeys(parameters, _GatherMessage(set(parameters), size))
-        self._available += size
-        self._held += size
+        self._bunches |= dict.fromkeys(parameters, _GatherMessage(set(parameters), held))
+        self._available += sum(self._sizes[parameter] for parameter in parameters)
+        self._held += held
 
     def _look_ahead(self) -> None:
         """Prefetch; parameters that are already gathered are skipped and count as fetched."""
@@ -418,4 +457,4 @@ class _CoordinatorReplay:
             return
         self._there.discard(use.parameter)
         self._available -= use.size
-        self._held -= use.size
+        self._held -= use.held

@@ -63,7 +63,7 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
     # The smallest parameter besides the head is the final norm's, of hidden size.
-    hidden = min(partitioning.trainable_param_sizes(model.groups[-1]), default=0)
+    hidden = min(partitioning.param_sizes(model.groups[-1]), default=0)
     automatic = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
@@ -109,9 +109,7 @@ class ZeroTimeline(timeline.StepTimeline):
         if not self.trainable:
             message = "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
             raise PlanError(message)
-        self.largest = max(
-            max(partitioning.trainable_param_sizes(group), default=0) for group in model.groups
-        )
+        self.largest = partitioning.largest_trainable_size(*model.groups)
         """Elements of the largest trainable parameter."""
         self.is_offloaded = setup.options.offload_device != "none"
         self.has_accumulated_gradients = setup.options.accumulate > 1

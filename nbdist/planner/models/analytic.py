@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.planner.model_spec import with_notes
 from nbdist.planner.models.autograd_tape import FULL_BYTES, HALF_BYTES
 from nbdist.planner.models.decoder import DecoderSpec, Gpt2, Llama
 
@@ -44,7 +44,7 @@ def is_supported(config: Mapping[str, Any]) -> bool:
     return _model_type(config) in MODEL_CLASSES and (named is None or named.endswith(_CAUSAL))
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Return the analytic spec of a transformers config.
 
     Raises:
@@ -63,7 +63,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if named not in {None, own}:
         notes.append(f"Planned as {own}: the config names {named}, whose code is not run.")
     build: Callable[[Mapping[str, Any]], DecoderSpec] = _gpt2 if model_type == "gpt2" else _llama
-    return with_notes(build({**config, "model_type": model_type}), notes)
+    spec = build({**config, "model_type": model_type})
+    return replace(spec, notes=(*spec.notes, *notes))
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:

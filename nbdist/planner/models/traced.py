@@ -35,13 +35,15 @@ from nbdist.planner.model_spec import (
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
+    WeightShape,
 )
-from nbdist.planner.models import analytic
+from nbdist.planner.models import analytic, fused_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbdist.planner.model_spec import ComputeMode, ModelSpec, Workload
+    from nbdist.planner.models.decoder import DecoderSpec
 
 TRACE_TIMEOUT_S = 120.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
@@ -52,7 +54,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -70,6 +72,7 @@ class TracedModel:
     groups: tuple[LayerGroup, ...]
     tied: bool
     element: int
+    trainable_element: int
     batch_size: int
     """Batch size of the trace."""
     seq_len: int | None
@@ -106,6 +109,7 @@ class TracedModel:
             ],
             "tied": self.tied,
             "element": self.element,
+            "trainable_element": self.trainable_element,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "passes": dict(self.passes),
@@ -136,7 +140,13 @@ def from_json(fields: Mapping[str, Any]) -> TracedModel:
     values = dict(fields)
     # JSON has turned tuples into lists.
     groups = tuple(
-        LayerGroup(**group | {"tensors": tuple((rows, size) for rows, size in group["tensors"])})
+        LayerGroup(
+            **group
+            | {
+                "tensors": tuple(WeightShape(*each) for each in group["tensors"]),
+                "quantized_tensors": tuple(group["quantized_tensors"]),
+            }
+        )
         for group in values.pop("groups")
     )
     return TracedModel(groups=groups, notes=tuple(values.pop("notes", ())), **values)
@@ -277,33 +287,64 @@ def _is_text_only(inputs: object) -> bool:
 
 
 def find_analytic_spec(module: Any) -> ModelSpec | None:
-    """Return the analytic spec of a transformers model if it matches exactly; milliseconds."""
+    """Return the analytic spec of a transformers or PEFT model if it matches; milliseconds."""
     from nbdist.planner.tracing.trace_module import describe_groups
 
-    config = module.config.to_dict() if _is_own_class(module) else {}
+    is_adapted = hasattr(module, "peft_config")
+    base = module.get_base_model() if is_adapted else module
+    config = base.config.to_dict() if _is_own_class(base) else {}
     config.pop("quantization_config", None)  # its effect on parameters is compared below
-    config["architectures"] = [type(module).__name__]
+    config["architectures"] = [type(base).__name__]
     if not analytic.is_supported(config):
         return None
-    config["_attn_implementation"] = module.config._attn_implementation  # noqa: SLF001
-    config["dtype"] = str(next(module.parameters()).dtype)
+    config["_attn_implementation"] = base.config._attn_implementation  # noqa: SLF001
+    config["dtype"] = str(next(base.parameters()).dtype)
     try:
-        spec = analytic.spec_from_config(config)
+        spec: Any = analytic.spec_from_config(config).with_loss(fused_loss.find_loss(base))
+        spec = _with_adapters(spec, module) if is_adapted else spec
     except PlanError:  # a trace may still handle such a config
         return None
+    for attribute, method in (("is_loaded_in_4bit", "nf4"), ("is_loaded_in_8bit", "int8")):
+        spec = spec.with_quantization(method) if getattr(base, attribute, False) else spec
     planned = [
-        (str(group.role), group.trainable, group.frozen)
+        (str(group.role), *(getattr(group, field) for field in _COMPARED))
         for group in spec.groups
         for _ in range(group.count)
     ]
     actual = [
-        (group["role"], group["trainable"], group["frozen"]) for group in describe_groups(module)
+        (group["role"], *(group[field] for field in _COMPARED)) for group in describe_groups(module)
     ]
-    # Groups without parameters do not matter.
-    same = sorted(size for size in planned if any(size[1:])) == sorted(
-        size for size in actual if any(size[1:])
-    )
-    return spec if same else None
+    return spec if _comparable(planned) == _comparable(actual) else None
+
+
+_COMPARED = ("trainable", "frozen", "quantized", "quantized_bytes")
+"""Fields of a group that a closed form must agree with."""
+
+
+def _comparable(groups: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Sort the blocks, and sum up the rest: accelerate 1.15 leaves PEFT's final norm in the root."""
+    blocks = sorted(group for group in groups if group[0] == "block")
+    rest = [group[1:] for group in groups if group[0] != "block"]
+    return [*blocks, tuple(map(sum, zip(*rest, strict=True)))]
+
+
+def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:
+    """Return the spec with the adapters of a PEFT model.
+
+    Raises:
+        PlanError: adapters that have no closed form.
+    """
+    config = module.active_peft_config
+    if config.peft_type != "LORA" or config.use_dora or config.lora_dropout:
+        message = "Only LoRA without dropout has a closed form."
+        raise PlanError(message)
+    adapted = [name for name, each in module.named_modules() if hasattr(each, "lora_A")]
+    targets = [
+        shape.name
+        for shape in spec.linear_shapes()
+        if any(name.endswith(f".{shape.name}") for name in adapted)
+    ]
+    return spec.with_lora(config.r, targets)
 
 
 def _is_own_class(module: Any) -> bool:

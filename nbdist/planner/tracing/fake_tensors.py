@@ -10,6 +10,7 @@ fused.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ def emulate_cuda() -> Iterator[None]:
     for name in TO_FP32:
         library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
     try:
-        with _fused():
+        with _fused(), _trl_kernels():
             yield
     finally:
         library._destroy()  # noqa: SLF001 - torch 2.13 has no public way to unregister it
@@ -113,6 +114,21 @@ def _fused() -> Iterator[None]:
         functional.dropout, functional.scaled_dot_product_attention = plain
 
 
+@contextlib.contextmanager
+def _trl_kernels() -> Iterator[None]:
+    """Make the loss of trl 1.16 allocate what its Triton kernels do: nothing per tile."""
+    kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
+    names = ("_forward_tile", "_backward_tile", "_addmm_fp32") if kernels else ()
+    before = {name: getattr(kernels, name) for name in names}
+    for name in names:
+        setattr(kernels, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(kernels, name, function)
+
+
 def _dropout(
     input: torch.Tensor,  # noqa: A002 - torch's name
     p: float = 0.5,
@@ -166,9 +182,13 @@ def replace_with_fakes(
             _fake(old, mode, torch.bfloat16 if half and old.is_floating_point() else dtype),
             requires_grad=old.requires_grad,
         )
+        if old.is_floating_point()
+        else old
         for old, dtype in types.items()
     }
     for container, name, tensor in list(_tensors(module)):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+            continue  # bitsandbytes 0.50 needs its own class, with the scales
         if tensor not in fakes:
             fakes[tensor] = _fake(tensor, mode, tensor.dtype)
         container[name] = fakes[tensor]

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
+from nbdist.planner.models import fused_loss
 from nbdist.planner.tracing import build_model, trace_runs
 from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing.build_model import SampleBatch
@@ -80,6 +81,8 @@ def trace_in_child(
     def work(say: Callable[[str], None], *, copied: bool) -> dict[str, Any]:
         target = _without_data(module) if copied else module
         sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
+        if any(fused_loss.find_loss(each) == "trl" for each in target.modules()):
+            sample.batch[1]["fused_lm_head"] = True  # as TRL's trainers call the model
         options = trace_runs.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
         return trace_runs.trace_module_fields(target, sample.batch, options, say) | {
             "notes": list(sample.notes)

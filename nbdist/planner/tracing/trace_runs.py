@@ -64,7 +64,8 @@ def trace_module_fields(
             " for a size such as '7b'."
         )
         return {"error": message}
-    count = sum(g["count"] * (g["trainable"] + g["frozen"]) for g in fields["groups"])
+    kinds = ("trainable", "frozen", "quantized")
+    count = sum(g["count"] * g[kind] for g in fields["groups"] for kind in kinds)
     return fields | {"name": f"{type(model).__name__}, {_format_num_params(count)}"}
 
 
@@ -104,6 +105,7 @@ def trace_all_modes(
         "depth": "traced",
         "tied": run.tied,
         "element": run.element,
+        "trainable_element": run.trainable_element,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len,
     } | _by_group(run.found, passes)
@@ -166,8 +168,12 @@ class _TraceRunner:
     ) -> None:
         """Find the groups and drop the blocks that another one represents."""
         self.model, self.request, self.progress = model, request, progress
-        first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-        self.element = first.element_size()
+        floating = [each for each in model.parameters() if each.is_floating_point()]
+        self.element, self.trainable_element = (
+            next((each.element_size() for each in floating if each.requires_grad is trained), 0)
+            for trained in (False, True)
+        )
+        self.element = self.element or self.trainable_element
         self.tied = module_groups.has_tied_embeddings(model)
         self.found = module_groups.drop_repeated_blocks(
             model, module_groups.find_fsdp_groups(model)
