@@ -10,6 +10,7 @@ local tensor.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,32 +33,26 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _NO_MATCH = "does not match the prepared optimizer. Prepare the optimizer that was saved"
 
 
-def flatten(optimizer: Optimizer, left_out: list[str] | None = None) -> tuple[Any, Tensors]:
+def flatten(optimizer: Optimizer) -> tuple[Any, Tensors]:
     """Return the state dict of an optimizer as a value for JSON and the tensors by path.
+
+    Options of groups that cannot be stored, such as functions, are left out: a load takes them
+    from the prepared optimizer.
 
     Args:
         optimizer: optimizer with all its parameters.
-        left_out: receives the options of groups that are functions or other objects; a load takes
-            them from the prepared optimizer.
 
     Raises:
         CheckpointError: the state contains an object that cannot be stored.
     """
     flattener = _Flattener(type(optimizer).__name__)
     saved = optimizer.state_dict()
-    groups = []
+    groups: list[dict[str, Any]] = []
     for number, group in enumerate(saved["param_groups"]):
-        options = {}
+        groups.append({})
         for name, value in group.items():
-            try:
-                options[name] = flattener.flatten(value, f"param_groups.{number}.{name}")
-            except CheckpointError:
-                if left_out is not None:
-                    left_out.append(
-                        f"{flattener.optimizer} option {name} ({type(value).__name__}), which the"
-                        " prepared optimizer provides"
-                    )
-        groups.append(options)
+            with contextlib.suppress(CheckpointError):
+                groups[-1][name] = flattener.flatten(value, f"param_groups.{number}.{name}")
     rest = {name: value for name, value in saved.items() if name != "param_groups"}
     tree = {
         "groups": groups,

@@ -482,7 +482,7 @@ def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> S
     scalars = [state.scalar_state() for state in states]
     for number, prepared in enumerate(trained):  # no collective from here on
         state, counts = states[number], scalars[number]
-        trees, parts = state.state_dicts(snapshot.not_saved)
+        trees, parts = state.state_dicts()
         if state.state_dict_rank == collectives.rank():
             live[number] |= {key: whole_shard(tensor) for key, tensor in parts.items()}
             snapshot.state_dicts.append(trees)

@@ -88,13 +88,8 @@ class ModelState:
         weights = self._layout.weights(owned=True)
         return {self._model + name: weights[name] for name in weights if name in frozen}
 
-    def state_dicts(
-        self, left_out: list[str] | None = None
-    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    def state_dicts(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return the state dicts of optimizers that cannot be resharded.
-
-        Args:
-            left_out: receives the names of options that cannot be stored.
 
         Returns:
             The state dicts without tensors, and this rank's live tensors by key.
@@ -105,7 +100,7 @@ class ModelState:
         trees, tensors = [], dict[str, torch.Tensor]()
         with self._layout.other_optimizers() as optimizers:
             for number, optimizer in enumerate(optimizers):
-                tree, parts = optimizer_state_dict.flatten(optimizer, left_out)
+                tree, parts = optimizer_state_dict.flatten(optimizer)
                 trees.append(tree)
                 tensors |= {self._own_prefix(number) + path: part for path, part in parts.items()}
         return trees, tensors
