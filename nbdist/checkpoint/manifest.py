@@ -236,7 +236,7 @@ class BaseReference:
     """Repository, or absolute path of a folder."""
     revision: Text
     """Commit of the repository; "" for a folder."""
-    tensors: Mapping[Text, tuple[Text, ...]]
+    tensors: Mapping[Text, Annotated[tuple[Text, ...], Field(min_length=1)]]
     """Key in the checkpoint -> names of the tensors in the files whose elements it consists of, in
     this order. Its digest is in `keys`."""
 

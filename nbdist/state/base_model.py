@@ -199,7 +199,7 @@ def check_names(manifest: Manifest, live: Bases, problem: str) -> None:
     Args:
         manifest: manifest of the checkpoint.
         live: base models of the prepared models.
-        problem: what does not match.
+        problem: how they differ.
 
     Raises:
         CheckpointError: the bases differ. The message has both names.
@@ -208,7 +208,8 @@ def check_names(manifest: Manifest, live: Bases, problem: str) -> None:
     if live and other:
         raise CheckpointError(
             f"The checkpoint needs the base model {_label(other[0].name, other[0].revision)}, but"
-            f" the prepared model was made from {' and '.join(live)}. {problem}"
+            f" the prepared model was made from {' and '.join(live)}: {problem}. Prepare a model"
+            f" from {other[0].name}."
         )
 
 
@@ -234,7 +235,7 @@ def open_references(manifest: Manifest, keys: Iterable[str], live: Bases | None)
             f" {printable(next(iter(wanted)))}"
         )
         label = _label(base.name, base.revision)
-        check_names(manifest, live or {}, f"{differs}. Prepare a model from {base.name}.")
+        check_names(manifest, live or {}, differs)
         try:
             files = _open(files_of(base.name, base.revision))
         except CheckpointError as error:

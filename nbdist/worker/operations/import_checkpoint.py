@@ -20,9 +20,9 @@ from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, optimizer_recipes, shards
 from nbdist.state.shards import Shard
-from nbdist.worker.operations.load import back_up, restore, zero_shards
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
+from nbdist.worker.training.model_backup import back_up, restore, zero_shards
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:

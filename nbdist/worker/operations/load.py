@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +29,6 @@ from nbdist.state import (
     base_model,
     collectives,
     digest,
-    optimizer_recipes,
-    reshard,
     shard_io,
     shards,
 )
@@ -42,43 +39,29 @@ from nbdist.worker.operations import save
 from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
 from nbdist.worker.training import (
     dataloader_state,
+    model_cleanup,
     model_recipe,
     prepared_models,
     rng_state,
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
+from nbdist.worker.training.model_backup import ModelBackup, back_up, restore, zero_shards
 from nbdist.worker.training.model_recipe import LossScale
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
     from nbdist.protocol.operations import LoadRequest
     from nbdist.worker.operations import RankContext
-    from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
 """Maximum number of elements in the state of a random generator."""
 _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ModelBackup:
-    """Copy of one model's state, to restore it after a failure."""
-
-    tensors: dict[str, Shard]
-    buffers: dict[str, torch.Tensor]
-    counts: ScalarState
-    state_dicts: tuple[list[Any], dict[str, torch.Tensor]]
-    """As of ``ModelState.state_dicts``, in host memory."""
-    options: list[list[optimizer_recipes.GroupOptions]]
-    schedulers: list[dict[str, Any]]
-    scale: LossScale | None
-    steps: int
 
 
 def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
@@ -214,6 +197,7 @@ class _CheckpointLoad:
             self._manifest = opened.manifest
         if self._manifest.id != self._id:
             raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
+        model_cleanup.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -270,8 +254,9 @@ class _CheckpointLoad:
             aliases |= state.aliases()
         try:
             check_keys(self._manifest, shapes, aliases)
-        except CheckpointError as error:
-            base_model.check_names(self._manifest, save.base_models(trained), str(error))
+        except CheckpointError:
+            problem = "their tensors have other names or shapes"
+            base_model.check_names(self._manifest, save.base_models(trained), problem)
             raise
 
     def _check_training(self) -> None:
@@ -625,67 +610,6 @@ def check_keys(
 def _listed(what: str, names: list[str]) -> str:
     more = ", ..." if len(names) > _LISTED else ""
     return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
-
-
-def back_up(
-    state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
-) -> ModelBackup:
-    """Copy one model's state, so that it can be restored."""
-    return ModelBackup(
-        tensors=shards.copy_to_host(live),
-        buffers={key: tensor.detach().clone() for key, tensor in state.buffers().items()},
-        counts=counts,
-        state_dicts=_copied(*state.state_dicts()),
-        options=[
-            optimizer_recipes.group_options(owned.inner_optimizer)
-            for owned in prepared.live_optimizers
-        ],
-        schedulers=[wrapper.scheduler.state_dict() for wrapper in prepared.live_schedulers],
-        scale=model_recipe.get_loss_scale(prepared),
-        steps=prepared.num_steps,
-    )
-
-
-def restore(
-    state: ModelState, prepared: PreparedModel, backup: ModelBackup, *, optimizers: bool
-) -> None:
-    """Restore one model's state from the copy; a collective."""
-    with torch.no_grad():
-        for key, live in state.buffers().items():
-            live.copy_(backup.buffers[key])
-    if not optimizers:
-        reshard.reshard(backup.tensors, state.target_shards(optimizers=False))
-        state.finalize_state({})
-        return
-    targets = state.target_shards()
-    zero_shards(shard for key, shard in targets.items() if key not in backup.tensors)
-    state.load_from(
-        backup.tensors,
-        training_metadata.initial_scalar_state(state.scalar_state()) | backup.counts,
-    )
-    state.load_state_dicts(*backup.state_dicts)
-    for owned, options in zip(prepared.live_optimizers, backup.options, strict=True):
-        for group, saved in zip(owned.inner_optimizer.param_groups, options, strict=True):
-            group.update(saved)
-    for wrapper, scheduler in zip(prepared.live_schedulers, backup.schedulers, strict=True):
-        wrapper.scheduler.load_state_dict(scheduler)
-    model_recipe.set_loss_scale(prepared, backup.scale)
-    prepared.num_steps = backup.steps
-
-
-def _copied(
-    trees: list[Any], tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Copy state dicts to host memory."""
-    return trees, {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def zero_shards(absent: Iterable[Shard]) -> None:
-    """Set optimizer state that was not saved to zero, its value before the first step."""
-    for shard in absent:
-        for piece in shard.pieces:
-            piece.view.zero_()
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:

@@ -36,6 +36,7 @@ from nbdist.worker.operations.transaction import (
 )
 from nbdist.worker.training import (
     dataloader_state,
+    model_cleanup,
     model_recipe,
     prepared_models,
     rng_state,
@@ -356,6 +357,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         keep = request.keep
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
+        model_cleanup.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
