@@ -234,7 +234,7 @@ class BaseReference:
 
     name: Text
     """Repository, or absolute path of a folder."""
-    revision: Text
+    revision: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
     """Commit of the repository; "" for a folder."""
     tensors: Mapping[Text, Annotated[tuple[Text, ...], Field(min_length=1)]]
     """Key in the checkpoint -> names of the tensors in the files whose elements it consists of, in

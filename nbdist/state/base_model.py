@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Bases = dict[str, str]
-"""Repository or absolute path of a base model -> commit of the repository, or ""."""
-
 
 @dataclass(slots=True, kw_only=True)
 class StoredByReference:
@@ -56,27 +53,24 @@ class _FileTensor(NamedTuple):
     digest: int
 
 
-def bases_of(model: nn.Module) -> Bases:
-    """Return the base models that the modules of a model were loaded from."""
-    bases: Bases = {}
-    for module in model.modules():
-        name = getattr(module, "name_or_path", None)
-        if isinstance(name, str) and name:
-            folder = Path(name)
-            # transformers 5.23 sets _commit_hash only for a repository of the Hub.
-            commit = getattr(getattr(module, "config", None), "_commit_hash", None)
-            bases[str(folder.resolve()) if folder.is_dir() else name] = commit or ""
-    return bases
+def bases_of(model: nn.Module) -> list[str]:
+    """Return the repositories or absolute paths that the modules of a model were loaded from."""
+    names = (getattr(module, "name_or_path", None) for module in model.modules())
+    return list(dict.fromkeys(_absolute(name) for name in names if isinstance(name, str) and name))
 
 
-def find_references(frozen: ShardMap, bases: Bases) -> StoredByReference:
+def _absolute(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def find_references(frozen: ShardMap, bases: Iterable[str]) -> StoredByReference:
     """Find the tensors of the base models that equal frozen tensors; a collective.
 
     Each rank reads a part of the base's tensors, at the first call only.
 
     Args:
         frozen: owned shards of the frozen parameters.
-        bases: their base models, the same on all ranks.
+        bases: repositories or absolute paths of their base models, the same on all ranks.
     """
     found = StoredByReference()
     if not frozen:
@@ -87,7 +81,10 @@ def find_references(frozen: ShardMap, bases: Bases) -> StoredByReference:
     }
     kinds = frozenset((shape, dtype) for shape, dtype, _ in identities.values())
     missing, reasons = dict(identities), []
-    for name, revision in bases.items():
+    known = [(name, revision) for name in bases for revision in _revisions(name)]
+    for name, revision in collectives.all_gather_values(known)[0]:
+        if not missing:
+            break
         tensors, reason = _file_tensors(name, revision, kinds)
         stored = {(item.shape, item.dtype, item.digest): item.names for item in tensors}
         same = {key: stored[it] for key, it in missing.items() if it in stored}
@@ -161,20 +158,29 @@ def files_of(name: str, revision: str) -> list[Path]:
     Raises:
         CheckpointError: there are none.
     """
-    folder = Path(name)
-    if not folder.is_absolute():
-        from huggingface_hub import snapshot_download
-
-        try:
-            cached = snapshot_download(name, revision=revision or None, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{_label(name, revision)} is not on this machine.") from error
-        folder = Path(cached)
-    if not folder.is_dir():
-        raise CheckpointError(f"{name} is not on this machine.")
+    folder = Path(name) if Path(name).is_absolute() else _snapshots(name) / revision
+    if not folder.is_dir() or (folder != Path(name) and not revision):
+        raise CheckpointError(f"{_label(name, revision)} is not on this machine.")
     if not (paths := safetensors.find_files(folder)):
         raise CheckpointError(f"{_label(name, revision)} has no safetensors files.")
     return paths
+
+
+def _revisions(name: str) -> list[str]:
+    """Return the commits of a repository on this machine, the newest first; "" for a folder."""
+    # transformers 5.23 does not record which commit from_pretrained has loaded.
+    snapshots = [] if Path(name).is_absolute() else list(_snapshots(name).glob("*"))
+    snapshots.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return [folder.name for folder in snapshots] or [""]
+
+
+def _snapshots(name: str) -> Path:
+    """Return the folder of a repository's commits in the cache of Hugging Face."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = repo_folder_name(repo_id=name, repo_type="model")
+    return Path(constants.HF_HUB_CACHE, folder, "snapshots")
 
 
 def different_from(manifest: Manifest, live: ShardMap) -> list[str]:
@@ -193,7 +199,7 @@ def different_from(manifest: Manifest, live: ShardMap) -> list[str]:
     return [stored[key] for key, tensor in expected.items() if actual[key] != tensor.digest]
 
 
-def check_names(manifest: Manifest, live: Bases, problem: str) -> None:
+def check_names(manifest: Manifest, live: Iterable[str], problem: str) -> None:
     """Raise if a checkpoint does not match because the models have another base.
 
     Args:
@@ -213,13 +219,13 @@ def check_names(manifest: Manifest, live: Bases, problem: str) -> None:
         )
 
 
-def open_references(manifest: Manifest, keys: Iterable[str], live: Bases | None) -> TensorIndex:
+def open_references(manifest: Manifest, keys: Iterable[str], live: Iterable[str]) -> TensorIndex:
     """Open the files of base models; return an index of the tensors with these keys.
 
     Args:
         manifest: manifest of a checkpoint that refers to them.
         keys: keys of the checkpoint.
-        live: base models of the prepared models; None if there is no prepared model.
+        live: base models of the prepared models.
 
     Raises:
         CheckpointError: a base model is missing, has changed, or is not the one of the prepared
@@ -235,7 +241,7 @@ def open_references(manifest: Manifest, keys: Iterable[str], live: Bases | None)
             f" {printable(next(iter(wanted)))}"
         )
         label = _label(base.name, base.revision)
-        check_names(manifest, live or {}, differs)
+        check_names(manifest, live, differs)
         try:
             files = _open(files_of(base.name, base.revision))
         except CheckpointError as error:

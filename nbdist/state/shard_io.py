@@ -206,7 +206,7 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
         }
         index = _build_index(opened, {key: key for key in wanted.values()})
     if referenced := manifest.referenced.keys() & set(wanted.values()):
-        index.parts |= base_model.open_references(manifest, sorted(referenced), None).parts
+        index.parts |= base_model.open_references(manifest, sorted(referenced), ()).parts
     tensors = {key: _whole_tensor(index, key) for key in dict.fromkeys(wanted.values())}
     return {name.removeprefix(prefix): tensors[key] for name, key in wanted.items()}
 

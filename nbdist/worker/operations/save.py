@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         RankReport,
         Storage,
     )
-    from nbdist.state.base_model import Bases, StoredByReference
+    from nbdist.state.base_model import StoredByReference
     from nbdist.state.shards import Shard
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -410,12 +410,9 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
         ModelState(0, prepared).state_dicts()  # raises if one cannot be stored
 
 
-def base_models(trained: Sequence[PreparedModel]) -> Bases:
+def base_models(trained: Sequence[PreparedModel]) -> list[str]:
     """Return the base models of all prepared models."""
-    bases: Bases = {}
-    for prepared in trained:
-        bases |= base_model.bases_of(prepared.meta.model)
-    return bases
+    return [name for prepared in trained for name in base_model.bases_of(prepared.meta.model)]
 
 
 def _frozen_shards(states: Sequence[ModelState]) -> dict[str, Shard]:
