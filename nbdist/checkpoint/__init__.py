@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint.download import CheckpointDownload
 from nbdist.checkpoint.folder_storage import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import (
+    BaseReference,
     CheckpointFile,
     Manifest,
     OptimizerMetadata,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "BaseReference",
     "CheckpointDownload",
     "CheckpointFile",
     "CheckpointReader",

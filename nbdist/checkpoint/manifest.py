@@ -28,8 +28,9 @@ from pydantic import (
 from nbdist.checkpoint.names import is_data_file_name, printable
 from nbdist.errors import CheckpointError
 
-FORMAT_VERSION: Final = 1
-"""Increased when an older nbdist cannot read newer checkpoints."""
+FORMAT_VERSION: Final = 2
+"""Increased when an older nbdist cannot read newer checkpoints. Format 1 has neither references nor
+state dicts of optimizers."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 32
 """Deepest nesting of a value that nbdist does not interpret."""
@@ -226,6 +227,21 @@ class OptimizerMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaseReference:
+    """Tensors that are stored by reference to the safetensors files of a base model."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Text
+    """Repository, or absolute path of a folder."""
+    revision: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
+    """Commit of the repository; "" for a folder."""
+    tensors: Mapping[Text, Annotated[tuple[Text, ...], Field(min_length=1)]]
+    """Key in the checkpoint -> names of the tensors in the files whose elements it consists of, in
+    this order. Its digest is in `keys`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Metadata of a checkpoint."""
 
@@ -245,7 +261,12 @@ class Manifest:
     """Package -> version at the time of saving. Always includes "nbdist"."""
     aliases: Mapping[Text, Text] = field(default_factory=dict)
     """Additional key of a tied tensor -> key under which it is stored."""
+    bases: tuple[BaseReference, ...] = ()
+    """Base models of tensors that are stored by reference."""
     optimizers: tuple[OptimizerMetadata, ...] = ()
+    state_dicts: tuple[JsonValue, ...] = ()
+    """State dicts of optimizers that cannot be resharded, without tensors; of each rank, or only of
+    rank 0 if they are equal on all ranks."""
     schedulers: tuple[JsonValue, ...] = ()
     rng: tuple[JsonValue, ...] = ()
     """RNG states of Python and NumPy of each rank. Those of torch are in a file."""
@@ -255,12 +276,17 @@ class Manifest:
     created: Time = field(default_factory=lambda: datetime.now(UTC))
     id: SaveId = field(default_factory=lambda: secrets.token_hex(16))
     """Unique ID of the save. Saving again under the same name creates another ID."""
-    format: Literal[1] = FORMAT_VERSION
+    format: Literal[1, 2] = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
         """Total size of the files, without the manifest."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def referenced(self) -> dict[str, BaseReference]:
+        """Key -> base model, for tensors that are stored by reference."""
+        return {key: base for base in self.bases for key in base.tensors}
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`.
@@ -383,6 +409,8 @@ def _parse_manifest(text: bytes) -> Manifest:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"files lists {printable(twice)} twice")
+    if unknown := manifest.referenced.keys() - manifest.keys.keys():
+        raise ValueError(f"bases lists {printable(min(unknown))}, which is not in keys")
     for alias, target in manifest.aliases.items():
         if target not in manifest.keys or alias in manifest.keys:
             raise ValueError(

@@ -108,6 +108,9 @@ def save_parser() -> MagicArgumentParser:
         "--keep", type=int, metavar="N", help="keep only the newest N, once this one is complete"
     )
     parser.add_argument("--wait", action="store_true", help="return when the checkpoint is on disk")
+    parser.add_argument(
+        "--full", action="store_true", help="store the frozen parameters of a base model too"
+    )
     _add_folder(parser)
     return parser
 
@@ -122,6 +125,9 @@ def load_parser() -> MagicArgumentParser:
         "--weights-only",
         action="store_true",
         help="do not load optimizer, scheduler and data loaders",
+    )
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="start with new optimizer state"
     )
     parser.add_argument(
         "--trust", action="store_true", help="allow code in files that nbdist did not write to run"

@@ -405,7 +405,12 @@ class NbDist(Magics):
     def save_command(self, options: argparse.Namespace) -> None:
         """Write a checkpoint in the background."""
         save = self.require_session().save(
-            options.name, options.overwrite, options.keep, options.wait, folder=options.dir
+            options.name,
+            options.overwrite,
+            options.keep,
+            options.wait,
+            folder=options.dir,
+            full=options.full,
         )
         print(save)
         if not save.done:
@@ -418,6 +423,7 @@ class NbDist(Magics):
             self.require_session().load(
                 options.name,
                 weights_only=options.weights_only,
+                reset_optimizer=options.reset_optimizer,
                 folder=options.dir,
                 trust=options.trust,
             )

@@ -193,6 +193,8 @@ class SaveRequest:
     overwrite: bool = False
     keep: int | None = None
     """Number of checkpoints to keep; None: all."""
+    full: bool = False
+    """Store frozen tensors of a base model too, and not by reference."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,6 +225,8 @@ class LoadRequest:
     """Id in the manifest, to detect that the checkpoint was replaced."""
     weights_only: bool
     """Leave optimizers, schedulers, generators and loaders unchanged."""
+    reset_optimizer: bool = False
+    """Start with new optimizer state."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -195,6 +195,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         wait: bool = False,  # noqa: FBT001, FBT002
         *,
         folder: str | os.PathLike[str] | None = None,
+        full: bool = False,
     ) -> Save:
         """Save the current training state, crash-safe; loads under any backend and world size.
 
@@ -207,6 +208,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
             keep: keep only this many checkpoints, newest first, once this one is complete.
             wait: return when the checkpoint is on disk.
             folder: root folder of checkpoints, or an fsspec URL. Default: the session's.
+            full: also store frozen parameters that are unchanged since `from_pretrained`, which
+                are stored by reference otherwise.
 
         Raises:
             CheckpointError: no model, no space, name taken, or an optimizer step is incomplete
@@ -219,7 +222,11 @@ class ModelOperations(lifecycle.SessionLifecycle):
         if isinstance(root, Path):
             self._workers.launcher_group.check_shared_folder(root)
         request = SaveRequest(
-            root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+            root=location_with_password(root),
+            name=name,
+            overwrite=overwrite,
+            keep=keep,
+            full=full,
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
             save = self._saves.start_save(request, self._workers, self.world_size)
@@ -233,6 +240,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         name: str,
         *,
         weights_only: bool = False,
+        reset_optimizer: bool = False,
         folder: str | os.PathLike[str] | None = None,
         trust: bool = False,
     ) -> LoadReport | ForeignReport:
@@ -245,6 +253,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             name: name of a checkpoint, or path of its folder; a path to files of another tool
                 is passed to `load_foreign`.
             weights_only: load only weights and buffers.
+            reset_optimizer: start with new optimizer state, and load everything else.
             folder: root folder of checkpoints, or a URL. Default: the session's.
             trust: as for `load_foreign`.
 
@@ -263,7 +272,12 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         with self.operation.track("loading", f"loading {last}"):
             report = operations_load.load_checkpoint(
-                self._workers, self.world_size, last, root, weights_only=weights_only
+                self._workers,
+                self.world_size,
+                last,
+                root,
+                weights_only=weights_only,
+                reset_optimizer=reset_optimizer,
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
         return report

@@ -56,6 +56,8 @@ class OptimizerRecipe:
     """Constructor arguments, without the parameters."""
     param_group_names: tuple[tuple[str, ...], ...]
     """Parameter names of each group, in order."""
+    rebuild_error: str = ""
+    """Why the optimizer cannot be rebuilt; its state can be saved and loaded."""
 
 
 def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerRecipe:
@@ -66,7 +68,7 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
         names: id of a parameter -> its name in the bare model.
 
     Raises:
-        SwitchError: a parameter has no name, or a constructor argument is not stored.
+        SwitchError: a parameter has no name.
     """
     cls = type(optimizer)
     held = get_param_group_names(optimizer, names)
@@ -84,14 +86,15 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
         and argument.default is inspect.Parameter.empty
         and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ]
-    if missing:
-        message = (
-            f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so"
-            " it cannot be rebuilt."
-        )
-        raise SwitchError(message)
+    rebuild_error = (
+        f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so it"
+        " cannot be rebuilt."
+    )
     return OptimizerRecipe(
-        optimizer_class=cls, constructor_kwargs=arguments, param_group_names=held
+        optimizer_class=cls,
+        constructor_kwargs=arguments,
+        param_group_names=held,
+        rebuild_error=rebuild_error if missing else "",
     )
 
 
@@ -130,10 +133,16 @@ def why_not_reshardable(cls: type) -> str:
     )
 
 
+def is_reshardable(optimizer: Optimizer) -> bool:
+    """Return whether the state of an optimizer can be resharded."""
+    return not why_not_reshardable(type(optimizer))
+
+
 def why_unsupported_by(cls: type, backend: str) -> str:
     """Return why an optimizer cannot train with a backend, even with new state; empty if it can."""
     # torch 2.13: Muon needs matrices, but ZeRO and FSDP1 step parts of flattened parameters;
-    # Adafactor's row and column norms fail on FSDP2's DTensors.
+    # Adafactor's row and column norms fail on FSDP2's DTensors, and so do the kernels of
+    # bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor").
     for name, backends in _NO_STEP.items():
         if backend in backends and any(base.__name__ == name for base in cls.__mro__):
             return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
@@ -143,6 +152,7 @@ def why_unsupported_by(cls: type, backend: str) -> str:
 _NO_STEP = {
     "Muon": frozenset({"fsdp1", "zero1", "zero2", "zero3"}),
     "Adafactor": frozenset({"fsdp2"}),
+    "Optimizer8bit": frozenset({"fsdp2"}),
 }
 _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
@@ -165,7 +175,12 @@ def build_optimizer(
         recipe: the recipe.
         parameters: parameters of the model by name.
         groups: options of each group.
+
+    Raises:
+        SwitchError: a constructor argument is not known.
     """
+    if recipe.rebuild_error:
+        raise SwitchError(recipe.rebuild_error)
     named = [
         {**group_options, "params": [parameters[name] for name in names]}
         for names, group_options in zip(recipe.param_group_names, groups, strict=True)

@@ -20,6 +20,7 @@ from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.names import printable
 from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
+from nbdist.state import base_model
 from nbdist.state.shards import (
     Chunk,
     Piece,
@@ -189,10 +190,12 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
     (most, if several ranks wrote the checkpoint) are read immediately. Tied tensors are the same
     tensor under all their names. Works without a session and without ranks.
 
-    Do not modify the files while such a tensor is in use; removing them is fine.
+    Do not modify the files while such a tensor is in use; removing them is fine. Tensors that are
+    stored by reference are read from the files of the base model.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file is damaged.
+        CheckpointError: there is no checkpoint, a file is damaged, or a base model is missing or
+            has changed.
     """
     with CheckpointReader.open_folder(folder) as opened:
         manifest = opened.manifest
@@ -202,6 +205,8 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
             if name.startswith(prefix)
         }
         index = _build_index(opened, {key: key for key in wanted.values()})
+    if referenced := manifest.referenced.keys() & set(wanted.values()):
+        index.parts |= base_model.open_references(manifest, sorted(referenced), ()).parts
     tensors = {key: _whole_tensor(index, key) for key in dict.fromkeys(wanted.values())}
     return {name.removeprefix(prefix): tensors[key] for name, key in wanted.items()}
 

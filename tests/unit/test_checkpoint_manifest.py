@@ -139,8 +139,8 @@ def test_a_file_that_cannot_be_read_again_is_not_written() -> None:
 
 @pytest.mark.fault("E8")
 def test_a_newer_format_says_so() -> None:
-    newer = {"format": 2, "versions": {"nbdist": "9.1"}, "all": "new"}
-    with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 2"):
+    newer = {"format": 3, "versions": {"nbdist": "9.1"}, "all": "new"}
+    with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 3"):
         read(newer)
     for versions in (None, 3, {"nbdist": "<img>" * 99}, {"nbdist": ["x"]}):
         with pytest.raises(CheckpointError, match="newer nbdist in format 99\\."):
@@ -180,6 +180,12 @@ HOSTILE: dict[str, Any] = {
     "backend too long": tree(backend="x" * 2000),
     "versions nested": tree(versions={"nbdist": {"x": 1}}),
     "alias of nothing": tree(aliases={"model.tied": "model.other"}),
+    "reference without a key": tree(
+        bases=[{"name": "base", "revision": "", "tensors": {"model.other": ["w"]}}]
+    ),
+    "reference to no tensor": tree(
+        bases=[{"name": "base", "revision": "", "tensors": {"model.w": []}}]
+    ),
     "alias that is a key": tree(aliases={"model.w": "model.w"}),
     "optimizer without kind": tree(optimizers=[{"prefix": "optim"}]),
     "counts as text": tree(optimizers=[tree()["optimizers"][0] | {"counts": {"w": {"step": "7"}}}]),

@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 61_250,
-    "files in nbdist/": 275,
+    "lines in nbdist/": 61_700,
+    "files in nbdist/": 276,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 44_950,
+    "lines in tests/ and benchmarks/": 45_250,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -7,7 +7,7 @@ and writes weights, optimizer state and scalar state from the placements.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives
+from nbdist.state import collectives, optimizer_recipes
 from nbdist.state.shards import Piece, Shard
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Layout(ABC):
     """Library whose private attributes the layout uses."""
     shards_parameters: ClassVar[bool] = False
     """A forward of the model gathers parameters from the other ranks."""
+    is_replicated: ClassVar[bool] = False
+    """Every rank has the whole state of all optimizers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
@@ -179,6 +181,8 @@ class Layout(ABC):
             if place.optimizer_tensor is None:
                 continue
             optimizer, _ = self._steppers[id(place.optimizer_tensor)]
+            if not optimizer_recipes.is_reshardable(optimizer):
+                continue
             state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
                 # torch 2.13: Adagrad creates its state before FSDP1 shards the parameter.
@@ -223,6 +227,22 @@ class Layout(ABC):
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
 
+    @contextmanager
+    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+        """Yield the optimizers whose state cannot be resharded, with all their parameters.
+
+        The methods above do not include their state.
+        """
+        yield tuple(
+            optimizer
+            for optimizer in self.optimizers
+            if not optimizer_recipes.is_reshardable(optimizer)
+        )
+
+    def frozen(self) -> set[str]:
+        """Return the names of the parameters that need no gradient."""
+        return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+
     # -- for subclasses
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -256,6 +276,7 @@ class Layout(ABC):
             optimizer.state[place.optimizer_tensor]
             for optimizer in self.optimizers
             if place.optimizer_tensor in optimizer.state
+            and optimizer_recipes.is_reshardable(optimizer)
         ]
         return states[0] if states else {}
 
@@ -415,6 +436,8 @@ def check_group_size(group_size: int, what: str) -> None:
 
 class DdpLayout(Layout):
     """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
+
+    is_replicated = True
 
     @classmethod
     def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model

@@ -172,6 +172,19 @@ class Zero3Layout(DeepSpeedLayout):
                 groups[min(number, len(groups) - 1)],
             )
 
+    @contextlib.contextmanager
+    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+        """Yield the optimizers whose state cannot be resharded, with the masters as parameters."""
+        # Between steps the groups are empty: deepspeed 0.19.8, stage3.py, _rigid_state_dict.
+        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+            self.zero_optimizer._set_fp32_optimizer_param_groups()  # noqa: SLF001
+        try:
+            with super().other_optimizers() as optimizers:
+                yield optimizers
+        finally:
+            if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+                self.zero_optimizer._clear_fp32_optimizer_param_groups()  # noqa: SLF001
+
     @classmethod
     def is_layout_of(cls, model: nn.Module) -> bool:
         """Return whether a model is a DeepSpeed engine of stage 3."""
@@ -285,6 +298,8 @@ class Zero3Layout(DeepSpeedLayout):
             yield self.zero_optimizer, "_partition_all_parameters"
             yield self.zero_optimizer, "_reassign_or_swap_out_partitioned_parameters"
             yield self.zero_optimizer, "_swappable_optimizer_subgroup"
+            yield self.zero_optimizer, "_set_fp32_optimizer_param_groups"
+            yield self.zero_optimizer, "_clear_fp32_optimizer_param_groups"
             if getattr(self.zero_optimizer, "swap_optimizer", False):
                 yield (
                     self.zero_optimizer,

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint.names import printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
-from nbdist.state import hf_export_plan, importers, shards
+from nbdist.state import hf_export_plan, importers, optimizer_recipes, shards
 from nbdist.state.shards import Shard
-from nbdist.worker.operations.load import back_up, restore, zero_shards
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import prepared_models
+from nbdist.worker.training.model_backup import back_up, restore, zero_shards
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImpor
             for key, entry in saved.keys.items()
             if key.startswith("optim.")
         }
+        for owned in prepared.live_optimizers if optimizer_state else ():
+            if reason := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
+                raise CheckpointError(
+                    f"{reason}. Load the weights alone, from files without optimizer state."
+                )
     with phase("keeping"):
         counts = state.scalar_state()
         backup = back_up(state, prepared, state.owned_shards(), counts)

@@ -47,10 +47,10 @@ from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, switch
-from nbdist.worker.operations.load import zero_shards
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
+from nbdist.worker.training.model_backup import zero_shards
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 

@@ -26,7 +26,7 @@ from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
 from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
-from nbdist.state import collectives, digest, layouts, optimizer_recipes, shard_io, shards
+from nbdist.state import base_model, collectives, digest, layouts, shard_io, shards
 from nbdist.worker.engines import accelerator as accelerators
 from nbdist.worker.operations.transaction import (
     error_text,
@@ -36,6 +36,7 @@ from nbdist.worker.operations.transaction import (
 )
 from nbdist.worker.training import (
     dataloader_state,
+    model_cleanup,
     model_recipe,
     prepared_models,
     rng_state,
@@ -44,7 +45,7 @@ from nbdist.worker.training import (
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.checkpoint import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         RankReport,
         Storage,
     )
+    from nbdist.state.base_model import StoredByReference
     from nbdist.state.shards import Shard
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -82,6 +84,8 @@ class StateSnapshot:
     """Manifest fields that are known before the files are written."""
     rng_metadata: dict[str, Any] = field(default_factory=dict)
     """State of this rank's random generators besides tensors."""
+    state_dicts: list[list[Any]] = field(default_factory=list)
+    """Model -> state dicts of its optimizers that cannot be resharded, without tensors."""
     not_saved: list[str] = field(default_factory=list)
     """State that is not saved because the manifest cannot represent it."""
 
@@ -124,6 +128,7 @@ class CheckpointSaver:
         keep: int | None = None,
         *,
         folder: str | Path | None = None,
+        full: bool = False,
     ) -> None:
         """Save the current training state; all ranks must call it with the same arguments.
 
@@ -136,6 +141,8 @@ class CheckpointSaver:
             overwrite: replace a checkpoint of this name when the new one is complete.
             keep: number of checkpoints to keep; older ones are removed when the save is complete.
             folder: folder of the checkpoints, or a URL for fsspec. Default: the session's folder.
+            full: also store frozen parameters that are unchanged since `from_pretrained`, which
+                are stored by reference otherwise.
 
         Raises:
             CheckpointError: the save could not start; raised on all ranks, nothing was written.
@@ -143,7 +150,11 @@ class CheckpointSaver:
         root = self._root if folder is None else parse_location(folder, self._cwd)
         self.begin(
             SaveRequest(
-                root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+                root=location_with_password(root),
+                name=name,
+                overwrite=overwrite,
+                keep=keep,
+                full=full,
             )
         )
 
@@ -157,24 +168,27 @@ class CheckpointSaver:
         complain = self._complain()
         self.wait()
         trained = _check_request(request)
+        states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+        frozen = {} if request.full else _frozen_shards(states)
+        stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
-            shards.total_bytes(ModelState(number, prepared).owned_shards())
-            for number, prepared in enumerate(trained)
+            shards.total_bytes(_without(state.owned_shards(), stored.keys)) for state in states
         )
         total_bytes = sum(collectives.all_gather_values(size_bytes))
         draft = _begin_draft(request, total_bytes)
         try:
             raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(trained))
+            snapshot, error = try_call(lambda: _take_snapshot(trained, stored))
             raise_if_any_failed(error)
-            rng = collectives.all_gather_values(snapshot.rng_metadata)
+            metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
             draft.write_failure(collectives.rank(), error_text(error) or "")
             if collectives.rank() == 0:
                 draft.abort()
             raise
-        snapshot.manifest["rng"] = tuple(rng)
-        job = _BackgroundSave(request, draft, snapshot, began, self._publish, complain)
+        snapshot.manifest["rng"] = tuple(rng for rng, _ in metadata)
+        snapshot.manifest["state_dicts"] = tuple(saved for _, saved in metadata if any(saved))
+        job = _BackgroundSave(request, draft, snapshot, stored, began, self._publish, complain)
         job.publish_status(messages.SaveStatus(state="running", size_bytes=total_bytes))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
@@ -198,11 +212,13 @@ class _BackgroundSave:
         request: SaveRequest,
         draft: PendingCheckpoint,
         snapshot: StateSnapshot,
+        stored: StoredByReference,
         began: float,
         publish: Callable[[messages.SaveStatus], object],
         complain: Callable[[str], object],
     ) -> None:
         self._request, self._draft, self._snapshot = request, draft, snapshot
+        self._stored = stored
         self._publish, self._complain = publish, complain
         self._began, self._pause_s = began, time.perf_counter() - began
         # The thread outlives process groups: during a recovery there is none for a moment.
@@ -265,11 +281,13 @@ class _BackgroundSave:
         reports = [by_rank[rank] for rank in range(self._world_size)]
         manifest = Manifest(
             files=tuple(file for report in reports for file in report.files),
-            keys=checkpoint.merge_tensors(reports),
+            keys=checkpoint.merge_tensors(reports) | self._stored.keys,
+            bases=self._stored.bases,
             **self._snapshot.manifest,
         )
         path = self._draft.commit(name, manifest, overwrite=self._request.overwrite)
         notes = [f"not saved: {item}" for item in dict.fromkeys(self._snapshot.not_saved)]
+        notes += self._stored.notes
         removed: list[str] | None = []
         if keep is not None:
             storage = _storage(self._request)
@@ -339,6 +357,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         keep = request.keep
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
+        model_cleanup.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -356,7 +375,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
     if len(requests) > 1:
         calls = [
             f"save({other.name!r}, overwrite={other.overwrite}, keep={other.keep},"
-            f" folder={str(parse_location(other.root))!r})"
+            f" folder={str(parse_location(other.root))!r}, full={other.full})"
             for other in requests[:2]
         ]
         raise CheckpointError(
@@ -387,12 +406,21 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
         )
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
-    for owned in prepared.live_optimizers if optimizers else ():
-        if refusal := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
-            raise CheckpointError(
-                f"{refusal}. To save the weights use %nbdist export, to load those of a checkpoint"
-                " %nbdist load --weights-only."
-            )
+    if optimizers:
+        ModelState(0, prepared).state_dicts()  # raises if one cannot be stored
+
+
+def base_models(trained: Sequence[PreparedModel]) -> list[str]:
+    """Return the base models of all prepared models."""
+    return [name for prepared in trained for name in base_model.bases_of(prepared.meta.model)]
+
+
+def _frozen_shards(states: Sequence[ModelState]) -> dict[str, Shard]:
+    return {key: shard for state in states for key, shard in state.frozen_shards().items()}
+
+
+def _without(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Shard]:
+    return {key: shard for key, shard in tensors.items() if key not in keys}
 
 
 def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
@@ -440,7 +468,7 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 # -- snapshot
 
 
-def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
+def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
@@ -449,10 +477,14 @@ def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
     states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
-    live = [state.owned_shards() | state.owned_buffers() for state in states]
+    live = [_without(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
     scalars = [state.scalar_state() for state in states]
     for number, prepared in enumerate(trained):  # no collective from here on
         state, counts = states[number], scalars[number]
+        trees, parts = state.state_dicts()
+        if state.state_dict_rank == collectives.rank():
+            live[number] |= {key: whole_shard(tensor) for key, tensor in parts.items()}
+            snapshot.state_dicts.append(trees)
         for kind in ("model", "optim"):
             tensors = {key: shard for key, shard in live[number].items() if key.startswith(kind)}
             snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(tensors)

@@ -334,6 +334,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             " optimizers, but DeepSpeed supports exactly one per model. Use ddp, fsdp2 or fsdp1."
         )
     for owned in prepared.live_optimizers:
+        if owned.recipe.rebuild_error:
+            raise SwitchError(owned.recipe.rebuild_error)
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
         if reason := optimizer_recipes.why_unsupported_by(
@@ -367,8 +369,10 @@ def _check_optimizer(
     """Raise if the new engine cannot represent the optimizer state."""
     refusal = optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class)
     if refusal:
-        message = f"{refusal}. Use --reset-optimizer to switch with a new optimizer state."
-        raise SwitchError(message)
+        raise SwitchError(
+            f"{refusal}. Keep this backend and number of ranks, or use --reset-optimizer to switch"
+            " with a new optimizer state."
+        )
     if new_options.strategy.engine != "deepspeed":
         return
     counts = ModelState(0, prepared).scalar_state()

@@ -2,6 +2,7 @@
 
     model.<parameter or buffer>          names of the user's model
     optim.state.<parameter>.<tensor>     element-wise state: "exp_avg", "momentum_buffer"
+    optim.own.<rank>.<optimizer>.<path>  other state: a tensor of the optimizer's state dict
 
 A second model in the session has the prefixes `model2` and `optim2`.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import CheckpointError, SwitchError
-from nbdist.state import digest, layouts, meta_model, reshard
+from nbdist.state import digest, layouts, meta_model, optimizer_state_dict, reshard
 from nbdist.state.shards import Piece, Shard
 from nbdist.worker.training import model_cleanup, prepared_models
 
@@ -80,6 +81,65 @@ class ModelState:
         ).items():
             shards |= {f"{self._optim}{name}.{key}": shard for key, shard in states.items()}
         return shards
+
+    def frozen_shards(self) -> dict[str, Shard]:
+        """Return the owned shards of the parameters that need no gradient."""
+        frozen = self._layout.frozen()
+        weights = self._layout.weights(owned=True)
+        return {self._model + name: weights[name] for name in weights if name in frozen}
+
+    def state_dicts(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Return the state dicts of optimizers that cannot be resharded.
+
+        Returns:
+            The state dicts without tensors, and this rank's live tensors by key.
+
+        Raises:
+            CheckpointError: an optimizer holds an object that cannot be stored.
+        """
+        trees, tensors = [], dict[str, torch.Tensor]()
+        with self._layout.other_optimizers() as optimizers:
+            for number, optimizer in enumerate(optimizers):
+                tree, parts = optimizer_state_dict.flatten(optimizer)
+                trees.append(tree)
+                tensors |= {self._own_prefix(number) + path: part for path, part in parts.items()}
+        return trees, tensors
+
+    def load_state_dicts(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what ``state_dicts`` returned, under the same engine and number of ranks.
+
+        Raises:
+            CheckpointError: the optimizers differ.
+        """
+        with self._layout.other_optimizers() as optimizers:
+            for number, (optimizer, tree) in enumerate(zip(optimizers, trees, strict=True)):
+                prefix = self._own_prefix(number)
+                parts = {
+                    key.removeprefix(prefix): tensor
+                    for key, tensor in tensors.items()
+                    if key.startswith(prefix)
+                }
+                saved = optimizer_state_dict.unflatten(tree, parts, optimizer)
+                optimizer_state_dict.load(optimizer, saved)
+
+    def reset_state_dicts(self) -> None:
+        """Drop the state of the optimizers that cannot be resharded."""
+        with self._layout.other_optimizers() as optimizers:
+            for optimizer in optimizers:
+                optimizer.state.clear()
+
+    @property
+    def state_dict_rank(self) -> int:
+        """Rank that stores the state dicts of this rank: under DDP they are equal on all."""
+        return 0 if self._layout.is_replicated else torch.distributed.get_rank()
+
+    @property
+    def state_dict_prefix(self) -> str:
+        """Prefix of the keys of tensors of this rank's state dicts."""
+        return f"{self.optimizer_prefix}.own.{self.state_dict_rank:05d}."
+
+    def _own_prefix(self, number: int) -> str:
+        return f"{self.state_dict_prefix}{number}."
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this rank's persistent buffers by key, without copying."""
