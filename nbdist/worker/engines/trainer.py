@@ -9,9 +9,6 @@ OptionError. Under --auto the engine is decided here, before the Trainer builds 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
@@ -20,12 +17,11 @@ from nbdist.errors import OptionError
 from nbdist.worker.engines import accelerator
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.engines.deepspeed import SteppingOptimizerWrapper
+from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
     from nbdist.strategies import Options
     from nbdist.worker.engines.accelerator import EngineConfig
@@ -45,37 +41,7 @@ def install() -> None:
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
     """
-    if MODULE in sys.modules:
-        _patch_trainer()
-    else:
-        sys.meta_path.insert(0, _WhenImported())
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that patches Trainer's module after its import."""
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        """Find Trainer's module with the other finders, and patch it after execution."""
-        if fullname != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            _patch_trainer()
-
-        loader.exec_module = exec_module
-        return spec
+    when_imported(MODULE, _patch_trainer)
 
 
 def _patch_trainer() -> None:
