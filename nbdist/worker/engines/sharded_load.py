@@ -129,6 +129,8 @@ class UnreadWeights:
     def __init__(self, models: Sequence[nn.Module], options: Options | None) -> None:
         """Turn all weights into ordinary parameters; a collective if models are sharded."""
         self._models = models
+        self._titles = {id(model): type(model).__name__ for model in models}
+        """id() of a model -> its class; FSDP2 changes the class."""
         self._unread: dict[int, dict[str, _Unread]] = {}
         """id() of a model -> name -> weight."""
         for model in models:
@@ -203,9 +205,8 @@ class UnreadWeights:
             release_pages(entry.stored)
         state.finalize_state({})
         num_bytes = sum(entry.stored.nbytes for entry in unread.values())
-        title = type(prepared.user_model()).__name__
         print(  # noqa: T201
-            f"Loaded {len(unread)} of {len(targets)} weights of {title} as shards: each rank read"
+            f"Loaded {len(unread)} of {len(targets)} weights of {self._titles[id(prepared.user_model())]} as shards: each rank read"
             f" its part of {format_bytes(num_bytes)}."
         )
 
