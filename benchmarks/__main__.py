@@ -1,6 +1,6 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
+    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [loading] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
     python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
     python benchmarks [plan_published] [plan_calibrated] [plan_adapters]
@@ -23,6 +23,7 @@ import checkpoints
 import exporting
 import faults
 import gains
+import loading
 import nodes
 import open_panel
 import plan_adapters
@@ -63,6 +64,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "checkpoints": lambda: checkpoints.measure(BUILD),
     "saving": lambda: saving.measure(BUILD),
     "exporting": lambda: exporting.measure(BUILD),
+    "loading": lambda: loading.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
     "nodes": lambda: nodes.measure(BUILD),

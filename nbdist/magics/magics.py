@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
-from traitlets import Bunch, Enum, Int, TraitError, Unicode, validate
+from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
 from nbdist import strategies
 from nbdist._version import __version__
@@ -83,6 +83,9 @@ class NbDist(Magics):
     on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
         config=True
     )
+    sharded_load = Bool(
+        default_value=True, help="Load from_pretrained models as shards with fsdp, fsdp1, zero3."
+    ).tag(config=True)
     checkpoints = Unicode(
         None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)

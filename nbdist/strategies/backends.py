@@ -120,6 +120,10 @@ class Options:
         values=REPLICATE_ACROSS,
         panel_limit=64,
     )
+    sharded_load: bool = option(
+        default=True,
+        help="with fsdp, fsdp1, zero3: each rank reads only its shards of a from_pretrained model",
+    )
     accumulate: int = option(
         1, metavar="N", help="micro-batches per optimizer step", type=int, panel_limit=4096
     )
@@ -179,8 +183,8 @@ class Options:
                 words += [] if self.reshard_after_forward else ["no reshard"]
             elif value in (item.default, "no") or item.name in {"backend", "deepspeed_config"}:
                 continue
-            elif value is True:
-                words.append(name)
+            elif isinstance(value, bool):
+                words.append(name if value else f"no {name}")
             else:
                 words.append(f"{name} {value:g}" if item.name == "clip" else f"{name} {value}")
         return ", ".join(words)

@@ -181,6 +181,17 @@ PATCHES: Mapping[str, LibraryPatch] = {
         " root's parameters are not gathered",
         "https://github.com/huggingface/transformers/pull/22242",
     ),
+    "transformers.modeling_utils:PreTrainedModel._load_pretrained_model": LibraryPatch(
+        TRANSFORMERS, "record the files of from_pretrained, to load them as shards"
+    ),
+    "transformers.core_model_loading:_materialize_copy": LibraryPatch(
+        TRANSFORMERS,
+        "every rank casts the whole model in host memory",
+        "https://github.com/huggingface/transformers/issues/43749",
+    ),
+    "transformers.core_model_loading:set_param_for_module": LibraryPatch(
+        TRANSFORMERS, "copies a weight that is read later to make it a parameter"
+    ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(
         TORCH, "scripts call it at their start; the session's group exists already"
@@ -260,5 +271,5 @@ def _resolve(target: str) -> tuple[Any, str]:
 
 def _wrapped(original: Any, wrap: Callable[[Any], Any]) -> Any:
     replacement = wrap(original)
-    is_function = callable(replacement) and not isinstance(replacement, type)
+    is_function = callable(replacement) and not isinstance(replacement, type | staticmethod)
     return functools.update_wrapper(replacement, original) if is_function else replacement

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import process_group
-from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
+from nbdist.worker.engines import cpu, deepspeed, fsdp, sharded_load, wrap_policy
 from nbdist.worker.library_patches import patch
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import (
@@ -172,6 +172,7 @@ def patch_accelerator(
     _keep_shared_states()
     memory_probe.probe_state.device = lazy.device
     dataloader_state.patch_dataloaders()
+    sharded_load.install(lambda: sharded_load.is_sharded(current_config().options))
     own = "accelerate.accelerator:Accelerator"
     patch(f"{own}.__init__", lambda _: _init)
     patch(f"{own}.prepare", lambda _: _prepare)
@@ -382,14 +383,16 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
             "train() first, or use backend fsdp2."
         )
         raise OptionError(message)
+    options = self._nbdist_session and self._nbdist_session.options
+    unread = sharded_load.UnreadWeights(new, options)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
         model_cleanup.release_unused_models()
-    with process_group.owned_by_engines():
+    with process_group.owned_by_engines(), unread.deferred(self):
         result = _prepared(self, args, new, device_placement)
-    options = self._nbdist_session and self._nbdist_session.options
     for record in call.record_result(result):
+        unread.read_shards(record)
         prepared_models.hook_forward(record)
     generation.patch_generate()
     memory_probe.start_probe(self, result, options)

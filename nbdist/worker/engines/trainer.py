@@ -9,8 +9,6 @@ builds it.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +18,12 @@ from torch.distributed.fsdp import StateDictType
 from nbdist.errors import OptionError
 from nbdist.worker.engines import accelerator, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
+from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
 from nbdist.worker.training.trainer_metrics import metrics_callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
     from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
@@ -47,44 +44,8 @@ def install(reporter: Reporter) -> None:
     Args:
         reporter: receives the values that Trainers log.
     """
-    for name, patch_module in (
-        (training_arguments.MODULE, training_arguments.patch_arguments),
-        (MODULE, functools.partial(_patch_trainer, reporter)),
-    ):
-        if name in sys.modules:
-            patch_module()
-        else:
-            sys.meta_path.insert(0, _WhenImported(name, patch_module))
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that patches a module after its import."""
-
-    def __init__(self, name: str, patch_module: Callable[[], None]) -> None:
-        self._name, self._patch_module = name, patch_module
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        """Find the module with the other finders, and patch it after execution."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._patch_module()
-
-        loader.exec_module = exec_module
-        return spec
+    when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
+    when_imported(MODULE, functools.partial(_patch_trainer, reporter))
 
 
 def _patch_trainer(reporter: Reporter) -> None:

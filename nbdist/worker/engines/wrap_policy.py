@@ -99,14 +99,18 @@ def has_weights() -> bool:
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(model: nn.Module) -> None:
+def broadcast_from_rank_0(model: nn.Module, *, without: Collection[int] = ()) -> None:
     """Broadcast rank 0's weights and buffers, as DDP and DeepSpeed do; collective.
 
     FSDP shards each rank's own weights, so a model built without a common seed would be a mix
     of different initializations.
+
+    Args:
+        model: a model that is not prepared.
+        without: id() of parameters that are loaded afterwards.
     """
     if not has_weights():
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and id(tensor) not in without:
             torch.distributed.broadcast(tensor.detach(), src=0)
