@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
 from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
@@ -132,7 +132,6 @@ class NbDist(Magics):
                 " option of %%distribute to change this one"
             )
 
-    @no_var_expand
     @magic_arguments("%distribute")
     @SessionArguments()
     @argument("--ranks", metavar="LIST", help="run on these ranks only, such as 0,2-3")
@@ -202,7 +201,6 @@ class NbDist(Magics):
         if options.pull:
             self.bind_pulled(session, options.pull)
 
-    @no_var_expand
     @line_magic
     def nbdist(self, line: str) -> None:
         """Inspect and control the session: `%nbdist COMMAND`.
