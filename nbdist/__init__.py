@@ -104,7 +104,7 @@ def trainer_arguments(
     """Return arguments that make Hugging Face's Trainer clip gradients only as set by --clip.
 
     Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. Trainer
-    uses the session's backend without it. Under --auto the backend is chosen here, for `model` and
+    uses the session's options without it. Under --auto the backend is chosen here, for `model` and
     `seq_len`.
 
     Args:

@@ -90,10 +90,12 @@ def combine(args: Any, session: EngineConfig) -> Options:
     """
     _restore(args)
     options = _with_engine_config(args, session)
-    if args.optim == "adafactor" and options.backend == "fsdp1" and args.save_strategy != "no":
+    strategy = options.strategy
+    is_flat = (strategy.engine, strategy.level) == ("fsdp", 1)
+    if is_flat and args.optim == "adafactor" and args.save_strategy != "no":
         # torch 2.13 compares state such as its RMS between ranks, which hold other shards.
         raise OptionError(
-            "Adafactor's state cannot be saved under fsdp1. Use backend fsdp2, or"
+            f"Adafactor's state cannot be saved under {strategy.name}. Use backend fsdp, or"
             " save_strategy='no'."
         )
     values = _precision_values(args, session, options)
