@@ -31,7 +31,12 @@ from nbdist.worker import process_group
 from nbdist.worker.engines import cpu, deepspeed, fsdp, wrap_policy
 from nbdist.worker.library_patches import patch
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.training import dataloader_state, model_cleanup, prepared_models
+from nbdist.worker.training import (
+    dataloader_state,
+    model_cleanup,
+    prepared_models,
+    tokenizer_check,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -364,6 +369,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
             "train() first, or use backend fsdp2."
         )
         raise OptionError(message)
+    for model in new:
+        tokenizer_check.warn_of_large_tokenizer(model)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
