@@ -255,3 +255,19 @@ def test_a_function_in_the_state_is_refused(session: Session) -> None:
     with pytest.raises(CheckpointError, match=r"Holding contains state\.0\.rule, of type function"):
         session.save("holding")
     session.run("train(1)")
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding_is_named(
+    session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(
+        "from tokenizers import Tokenizer, models\n"
+        "words = {str(number): number for number in range(300)}\n"
+        "words = Tokenizer(models.WordLevel(words, unk_token='0'))\n"
+        "tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)\n"
+        "prepare(llama()); train(1)"
+    )
+    problem = "The tokenizer 'tokenizer' has 300 tokens, but the embedding of LlamaForCausalLM has"
+    assert problem in capsys.readouterr().err
+    assert problem in str(session.export(tmp_path / "out"))
+    session.run("del tokenizer")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 61_700,
-    "files in nbdist/": 276,
+    "lines in nbdist/": 61_750,
+    "files in nbdist/": 277,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 45_250,
 }

@@ -37,6 +37,7 @@ from nbdist.worker.training import (
     generation,
     model_cleanup,
     prepared_models,
+    tokenizer_check,
 )
 
 if TYPE_CHECKING:
@@ -385,6 +386,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         raise OptionError(message)
     options = self._nbdist_session and self._nbdist_session.options
     unread = sharded_load.UnreadWeights(new, options)
+    for model in new:
+        tokenizer_check.warn_of_large_tokenizer(model)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models

@@ -33,6 +33,7 @@ from nbdist.worker.operations.transaction import (
     try_call,
 )
 from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
+from nbdist.worker.training.tokenizer_check import too_large_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,8 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
         assigned = hf_export_plan.assign_to_files(outline, request.max_shard_size)
         files = {name: _plan_file(outputs) for name, outputs in assigned.items()}
         _fill_report(report, model, outline, target)
+        if problem := too_large_tokenizer(model, context.variables):
+            report.notes.append(problem)
         report.files = list(files)
         atomic_folder.check_target(target, overwrite=request.overwrite)
     with phase("comparing"):
