@@ -1,7 +1,7 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [loading] [switching]
-    python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
+    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
+    python benchmarks [loading] [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
     python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
     python benchmarks [plan_published] [plan_calibrated]
 
