@@ -106,7 +106,7 @@ class LazyWeight(torch.Tensor):
         self.read()
         return self.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Read the values, then format them."""
         self.read()
         return repr(self)
