@@ -1,9 +1,9 @@
 """`make bench`: nbdist beside what else there is, and the planner beside what was measured.
 
-    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [loading] [switching]
+    python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
     python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
-    python benchmarks [plan_published] [plan_calibrated] [plan_adapters]
+    python benchmarks [plan_published] [plan_calibrated] [plan_adapters] [loading]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """

@@ -2,20 +2,16 @@
 
 The checkpoint has 1.1 billion random parameters in bf16. Memory is the largest sum of the ranks'
 proportional set sizes (Pss of /proc/PID/smaps_rollup, memory-mapped files included) less the sum
-before. The peer is one process with the same number of threads as all ranks together, until the
-weights are in its own memory: `from_pretrained` returns views of the memory-mapped file.
+before. The peer of the time is one rank under the same backend, which loads the whole model.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import threading
-
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from results import Row, middle
@@ -37,18 +33,15 @@ CONFIG = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
-IMPORTS = "import time, torch; from transformers import AutoModelForCausalLM, LlamaForCausalLM"
-ALONE = """
-begin = time.perf_counter()
-model = AutoModelForCausalLM.from_pretrained({folder!r}{arguments})
-for parameter in model.parameters():
-    parameter.data = parameter.data.clone()
-print("seconds", time.perf_counter() - begin)
+SETUP = """
+import os, time
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+small = accelerator.prepare(torch.nn.Linear(8, 8))  # imports what an engine needs
 """
-SHARDED = """
+LOAD = """
 accelerator.wait_for_everyone()
 begin = time.perf_counter()
-model = AutoModelForCausalLM.from_pretrained({folder!r}{arguments})
+model = AutoModelForCausalLM.from_pretrained({folder!r})
 model = accelerator.prepare(model)
 accelerator.wait_for_everyone()
 time.perf_counter() - begin
@@ -59,9 +52,9 @@ def measure(build: Path) -> Iterator[Row]:
     """Rows for FSDP and ZeRO-3."""
     folder = build / "bench-loading"
     size = write_checkpoint(folder)
-    alone = middle([load_alone(folder) for _ in range(ROUNDS)])
     for backend in ("fsdp2", "zero3"):
-        seconds, peak = load_sharded(folder, backend)
+        seconds, peak = load(folder, backend)
+        alone, _ = load(folder, backend, nproc=1, sharded_load=False)
         yield Row(
             name=f"host memory of {RANKS} ranks loading a model under {backend}, over its bytes",
             value=peak / size,
@@ -70,7 +63,7 @@ def measure(build: Path) -> Iterator[Row]:
             detail=f"{peak / 1e9:.2f} / {size / 1e9:.2f} GB",
         )
         yield Row(
-            name=f"time of that under {backend}, against one process",
+            name=f"time of that under {backend}, over one rank that loads it whole",
             value=seconds / alone,
             unit="x",
             limit=1.0,
@@ -94,25 +87,16 @@ def write_checkpoint(folder: Path) -> int:
     return sum(weight.nbytes for weight in weights.values())
 
 
-def load_alone(folder: Path, arguments: str = "") -> float:
-    """Return the seconds in which one process loads the model."""
-    code = IMPORTS + ALONE.format(folder=str(folder), arguments=arguments)
-    output = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    return float(output.split()[-1])
-
-
-def load_sharded(folder: Path, backend: str, arguments: str = "", **options: str) -> tuple[float, int]:
-    """Return the seconds in which the ranks load the model, and the growth of their memory."""
+def load(folder: Path, backend: str, **options: Any) -> tuple[float, int]:
+    """Return the seconds in which ranks load the model, and the growth of their memory."""
     seconds, peaks = [], []
     for _ in range(ROUNDS):
-        with nbdist.Session(nproc=RANKS, backend=backend, **{"precision": "no"} | options) as session:
-            session.run(IMPORTS)
-            session.run("accelerator.state")  # builds the engine
-            pids = list(session.run("import os; os.getpid()").values.values())
+        arguments = {"nproc": RANKS, "precision": "no"} | options
+        with nbdist.Session(backend=backend, **arguments) as session:
+            session.run(SETUP)
+            pids = list(session.run("os.getpid()").values.values())
             with Memory(pids) as memory:
-                answer = session.run(SHARDED.format(folder=str(folder), arguments=arguments))
+                answer = session.run(LOAD.format(folder=str(folder)))
             seconds.append(max(answer.values.values()))
             peaks.append(memory.growth)
     return middle(seconds), max(peaks)
@@ -126,7 +110,7 @@ class Memory:
         self._before = self._peak = pss_bytes(pids)
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -146,5 +130,6 @@ class Memory:
 
 def pss_bytes(pids: Sequence[int]) -> int:
     """Sum of the proportional set sizes, in which shared pages count once."""
+    pattern = re.compile(r"^Pss: +(\d+) kB", re.MULTILINE)
     texts = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in pids]
-    return sum(1024 * int(re.search(r"^Pss: +(\d+) kB", text, re.M)[1]) for text in texts)  # type: ignore[index]
+    return sum(1024 * int(pattern.findall(text)[0]) for text in texts)

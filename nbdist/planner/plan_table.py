@@ -86,6 +86,8 @@ class PlanRow:
     host: Mapping[str, int] = field(default_factory=dict)
     """Host memory of one rank in bytes, by part."""
     host_bytes: int = 0
+    load_bytes: int = 0
+    """Host memory of all ranks of one node while they load the model, in the dtype of the load."""
     nvme_bytes: int = 0
     peak_moment: str = ""
     """When the peak occurs: "loss", "backward of block 3", "optimizer step"."""
@@ -151,6 +153,7 @@ class PlanRow:
             "device_bytes": self.device_bytes,
             "allocated_bytes": self.allocated_bytes,
             "host_bytes": self.host_bytes,
+            "load_bytes": self.load_bytes,
             "nvme_bytes": self.nvme_bytes,
             "peak_moment": self.peak_moment,
             "step_time_s": self.step_time_s,

@@ -18,7 +18,7 @@ from nbdist.errors import OptionError, PlanError
 from nbdist.planner import memory, step_time
 from nbdist.planner.measurements import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
-from nbdist.planner.model_spec import Workload
+from nbdist.planner.model_spec import Workload, num_params
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.decoder import DecoderSpec
 from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
@@ -267,6 +267,7 @@ class _PlanVariant:
             device_bytes=device_bytes,
             host=dict(peak.host_parts),
             host_bytes=sum(peak.host_parts.values()),
+            load_bytes=_load_bytes(self._options, self._question),
             nvme_bytes=peak.nvme_bytes,
             peak_moment=peak.name,
             learned=self._overhead.day,
@@ -301,11 +302,22 @@ def _shortage(row: PlanRow, question: PlanRequest) -> str:
         )
     host = cluster.host_memory_bytes
     on_host = row.host_bytes * cluster.ranks_per_node
-    if cluster.kind == "cuda" and host is not None and on_host > host:
+    if cluster.kind == "cuda" and host is not None and max(on_host, row.load_bytes) > host:
+        when = "" if on_host > host else " while it is loaded"
+        needed = on_host if on_host > host else row.load_bytes
         return (
-            f"does not fit in host memory: {format_gib(on_host)} of {format_gib(host, unit=True)}"
+            f"does not fit in host memory{when}: {format_gib(needed)} of"
+            f" {format_gib(host, unit=True)}"
         )
     return ""
+
+
+def _load_bytes(options: Options, question: PlanRequest) -> int:
+    """Return the host memory of a node in which its ranks load the model."""
+    cluster, size = question.cluster, num_params(question.model) * question.model.element
+    if options.sharded_load and "parameters" in options.strategy.shards:
+        return -(-size * cluster.ranks_per_node // question.world_size)  # a part of each rank
+    return size * cluster.ranks_per_node
 
 
 # --------------------------------------------------------------------------- best row

@@ -72,7 +72,11 @@ def session(request: pytest.FixtureRequest, folder: Path) -> Iterator[Session]:
 
 def load(session: Session, way: str, *, whole: bool) -> tuple[dict[str, torch.Tensor], Any, str]:
     """Return the loaded weights, the losses of two steps, and what the cell printed."""
-    session.run("torch.manual_seed(1); model = load()\n" + WAYS[way] + ("\nread_all(model)" if whole else ""))
+    session.run(
+        "torch.manual_seed(1); model = load()\n"
+        + WAYS[way]
+        + ("\nread_all(model)" if whole else "")
+    )
     cell = session.run("model, optimizer = prepare(model)")
     weights = session.pull("model")
     text = "".join(output.get("text", "") for output in cell.outputs[0])

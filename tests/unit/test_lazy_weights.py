@@ -44,7 +44,7 @@ def is_lazy(layer: nn.Linear) -> bool:
         lambda layer: layer.state_dict(),
         lambda layer: layer.to(torch.float64).to(torch.float32),
         lambda layer: torch._foreach_add([layer.weight], 0),
-        lambda layer: copy.deepcopy(layer),
+        copy.deepcopy,
         lambda layer: pickle.dumps(layer.weight),
         lambda layer: repr(layer.weight),
     ],
@@ -58,7 +58,7 @@ def test_any_use_reads_the_values(layer: nn.Linear, use: Callable[[nn.Linear], o
 
 
 def test_a_copy_is_an_ordinary_parameter(layer: nn.Linear) -> None:
-    for copied in (copy.deepcopy(layer).weight, pickle.loads(pickle.dumps(layer.weight))):
+    for copied in (copy.deepcopy(layer).weight, pickle.loads(pickle.dumps(layer.weight))):  # noqa: S301
         assert type(copied) is nn.Parameter
         assert torch.equal(copied.detach(), STORED.float())
 
@@ -69,7 +69,7 @@ def test_questions_about_the_shape_read_nothing(layer: nn.Linear) -> None:
     assert isinstance(weight, nn.Parameter)
     assert (weight.shape, weight.dtype, weight.device.type) == ((2, 3), torch.float32, "cpu")
     assert sum(p.numel() for p in layer.parameters() if p.requires_grad) == 6
-    weight.requires_grad_(False)
+    weight.requires_grad_(requires_grad=False)
     layer.eval().zero_grad()
     assert {weight: 1}[weight] == 1
     assert is_lazy(layer)

@@ -450,3 +450,12 @@ def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
 
     assert nbdist.session() is None
     assert callable(nbdist.doctor)
+
+
+def test_host_memory_is_counted_while_the_model_is_loaded() -> None:
+    plan = nbdist.plan(LLAMA_8B, devices="8xH100,150GB host", seq_len=2048)
+    rows = {row.backend: row for row in plan.rows if row.options.offload == "none"}
+    whole = rows["fsdp2"].load_bytes
+    assert rows["zero1"].load_bytes == rows["ddp"].load_bytes == 8 * whole
+    assert "in host memory while it is loaded" in rows["zero1"].why
+    assert rows["fsdp2"].fits

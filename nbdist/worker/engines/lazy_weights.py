@@ -38,7 +38,7 @@ _NEED_NO_VALUES = frozenset(
 """Attributes, methods and functions that depend on a tensor's shape, dtype, device and flags."""
 
 
-class LazyWeight(_T):
+class LazyWeight(torch.Tensor):
     """Tensor of a safetensors file whose values are read at the first use of any of them.
 
     Its own memory is allocated and never touched, so it is not resident. Everything outside of
@@ -70,7 +70,7 @@ class LazyWeight(_T):
 
     def detach_values(self) -> torch.Tensor:
         """Turn it into an ordinary tensor or parameter without values; return those of the file."""
-        attributes = vars(self)
+        attributes = self.__dict__
         is_parameter = attributes.pop("_is_param", False)
         del attributes["checkpoint"]
         stored: torch.Tensor = attributes.pop("stored")

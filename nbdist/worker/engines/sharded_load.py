@@ -143,7 +143,7 @@ class UnreadWeights:
                 if (name, weight.checkpoint, weight.dtype) not in common:
                     weight.read()
                     continue
-                entry = _Unread(weight, weight.dtype, weight.detach_values())  # type: ignore[arg-type]
+                entry = _Unread(weight, weight.dtype, weight.detach_values())
                 self._unread.setdefault(id(model), {})[name] = entry
 
     @contextlib.contextmanager
@@ -178,7 +178,8 @@ class UnreadWeights:
         Raises:
             SwitchError: this engine's shards cannot be written.
         """
-        unread = self._unread.pop(id(prepared.user_model()), None)
+        identity = id(prepared.user_model())
+        unread, title = self._unread.pop(identity, None), self._titles.get(identity)
         if unread is None:
             return
         try:
@@ -204,11 +205,12 @@ class UnreadWeights:
             index.read_into({key: targets[key]})
             release_pages(entry.stored)
         state.finalize_state({})
-        num_bytes = sum(entry.stored.nbytes for entry in unread.values())
-        print(  # noqa: T201
-            f"Loaded {len(unread)} of {len(targets)} weights of {self._titles[id(prepared.user_model())]} as shards: each rank read"
-            f" its part of {format_bytes(num_bytes)}."
-        )
+        if collectives.rank() == 0:
+            num_bytes = sum(entry.stored.nbytes for entry in unread.values())
+            print(  # noqa: T201
+                f"Loaded {len(unread)} of {len(targets)} weights of {title} as shards: each rank"
+                f" read its part of {format_bytes(num_bytes)}."
+            )
 
 
 def _engine_dtype(accelerator: Accelerator, parameter: nn.Parameter) -> torch.dtype:
