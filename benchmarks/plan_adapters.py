@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nbdist.planner.plan_table import PlanRow
 
 CASES = 12
-PROCESSES = 1
+PROCESSES = 2
 MIB = 2**20
 _BACKENDS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "fsdp1")
 _NAMES = {"loop": "adamw_loop", "fused": "adamw_fused"}
@@ -47,15 +47,15 @@ def measured(seed: int) -> Iterator[results.Row]:
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     cases = [draw(rng, number) for number in range(CASES)]
     begin = time.monotonic()
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        found = list(pool.map(footprint.measured, cases))
-    print(f"==> plan_adapters: seed {seed}, {time.monotonic() - begin:.0f} s")
+    print(f"==> plan_adapters: seed {seed}")
     errors = []
-    for case, parts in zip(cases, found, strict=True):
-        row = predicted(case)
-        error = 100 * (row.allocated_bytes / parts["total"] - 1)
-        errors.append(abs(error))
-        print(_line(case, parts["total"], row, error))
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for case, parts in zip(cases, pool.map(footprint.measured, cases), strict=True):
+            row = predicted(case)
+            error = 100 * (row.allocated_bytes / parts["total"] - 1)
+            errors.append(abs(error))
+            print(_line(case, parts["total"], row, error), flush=True)
+    print(f"==> plan_adapters: {time.monotonic() - begin:.0f} s")
     detail = f"{len(cases)} configurations, torch's CPU allocator, seed {seed}"
     name = "planned peak, LoRA and quantized:"
     for what, value, bar in (

@@ -141,8 +141,9 @@ class AutogradTape:
         """Record a product with a frozen weight of 4 or 8 bits, by bitsandbytes 0.50.
 
         nf4 (MatMul4Bit) restores the weight for the product, also in the backward, and saves
-        nothing. int8 saves the input as an attribute; a CPU restores the weight (MatMul8bitFp), a GPU quantizes the
-        input instead (MatMul8bitLt: its fp16 copy, its int8 values, the int32 product).
+        nothing. int8 saves the input as an attribute; a CPU restores the weight (MatMul8bitFp), a
+        GPU quantizes the input instead (MatMul8bitLt: its fp16 copy, its int8 values, the int32
+        product).
         """
         weight = wide * narrow
         restored = weight * x.width

@@ -322,7 +322,10 @@ _COMPARED = ("trainable", "frozen", "quantized", "quantized_bytes")
 
 
 def _comparable(groups: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Sort the blocks, and sum up the rest: accelerate 1.15 leaves PEFT's final norm in the root."""
+    """Sort the blocks and sum up the rest.
+
+    accelerate 1.15 does not find the final norm of a PEFT model and leaves it in the root.
+    """
     blocks = sorted(group for group in groups if group[0] == "block")
     rest = [group[1:] for group in groups if group[0] != "block"]
     return [*blocks, tuple(map(sum, zip(*rest, strict=True)))]
