@@ -377,6 +377,9 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
             "train() first, or use backend fsdp2."
         )
         raise OptionError(message)
+    for arg in args:
+        if isinstance(arg, torch.optim.Optimizer):
+            _remove_empty_groups(arg)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
@@ -389,6 +392,16 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         prepared_models.hook_forward(record, gathers=gathers)
     memory_probe.start_probe(self, result, options)
     return result
+
+
+def _remove_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remove groups without parameters, as deepspeed 0.19.8 does, so that all engines agree.
+
+    With LoRA, transformers 5.23 creates one for biases and norms. A scheduler that exists already
+    has a learning rate for each group.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _prepared(
