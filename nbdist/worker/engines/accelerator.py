@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import process_group
@@ -378,7 +380,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         )
         raise OptionError(message)
     for arg in args:
-        if isinstance(arg, torch.optim.Optimizer):
+        # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed 0.19.8).
+        if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
             _remove_empty_groups(arg)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
@@ -394,7 +397,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     return result
 
 
-def _remove_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+def _remove_empty_groups(optimizer: Optimizer) -> None:
     """Remove groups without parameters, as deepspeed 0.19.8 does, so that all engines agree.
 
     With LoRA, transformers 5.23 creates one for biases and norms. A scheduler that exists already
@@ -481,7 +484,7 @@ def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
 
 def _clip_step(
     accelerator: Accelerator,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     args: tuple[Any, ...],  # noqa: ARG001 - torch's signature of a hook
     kwargs: dict[str, Any],  # noqa: ARG001
     *,
