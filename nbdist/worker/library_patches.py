@@ -94,6 +94,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "accelerate.state:AcceleratorState.__init__": LibraryPatch(
         ACCELERATE, "CPU ranks: silently ignores an FSDP or DeepSpeed plugin"
     ),
+    "torch.distributed.fsdp._flat_param:FlatParamHandle.to_cpu": LibraryPatch(
+        TORCH,
+        "CPU ranks: frees a gathered parameter that is on the CPU already, and reading the state"
+        " dict then ends the process",
+    ),
     # -- deepspeed
     "accelerate.accelerator:DeepSpeedEngineWrapper": LibraryPatch(
         ACCELERATE,

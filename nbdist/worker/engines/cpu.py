@@ -9,6 +9,7 @@ own code builds the engines for the predefined accelerator, a user's `Accelerato
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ def patch_accelerate() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     patch("accelerate.state:PartialState.__init__", _cpu_rank)
     patch("accelerate.state:AcceleratorState.__init__", _as_on_a_gpu)
+    patch(
+        "torch.distributed.fsdp._flat_param:FlatParamHandle.to_cpu",
+        lambda _: contextlib.nullcontext,
+    )
 
 
 def skip_shared_memory_op() -> None:

@@ -177,8 +177,8 @@ def _validated(args: Any, session: EngineConfig) -> Options:
         options.offload_params,
     ):
         raise OptionError(
-            f"TrainingArguments({name}=...) asks for {wanted.describe()}, but the session has"
-            f" {options.describe()}. Use `%%distribute {_line(wanted)}`, which does the same, or"
+            f"TrainingArguments({name}=...) asks for {_line(wanted)}, but the session has"
+            f" {_line(options)}. Use `%%distribute {_line(wanted)}`, which does the same, or"
             f" remove {name}=."
         )
     written = None if options.precision == session.hardware.default_precision else options.precision

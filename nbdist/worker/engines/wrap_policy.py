@@ -33,13 +33,16 @@ def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]
     A transformers model supports it itself; in other models, the units are wrapped in torch's
     checkpoint wrapper.
     """
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
+    # transformers 5.23 renamed it; models of other libraries have the old name.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    name = next((name for name in names if hasattr(model, f"{name}_enable")), None)
+    if name is not None:
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", False):
             # transformers 5.23 would disable it with a warning at the first forward.
             config.use_cache = False
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(model, f"{name}_enable")
+        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
         return True
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,

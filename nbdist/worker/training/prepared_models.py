@@ -164,7 +164,11 @@ class PrepareCall:
         self._args = list(args)
         self._new: dict[int, PreparedModel] = {}
         for arg in args:
-            if not isinstance(arg, nn.Module) or any(arg is old.model for old in all_models()):
+            if not isinstance(arg, nn.Module):
+                continue
+            if known := [old for old in all_models() if arg is old.model]:
+                # A second Trainer with the same model: the first one may be gone.
+                known[0].accelerator = weakref.ref(accelerator)
                 continue
             record = PreparedModel(
                 accelerator=weakref.ref(accelerator), user_model=weakref.ref(arg)

@@ -1,0 +1,286 @@
+"""An unchanged transformers Trainer under every backend, as tutorials write it."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from nbdist import CellError, Session
+from nbdist.strategies import STRATEGIES
+from tests import engines
+from tests.trainers import logged, make
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SETUP = """
+from tests.trainers import *
+from transformers import EarlyStoppingCallback
+"""
+EPOCHS: dict[str, Any] = {
+    "num_train_epochs": 2,
+    "max_steps": -1,
+    "gradient_accumulation_steps": 2,
+    "label_smoothing_factor": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "eval_strategy": "epoch",
+}
+
+
+@pytest.fixture(scope="module", params=engines.each("fsdp2"))
+def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
+    with Session(nproc=2, backend=request.param) as session:
+        session.run(SETUP)
+        yield session
+
+
+def value(session: Session, code: str) -> Any:
+    """Rank 0's value of a cell's last line."""
+    return session.run(code).values[0]
+
+
+def test_the_losses_are_those_of_one_process(ranks: Session, tmp_path: Path) -> None:
+    alone = make(str(tmp_path), use_cpu=True, **EPOCHS)
+    alone.train()
+    result = ranks.run(
+        f"trainer = make({str(tmp_path)!r}, gradient_checkpointing=True, **{EPOCHS})\n"
+        "trainer.train()\n"
+        "[logged(trainer, name) for name in ('loss', 'eval_loss', 'eval_accuracy')]"
+    )
+    for name, found in zip(("loss", "eval_loss", "eval_accuracy"), result.values[0], strict=True):
+        assert found == pytest.approx(logged(alone, name), abs=1e-4), name
+    shown = {rank: [o["output_type"] for o in result.outputs[rank]] for rank in (0, 1)}
+    assert "display_data" in shown[0]  # the table of losses
+    assert "display_data" not in shown[1]
+
+
+RESUME = """
+arguments = dict(folder={folder!r}, save_strategy="steps", save_steps=3, save_total_limit=2)
+whole = make({folder!r} + "/whole", build(0.1))
+whole.train()
+make(**arguments, model=build(0.1), callbacks=[StopAt(5)]).train()
+"""
+RESUMED = """
+trainer = make(**arguments, model=build(0.1))
+trainer.train(resume_from_checkpoint=True)
+logged(trainer)
+"""
+
+
+def test_a_second_trainer_resumes_where_the_first_was_stopped(
+    ranks: Session, tmp_path: Path
+) -> None:
+    ranks.run(RESUME.format(folder=str(tmp_path)))
+    assert value(ranks, RESUMED) == pytest.approx(value(ranks, "logged(whole)"), abs=1e-6)
+    folders = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert folders == {"checkpoint-6", "checkpoint-8"}
+
+
+BEST = """
+trainer = make(
+    {folder!r}, learning_rate=0.3, lr_scheduler_type="constant", max_steps=30, eval_steps=2,
+    eval_strategy="steps", save_strategy="steps", save_steps=2, save_total_limit=1,
+    load_best_model_at_end=True, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+)
+trainer.train()
+trainer.save_model({folder!r} + "/best")
+predicted = trainer.predict(ROWS[:16])
+state = trainer.state
+dict(
+    steps=state.global_step, best_step=state.best_global_step, best=state.best_metric,
+    evaluated=trainer.evaluate()["eval_loss"], predicted=predicted.metrics["test_loss"],
+    shape=predicted.predictions.shape,
+)
+"""
+
+
+def test_the_best_model_is_loaded_and_saved_for_from_pretrained(
+    ranks: Session, tmp_path: Path
+) -> None:
+    found = value(ranks, BEST.format(folder=str(tmp_path)))
+    assert found["best_step"] < found["steps"] == found["best_step"] + 4
+    assert found["evaluated"] == pytest.approx(found["best"], abs=1e-5)
+    assert found["predicted"] == pytest.approx(found["best"], abs=1e-5)
+    assert found["shape"] == (16, 24, 211)
+    for saved in (tmp_path / "best", tmp_path / f"checkpoint-{found['best_step']}"):
+        model = LlamaForCausalLM.from_pretrained(saved)
+        loss = make(str(tmp_path), model, use_cpu=True).evaluate()["eval_loss"]
+        assert loss == pytest.approx(found["best"], abs=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bf16=True",
+        "optim='adafactor'",
+        "train_sampling_strategy='group_by_length'",
+        "save_strategy='steps', save_steps=4, save_only_model=True",
+        "max_grad_norm=0.0, eval_strategy='steps', eval_steps=3, bf16_full_eval=True",
+    ],
+)
+def test_it_trains_with(ranks: Session, arguments: str, tmp_path: Path) -> None:
+    ranks.run(f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()")
+    losses = value(ranks, "logged(trainer)")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.03
+    saved = sorted(tmp_path.glob("checkpoint-*/model.safetensors"))
+    assert len(saved) == (2 if "save_only" in arguments else 0)
+
+
+@pytest.mark.nightly
+def test_a_model_init_is_called_for_each_training(ranks: Session, tmp_path: Path) -> None:
+    cell = f"""
+    args = TrainingArguments({str(tmp_path)!r}, max_steps=3, logging_steps=1, save_strategy="no")
+    trainer = Trainer(model_init=lambda: build(), args=args, train_dataset=ROWS)
+    trainer.train()
+    first = logged(trainer)
+    trainer.train()
+    first, logged(trainer)
+    """
+    first, second = value(ranks, textwrap.dedent(cell))
+    assert first == second
+
+
+@pytest.mark.nightly
+def test_new_ranks_resume_where_others_were_stopped(ranks: Session, tmp_path: Path) -> None:
+    ranks.run(RESUME.format(folder=str(tmp_path)))
+    expected = value(ranks, "logged(whole)")
+    ranks.restart()
+    ranks.run(SETUP)
+    ranks.run(RESUME.format(folder=str(tmp_path)).splitlines()[1])
+    assert value(ranks, RESUMED) == pytest.approx(expected, abs=1e-6)
+
+
+# -- engines and numbers that TrainingArguments write too
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": 12345, "overlap_comm": True},
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+@pytest.fixture(scope="module")
+def clipped() -> Iterator[Session]:
+    with Session(nproc=2, backend="zero2", clip=0.5) as session:
+        session.run(SETUP)
+        yield session
+
+
+def test_a_deepspeed_config_that_agrees_is_used(clipped: Session, tmp_path: Path) -> None:
+    cell = (
+        f"trainer = make({str(tmp_path)!r}, deepspeed={DEEPSPEED}, gradient_accumulation_steps=2)"
+    )
+    clipped.run(cell + "\ntrainer.train()")
+    used = value(clipped, "trainer.deepspeed.config")
+    assert used["zero_optimization"]["reduce_bucket_size"] == 12345
+    assert used["gradient_accumulation_steps"] == 2
+    assert used["gradient_clipping"] == 0.5
+    clipped.switch("zero1")  # the Trainer's model belongs to the session
+    assert value(clipped, "trainer.deepspeed.zero_optimization_stage()") == 1
+    clipped.switch("zero2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "deepspeed={'zero_optimization': {'stage': 3, 'offload_optimizer': {'device': 'cpu'}}}",
+            r"Use `%%distribute --backend zero3 --offload cpu`, which does the same",
+        ),
+        (
+            "fsdp='full_shard auto_wrap offload'",
+            r"Use `%%distribute --backend fsdp2 --offload cpu`, which does the same",
+        ),
+        ("max_grad_norm=1.0", r"max_grad_norm=1\.0 but the session has --clip 0\.5\. Remove one"),
+        (
+            "deepspeed={'zero_optimization': {'stage': 2}, 'gradient_clipping': 1.0}",
+            r"clip is 0\.5 but the config file has gradient_clipping = 1\.0\. Remove one",
+        ),
+    ],
+)
+def test_what_does_not_agree_with_the_session_is_one_sentence(
+    clipped: Session, arguments: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CellError, match=said):
+        clipped.run(f"make({str(tmp_path)!r}, {arguments})")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("backend", "arguments", "used", "expected"),
+    [
+        (
+            "zero3",
+            "deepspeed={'zero_optimization': {'stage': 3, 'stage3_max_live_parameters': 7}}",
+            "trainer.deepspeed.config['zero_optimization']['stage3_max_live_parameters']",
+            7,
+        ),
+        (
+            "fsdp2",
+            "fsdp=True, fsdp_config={'reshard_after_forward': False}",
+            "trainer.accelerator.state.fsdp_plugin.reshard_after_forward",
+            False,
+        ),
+        (
+            "fsdp1",
+            "fsdp='shard_grad_op', fsdp_config={'transformer_layer_cls_to_wrap': 'LlamaMLP'}",
+            "trainer.accelerator.state.fsdp_plugin.sharding_strategy.name",
+            "SHARD_GRAD_OP",
+        ),
+        (
+            "fsdp1",
+            "fsdp=True, fsdp_config={'version': 1, 'state_dict_type': 'FULL_STATE_DICT'}",
+            "trainer.accelerator.state.fsdp_plugin.state_dict_type.name",
+            "FULL_STATE_DICT",
+        ),
+    ],
+)
+def test_a_config_that_agrees_is_used(
+    backend: str, arguments: str, used: str, expected: object, tmp_path: Path
+) -> None:
+    with Session(nproc=2, backend=backend) as session:
+        session.run(SETUP)
+        session.run(f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()")
+        assert value(session, used) == expected
+        assert value(session, "len(logged(trainer))") == 8
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", STRATEGIES)
+def test_options_of_the_session_replace_defaults_only(backend: str, tmp_path: Path) -> None:
+    numbers = "(args := trainer.args).max_grad_norm, args.gradient_accumulation_steps, args.bf16"
+    options = {"clip": 0.5, "accumulate": 2, "precision": "bf16"}
+    with Session(nproc=2, backend=backend, **options) as session:
+        session.run(SETUP)
+        session.run(f"trainer = make({str(tmp_path)!r}); trainer.train()")
+        assert value(session, numbers) == (0.5, 2, True)
+        for written in ("gradient_accumulation_steps=1", "bf16=False"):
+            with pytest.raises(CellError, match=f"TrainingArguments has {written} but the session"):
+                session.run(f"make({str(tmp_path)!r}, {written})")
+        session.switch(backend, clip=None, accumulate=1, precision="no")
+        written = "max_grad_norm=0.3, gradient_accumulation_steps=4, bf16=True"
+        session.run(f"trainer = make({str(tmp_path)!r}, {written}); trainer.train()")
+        assert value(session, numbers) == (0.3, 4, True)
+
+
+@pytest.mark.nightly
+def test_auto_decides_for_the_trainer(tmp_path: Path) -> None:
+    with Session(nproc=2, auto=True) as session:
+        session.run(SETUP)
+        with pytest.raises(CellError, match=r"or use `%%distribute --backend zero2`"):
+            session.run(f"make({str(tmp_path)!r}, deepspeed={DEEPSPEED})")
+        session.run(f"trainer = make({str(tmp_path)!r}, bf16=True, optim='adafactor')")
+        session.run("trainer.train()")
+        assert session.backend in STRATEGIES
+        assert value(session, "len(logged(trainer))") == 8
