@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import process_group
@@ -388,6 +390,10 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     unread = sharded_load.UnreadWeights(new, options)
     for model in new:
         tokenizer_check.warn_of_large_tokenizer(model)
+    for arg in args:
+        # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed 0.19.8).
+        if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
+            _remove_empty_groups(arg)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
@@ -400,6 +406,16 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     generation.patch_generate()
     memory_probe.start_probe(self, result, options)
     return result
+
+
+def _remove_empty_groups(optimizer: Optimizer) -> None:
+    """Remove groups without parameters, as deepspeed 0.19.8 does, so that all engines agree.
+
+    With LoRA, transformers 5.23 creates one for biases and norms. A scheduler that exists already
+    has a learning rate for each group.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _prepared(
@@ -481,7 +497,7 @@ def _clip_before_steps(accelerator: Accelerator, max_norm: float) -> None:
 
 def _clip_step(
     accelerator: Accelerator,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     args: tuple[Any, ...],  # noqa: ARG001 - torch's signature of a hook
     kwargs: dict[str, Any],  # noqa: ARG001
     *,

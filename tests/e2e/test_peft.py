@@ -1,0 +1,172 @@
+"""Adapters of PEFT, trained by TRL's SFTTrainer: equal to one process, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nbdist import Session
+from nbdist.strategies import STRATEGIES
+from tests import engines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Otherwise every parameter of a tiny model is on every rank.
+SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+EVERY_BACKEND = pytest.mark.parametrize("backend", STRATEGIES, indirect=True, scope="module")
+ZERO2_FIRST = pytest.mark.parametrize(
+    "backend", engines.each("zero2"), indirect=True, scope="module"
+)
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests import fine_tuning
+
+    return fine_tuning.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def backend(
+    request: pytest.FixtureRequest, folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
+    options = {"deepspeed_config": SHARD_ALL} if request.param == "zero3" else {}
+    checkpoints = str(tmp_path_factory.mktemp("checkpoints"))
+    with Session(nproc=2, backend=request.param, checkpoints=checkpoints, **options) as session:
+        session.run(f"from tests.fine_tuning import *\nfolder = {folder!r}")
+        yield session
+
+
+@pytest.fixture(scope="module")
+def of_one_process(
+    folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """Weights that one process without nbdist trains on the same global batch."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def weights(adapter: str) -> dict[str, Any]:
+        from tests import fine_tuning
+
+        if adapter not in known:
+            output = str(tmp_path_factory.mktemp("single"))
+            given = {"folder": folder, "output": output, "adapter": adapter}
+            given["per_device_train_batch_size"] = 8
+            command = [sys.executable, "-m", "tests.fine_tuning", json.dumps(given)]
+            subprocess.run(command, check=True, capture_output=True, timeout=200)
+            known[adapter] = fine_tuning.saved_weights(output)
+        return known[adapter]
+
+    return weights
+
+
+def trained(session: Session, output: Path, adapter: str) -> dict[str, Any]:
+    from tests import fine_tuning
+
+    session.run(
+        f"trainer = sft_trainer(folder, {str(output)!r}, {adapter!r},"
+        " per_device_train_batch_size=4)\n"
+        "trainer.train()\n"
+        "trainer.save_model()"
+    )
+    return fine_tuning.saved_weights(output)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@EVERY_BACKEND
+def test_an_adapter_is_trained_as_in_one_process(
+    backend: Session, of_one_process: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    from tests import fine_tuning
+
+    weights = trained(backend, tmp_path, "lora")
+    assert fine_tuning.largest_difference(weights, of_one_process("lora")) < TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("adapter", ["dora", "modules_to_save", "prompt"])
+@EVERY_BACKEND
+def test_every_kind_of_adapter_is_trained_as_in_one_process(
+    backend: Session,
+    adapter: str,
+    of_one_process: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    from tests import fine_tuning
+
+    weights = trained(backend, tmp_path, adapter)
+    assert fine_tuning.largest_difference(weights, of_one_process(adapter)) < TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@EVERY_BACKEND
+def test_resume_from_checkpoint_loses_nothing_of_the_adapter(
+    backend: Session, tmp_path: Path
+) -> None:
+    from tests import fine_tuning
+
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    backend.run(
+        f"trainer = sft_trainer(folder, {str(straight)!r}, 'lora', save_strategy='steps',"
+        " save_steps=2)\n"
+        "trainer.train()\n"
+        "trainer.save_model()\n"
+        f"trainer = sft_trainer(folder, {str(resumed)!r}, 'lora')\n"
+        f"trainer.train(resume_from_checkpoint={str(straight / 'checkpoint-2')!r})\n"
+        "trainer.save_model()"
+    )
+    first, second = map(fine_tuning.saved_weights, (straight, resumed))
+    assert fine_tuning.largest_difference(first, second) == 0
+
+
+@pytest.mark.timeout(300)
+@ZERO2_FIRST
+def test_save_and_load_lose_nothing_of_the_adapter(backend: Session, tmp_path: Path) -> None:
+    from tests import fine_tuning
+
+    two, four, again = (tmp_path / name for name in ("two", "four", "again"))
+    backend.run(
+        f"trainer = sft_trainer(folder, {str(two)!r}, 'lora', max_steps=2)\n"
+        "trainer.train()\n"
+        "trainer.save_model()"
+    )
+    backend.save("adapter", overwrite=True)
+    backend.run(f"trainer.train()\ntrainer.save_model({str(four)!r})")
+    backend.load("adapter")
+    backend.run(f"trainer.train()\ntrainer.save_model({str(again)!r})")
+    after_two, after_four, repeated = map(fine_tuning.saved_weights, (two, four, again))
+    assert fine_tuning.largest_difference(after_four, repeated) == 0
+    assert fine_tuning.largest_difference(after_two, after_four) > TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_path: Path) -> None:
+    from tests import fine_tuning
+
+    before, after, trained_on = (tmp_path / name for name in ("before", "after", "trained_on"))
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.run(
+            "from tests.fine_tuning import *\n"
+            f"trainer = sft_trainer({folder!r}, {str(before)!r}, 'lora', max_steps=2)\n"
+            "trainer.train()\n"
+            "trainer.save_model()"
+        )
+        session.switch("zero3")
+        session.run(
+            f"trainer.save_model({str(after)!r})\n"
+            "trainer.train()\n"
+            f"trainer.save_model({str(trained_on)!r})"
+        )
+    weights = {path: fine_tuning.saved_weights(path) for path in (before, after, trained_on)}
+    assert fine_tuning.largest_difference(weights[before], weights[after]) == 0
+    assert fine_tuning.largest_difference(weights[after], weights[trained_on]) > TOLERANCE

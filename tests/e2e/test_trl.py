@@ -1,0 +1,74 @@
+"""TRL's trainers as its README writes them, on two CPU ranks."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nbdist import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What a README has in `load_dataset(...)` and in the name of a model is made in tests.fine_tuning.
+SETUP = textwrap.dedent(
+    """
+    import os
+    from peft import LoraConfig
+    from trl import (
+        DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig,
+        SFTTrainer,
+    )
+    from tests.fine_tuning import conversations, preferences, prompts, tokenizer
+
+    os.chdir({output!r})
+    model = {folder!r}
+
+    def correct_answer(completions, sum, **_):
+        return [float(str(s) in c[0]["content"].split()) for c, s in zip(completions, sum)]
+    """
+)
+TRAINERS = {
+    "sft": "SFTTrainer(model=model, args=SFTConfig(max_steps=2, logging_steps=1),"
+    " train_dataset=conversations(), peft_config=peft_config)",
+    "dpo": "DPOTrainer(model=model, args=DPOConfig(max_steps=2, logging_steps=1),"
+    " processing_class=tokenizer(), train_dataset=preferences(), peft_config=peft_config)",
+    "reward": "RewardTrainer(model=model, args=RewardConfig(max_steps=2, logging_steps=1),"
+    " train_dataset=preferences(), peft_config=peft_config)",
+    "grpo": "GRPOTrainer(model=model, reward_funcs=correct_answer, args=GRPOConfig(max_steps=2,"
+    " logging_steps=1, max_completion_length=8), train_dataset=prompts(),"
+    " peft_config=peft_config)",
+}
+
+
+@pytest.fixture(scope="module")
+def session(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
+    from tests import fine_tuning
+
+    folder = fine_tuning.save_model(tmp_path_factory.mktemp("model"))
+    output = str(tmp_path_factory.mktemp("output"))
+    with Session(nproc=2, backend=request.param) as started:
+        started.run(SETUP.format(folder=folder, output=output))
+        yield started
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("peft_config", ["None", "LoraConfig()"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("session", ["ddp", "fsdp2", "zero2", "zero3"], indirect=True)
+def test_a_trainer_of_the_readme_trains(session: Session, trainer: str, peft_config: str) -> None:
+    losses = session.run(
+        f"peft_config = {peft_config}\n"
+        f"trainer = {TRAINERS[trainer]}\n"
+        "trainer.train()\n"
+        "[row['loss'] for row in trainer.state.log_history if 'loss' in row]"
+    ).values
+    assert len(losses[0]) == 2
+    assert all(map(math.isfinite, losses[0]))
+    assert losses[0] == losses[1]
