@@ -429,11 +429,11 @@ def test_a_model_before_its_first_step_has_no_state() -> None:
     assert not optimizer.state
 
 
-class Counting(torch.optim.Optimizer):
-    """An optimizer of a user's, which counts in whole numbers."""
+class Counting(torch.optim.SGD):
+    """A user's variant of an element-wise optimizer, which counts in whole numbers."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
