@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from tests.models import llama
