@@ -36,7 +36,8 @@ CONFIG = {
 SETUP = """
 import os, time
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-small = accelerator.prepare(torch.nn.Linear(8, 8))  # imports what an engine needs
+# A small model of the class: imports and the first use of an engine take the same for any model.
+model = accelerator.prepare(AutoModelForCausalLM.from_pretrained({small!r}))
 """
 LOAD = """
 accelerator.wait_for_everyone()
@@ -52,6 +53,7 @@ def measure(build: Path) -> Iterator[Row]:
     """Rows for FSDP and ZeRO-3."""
     folder = build / "bench-loading"
     size = write_checkpoint(folder)
+    write_checkpoint(folder / "small", hidden_size=128, num_hidden_layers=2)
     for backend in ("fsdp2", "zero3"):
         seconds, peak = load(folder, backend)
         alone, _ = load(folder, backend, nproc=1, sharded_load=False)
@@ -72,10 +74,10 @@ def measure(build: Path) -> Iterator[Row]:
     shutil.rmtree(folder)
 
 
-def write_checkpoint(folder: Path) -> int:
+def write_checkpoint(folder: Path, **sizes: int) -> int:
     """Write a model with random weights; return their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**CONFIG, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(**CONFIG | sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in LlamaForCausalLM(config).named_parameters()}
@@ -93,7 +95,7 @@ def load(folder: Path, backend: str, **options: Any) -> tuple[float, int]:
     for _ in range(ROUNDS):
         arguments = {"nproc": RANKS, "precision": "no"} | options
         with nbdist.Session(backend=backend, **arguments) as session:
-            session.run(SETUP)
+            session.run(SETUP.format(small=str(folder / "small")))
             pids = list(session.run("os.getpid()").values.values())
             with Memory(pids) as memory:
                 answer = session.run(LOAD.format(folder=str(folder)))
