@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn
 
 from nbdist.errors import SwitchError
@@ -429,11 +430,8 @@ def test_a_model_before_its_first_step_has_no_state() -> None:
     assert not optimizer.state
 
 
-class Counting(torch.optim.SGD):
+class Counting(Lion):
     """A user's variant of an element-wise optimizer, which counts in whole numbers."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
