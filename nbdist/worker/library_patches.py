@@ -167,6 +167,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "FSDP2 renames the model's class, so that label smoothing does not shift the labels",
         "https://github.com/huggingface/transformers/issues/27161",
     ),
+    "transformers.trainer:load_fsdp_optimizer": LibraryPatch(
+        TRANSFORMERS,
+        "FSDP1 with SHARDED_STATE_DICT: accelerate 1.15 loads nothing into an optimizer that has"
+        " not stepped, without a message",
+    ),
     "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
         TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
     ),

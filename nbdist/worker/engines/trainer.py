@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
@@ -53,6 +54,7 @@ def _patch_trainer(reporter: Reporter) -> None:
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:deepspeed_init", _keep_engine)
+    patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
         f"{MODULE}:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         lambda names: {**names, **{f"fsdp_{key}": f"FSDP{name}" for key, name in names.items()}},
@@ -96,6 +98,19 @@ def _write_sharded_model(save_model: Callable[..., None]) -> Callable[..., None]
             plugin.state_dict_type = before
 
     return save
+
+
+def _with_state_to_load(load: Callable[..., None]) -> Callable[..., None]:
+    """Create the state of a new optimizer, which accelerate 1.15 reads only where it exists."""
+
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any, owner: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if fsdp_plugin.fsdp_version == 1:
+            _init_optim_state(optimizer.optimizer)
+        load(fsdp_plugin, owner, optimizer, *args, **kwargs)
+
+    return load_fsdp_optimizer
 
 
 def _keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
