@@ -139,6 +139,18 @@ def test_switch() -> None:
     assert "largest difference of 100 losses" in text(notebook, "difference")
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_fine_tune() -> None:
+    notebook = executed("09_fine_tune.ipynb")
+    assert "Loaded 21 of 49 weights of PeftModel as shards" in text(notebook, "train")
+    for word in ("HELLO", "WORLD", "PYTHON", "TORCH"):
+        assert f"{word}!" in text(notebook, "answers")
+    assert "DeepSpeedEngine" in text(notebook, "again")
+    assert "frozen parameters (0.4 MB) are stored by reference" in text(notebook, "save")
+    assert "MERGED!" in text(notebook, "merged-answer")
+
+
 @pytest.mark.timeout(300)
 def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
     notebook = executed("08_panel.ipynb")
