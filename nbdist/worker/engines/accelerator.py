@@ -431,6 +431,7 @@ def _prepared(
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:
+            wrap_policy.check_weight_types(model)
             if options.activation_checkpointing and not wrap_policy.add_activation_checkpointing(
                 model, fsdp.find_units(model, config)
             ):

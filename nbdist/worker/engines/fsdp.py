@@ -137,10 +137,34 @@ def sync_and_set_units(
         )
         raise OptionError(message)
     fsdp_plugin = accelerator.state.fsdp_plugin
+    units = find_units(model, config)
+    _check_quantized(model, units, is_fsdp2=accelerator.is_fsdp2)
     if not fsdp_plugin.cpu_ram_efficient_loading:
         wrap_policy.broadcast_from_rank_0(model)
-    modules = wrap_policy.with_checkpoint_wrappers(model, find_units(model, config))
+    modules = wrap_policy.with_checkpoint_wrappers(model, units)
     fsdp_plugin.auto_wrap_policy = wrap_policy.UnitWrapPolicy(modules)
+
+
+def _check_quantized(model: nn.Module, units: Sequence[nn.Module], *, is_fsdp2: bool) -> None:
+    """Raise OptionError for quantized weights, or units of several dtypes, that FSDP rejects."""
+    if is_fsdp2:
+        # bitsandbytes 0.50: the scales are attributes of the parameter, which torch 2.13 replaces.
+        if any(type(parameter).__name__ == "Int8Params" for parameter in model.parameters()):
+            message = (
+                "fsdp2 cannot shard 8-bit weights of bitsandbytes: they lose their scales. Use"
+                " load_in_4bit=True, or the backend zero2, zero3 or ddp."
+            )
+            raise OptionError(message)
+        return
+    for unit in units:
+        dtypes = {parameter.dtype for parameter in unit.parameters()}
+        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            message = (
+                f"fsdp1 flattens the parameters of each {type(unit).__name__}, which have to be of"
+                f" one floating-point dtype, not {names}. Use the backend fsdp2."
+            )
+            raise OptionError(message)
 
 
 def prepare(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nbdist.errors import OptionError
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -114,3 +116,17 @@ def broadcast_from_rank_0(model: nn.Module, *, without: Collection[int] = ()) ->
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and id(tensor) not in without:
             torch.distributed.broadcast(tensor.detach(), src=0)
+
+
+def check_weight_types(model: nn.Module) -> None:
+    """Raise OptionError for quantized weights that can be neither broadcast nor moved."""
+    for kind in {type(parameter) for parameter in model.parameters()}:
+        # torchao 0.18: Int8Tensor implements neither view nor collectives.
+        is_torchao = kind.__module__.partition(".")[0] == "torchao"
+        if is_torchao and not hasattr(kind, "fsdp_pre_all_gather"):
+            message = (
+                f"{type(model).__name__} has weights of torchao's {kind.__name__}, which supports"
+                " no collective operations, so no backend can train it. Quantize with"
+                " BitsAndBytesConfig(load_in_4bit=True) instead."
+            )
+            raise OptionError(message)
