@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.plan_table import PlanRow
 
-CASES = 12
+CASES = 18
 PROCESSES = 2
 MIB = 2**20
 _BACKENDS = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "fsdp1")
@@ -50,7 +50,7 @@ def measured(seed: int) -> Iterator[results.Row]:
     print(f"==> plan_adapters: seed {seed}")
     errors = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        for case, parts in zip(cases, pool.map(footprint.measured, cases), strict=True):
+        for case, parts in zip(cases, pool.map(fullest, cases), strict=True):
             row = predicted(case)
             error = 100 * (row.allocated_bytes / parts["total"] - 1)
             errors.append(abs(error))
@@ -65,6 +65,13 @@ def measured(seed: int) -> Iterator[results.Row]:
         yield results.Row(
             name=f"{name} {what} error", value=value, unit="%", limit=bar, detail=detail
         )
+
+
+def fullest(case: footprint.Case) -> dict[str, int]:
+    """Peak of the fullest rank: under FSDP1 adapters are not spread evenly over the ranks."""
+    ranks = range(case.world_size) if case.backend == "fsdp1" else [0]
+    found = [footprint.measured(dataclasses.replace(case, rank=rank)) for rank in ranks]
+    return max(found, key=lambda parts: parts["total"])
 
 
 def draw(rng: random.Random, number: int) -> footprint.Case:
@@ -89,7 +96,7 @@ def draw(rng: random.Random, number: int) -> footprint.Case:
             "tie_word_embeddings": False,
         },
         backend=backend,
-        world_size=rng.choice([2, 4, 8]),
+        world_size=2 if backend == "fsdp1" else rng.choice([2, 4, 8]),
         batch_size=rng.randint(1, 3),
         seq_len=rng.choice([64, 128, 256]),
         precision="bf16",

@@ -46,6 +46,8 @@ class Workload:
     activation_checkpointing: bool = False
     kind: Literal["cuda", "cpu"] = "cuda"
     """Device whose autocast rules apply: a GPU returns layer norms and softmax in fp32."""
+    saves_linear_inputs: bool = False
+    """True if a linear layer saves its input although its weight is frozen (ZeRO-3's own one)."""
 
     @property
     def num_tokens(self) -> int:

@@ -17,7 +17,12 @@ from nbdist.display.units import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
 from nbdist.planner import memory, step_time
 from nbdist.planner.measurements import MeasurementStore, device_overhead
-from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import (
+    MEMORY_PARTS,
+    TrainingSetup,
+    compute_mode,
+    saves_linear_inputs,
+)
 from nbdist.planner.model_spec import Workload, num_params
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.decoder import DecoderSpec
@@ -235,6 +240,7 @@ class _PlanVariant:
         )
         self._question, self._options = question, options
         self._compute = compute_mode(setup)
+        self._saves_linear_inputs = saves_linear_inputs(setup)
         self._story = memory.build_timeline(question.model, setup)
         self._costs = step_time.StepCostModel(question.model, setup, cluster)
         self._overhead = device_overhead(
@@ -254,6 +260,7 @@ class _PlanVariant:
             compute=self._compute,
             activation_checkpointing=self._options.activation_checkpointing,
             kind=self._question.cluster.kind,
+            saves_linear_inputs=self._saves_linear_inputs,
         )
         peak = self._story.peak_memory(self._question.model.micro_batch_activations(workload))
         allocated, context = peak.device_bytes, self._overhead.context_bytes

@@ -14,7 +14,12 @@ from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.display.units import format_bytes
 from nbdist.planner import memory, optimizers
 from nbdist.planner.measurements import MeasurementStore, device_overhead
-from nbdist.planner.memory.timeline import TrainingSetup, compute_mode, sum_parts
+from nbdist.planner.memory.timeline import (
+    TrainingSetup,
+    compute_mode,
+    saves_linear_inputs,
+    sum_parts,
+)
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
@@ -264,6 +269,7 @@ def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Wo
         compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=found.kind,
+        saves_linear_inputs=saves_linear_inputs(setup),
     )
 
 

@@ -8,7 +8,7 @@ micro-batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from nbdist.errors import PlanError
@@ -284,17 +284,48 @@ class Fsdp1Timeline(FsdpTimeline):
 
     def _flat_unit(self, group: LayerGroup) -> FsdpUnit:
         share = -(-group.num_params // self.setup.num_shards)
-        trained = share * group.trainable // group.num_params if group.num_params else 0
+        trained = self._trained_by_rank(group)[self._fullest_rank]
         unit = self.build_unit(
             group,
             trained,
             share - trained,
             accumulate=self.compute_width,
-            largest=min(share, group.largest),
+            largest=min(share, partitioning.largest_trainable_size(group)),
         )
+        if not group.trainable:
+            return unit
         # A flat parameter has one gradient, with zeros for frozen parameters.
-        gradient_bytes = self.compute_width * group.num_params if group.trainable else 0
-        return unit._replace(gradient_bytes=gradient_bytes, accumulated_grad_bytes=gradient_bytes)
+        gradient_bytes = self.compute_width * group.num_params
+        return unit._replace(
+            gradient_bytes=gradient_bytes,
+            accumulated_grad_bytes=gradient_bytes,
+            reduce_bytes=self.reduce_width * share * self.setup.num_shards,
+            reduce_shard_bytes=self.reduce_width * share,
+            grad_shard_bytes=self.stored_width * share,
+        )
+
+    def _trained_by_rank(self, group: LayerGroup) -> list[int]:
+        """Trainable elements of each rank's piece of the flat parameter."""
+        ranks = self.setup.num_shards
+        share = max(1, -(-group.num_params // ranks))
+        if not group.frozen or not group.tensors:
+            return [share * group.trainable // max(1, group.num_params)] * ranks
+        trained, begin = [0] * ranks, 0
+        for _, size, trainable in group.tensors:
+            for rank in range(begin // share, (begin + size - 1) // share + 1):
+                piece = min(begin + size, (rank + 1) * share) - max(begin, rank * share)
+                trained[rank] += piece if trainable else 0
+            begin += size
+        return trained
+
+    @cached_property
+    def _fullest_rank(self) -> int:
+        """The rank with the most trainable elements: adapters are not spread evenly."""
+        units = [
+            [group.count * each for each in self._trained_by_rank(group)] for group in self.groups
+        ]
+        sums = list(map(sum, zip(*units, strict=True)))
+        return sums.index(max(sums))
 
     def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
         """Return the gathered units and the finished gradients."""

@@ -81,6 +81,12 @@ class TrainingSetup:
         return self.options.precision in {"bf16", "fp16", "fp8"}
 
 
+def saves_linear_inputs(setup: TrainingSetup) -> bool:
+    """Return whether linear layers save their inputs although their weights are frozen."""
+    # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
+    return setup.options.strategy.engine == "deepspeed" and setup.options.strategy.level == 3  # noqa: PLR2004
+
+
 def compute_mode(setup: TrainingSetup) -> ComputeMode:
     """Return the engine's compute mode."""
     if not setup.is_half_precision:

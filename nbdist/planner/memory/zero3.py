@@ -106,14 +106,8 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def _param_bytes(self) -> int:
         """Bytes of a rank's share of all parameters."""
-        threshold = self.config.prefetch_limits.param_persistence_threshold
-
-        def partitioned(sizes: tuple[int, ...]) -> tuple[int, ...]:
-            # A frozen parameter that is never partitioned has no share besides (measured).
-            return tuple(size for size in sizes if size > threshold)
-
-        frozen = self._share(lambda group: partitioned(partitioning.frozen_param_sizes(group)))
-        quantized = self._share(lambda group: partitioned(group.quantized_tensors))
+        frozen = self._share(partitioning.frozen_param_sizes)
+        quantized = self._share(lambda group: group.quantized_tensors)
         return self.element_bytes * (self.partition_size + frozen) + quantized
 
     @cached_property
@@ -339,13 +333,17 @@ def _parameter_uses(
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
     uses = [use for position in order for use in of_one("forward", *position)]
     head = max(of_one("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
+    first = next((number for number, group in enumerate(groups) if group.trainable), 0)
     for number, index in reversed(order):
+        if number < first:
+            break  # nothing before the first trainable parameter has a backward
         if recompute and groups[number].role == "block":
             uses += of_one("backward", number, index)
         uses += reversed(of_one("backward", number, index))
     if tied and head is not None:
         uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0), head.held))
-        uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
+        if not first:
+            uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
     return uses
 
 

@@ -87,6 +87,8 @@ class AutogradTape:
     """Device whose autocast lists apply; None without autocast."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device whose kernels run."""
+    saves_linear_inputs: bool = False
+    """True if a linear layer saves its input although its weight is frozen."""
     nodes: list[TapeNode] = field(default_factory=list)
 
     # -- recording -------------------------------------------------------------------------
@@ -127,7 +129,8 @@ class AutogradTape:
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
-        keeps = ((x,) if trainable else ()) + (weight if x.needs_grad else ())
+        keeps = (x,) if trainable or self.saves_linear_inputs else ()
+        keeps += weight if x.needs_grad else ()
         sends = (x,) + (weight if trainable else ())
         grad_elements = wide * narrow if own else 0
         grad_elements += wide if bias and trainable else 0

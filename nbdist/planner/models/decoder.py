@@ -435,7 +435,12 @@ class DecoderSpec(ABC):
         half = work.compute in HALF_MODES
         autocast = work.kind if work.compute in {"autocast", "half_autocast"} else None
         element_bytes = HALF_BYTES if half else self.element
-        return AutogradTape(element_bytes=element_bytes, autocast=autocast, device=work.kind)
+        return AutogradTape(
+            element_bytes=element_bytes,
+            autocast=autocast,
+            device=work.kind,
+            saves_linear_inputs=work.saves_linear_inputs,
+        )
 
     def _compute_activations(self, work: Workload) -> MicroBatchActivations:
         """Compute the activations of one micro-batch, whose batch size may be symbolic."""
