@@ -1,4 +1,4 @@
-"""The kernel's server for node agents: one encrypted socket, one port, one thread.
+"""The kernel's connections to the node agents: one encrypted socket, one port, one thread.
 
 Runs in the kernel. Each agent connects to this port with its own key pair, created for this
 session; connections without a valid key are rejected during the handshake. It is the only network

@@ -151,9 +151,9 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
         BadMessage: the message does not follow the protocol.
     """
     if buffers:
-        raise BadMessage("messages of a front end must not have buffers")
+        raise BadMessage("a message of a front end must not have buffers; send JSON alone")
     if not isinstance(message, dict):
-        raise BadMessage("a message must be an object with a kind")
+        raise BadMessage("a message must be a JSON object with a kind: hello, log or command")
     kind = message.get("kind")
     if kind == "hello":
         return PageOpened()
@@ -168,7 +168,7 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
         return LogRequest(rank, search)
     identity = message.get("id")
     if not identity or not _is_text(identity, MAX_ID_CHARS):
-        raise BadMessage(f"a command must have an id of 1 to {MAX_ID_CHARS} characters")
+        raise BadMessage(f"the id of a command must be a string of 1 to {MAX_ID_CHARS} characters")
     if kind != "command":
         raise BadMessage("the kind of a message must be hello, log or command", identity)
     return _command(message, identity)
@@ -179,7 +179,9 @@ def _command(message: Mapping[str, Any], identity: str) -> Command:
     if not isinstance(name, str) or name not in get_args(CommandName):
         raise BadMessage(f"a command must be one of {', '.join(get_args(CommandName))}", identity)
     if not isinstance(arguments, dict):
-        raise BadMessage("the arguments of a command must be an object", identity)
+        raise BadMessage(
+            "the arguments of a command must be a JSON object; use {} for none", identity
+        )
     allowed = ARGUMENTS[name]
     for key, value in arguments.items():
         if key not in allowed:

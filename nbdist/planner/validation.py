@@ -1,4 +1,4 @@
-"""Compares the plan with the memory that ranks measured in a real step; pure.
+"""Compares a plan with the memory that ranks measured in a real step; pure.
 
 Each rank measures its third optimizer step (`MeasuredMemory`); `validate_plan` compares it with the
 memory model, part by part. Parts that a running step cannot separate (gathered parameters,

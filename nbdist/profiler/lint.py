@@ -1,6 +1,6 @@
-"""Remarks on the text of the profiled cell: six rules, each confirmed by the measurements.
+"""Lints the source of the profiled cell: six rules, each confirmed by the measurements.
 
-A rule reports only what the profile has measured; the text of the cell tells where it comes from.
+A rule reports only what the profile has measured; the source of the cell shows where it comes from.
 Nothing is run, and no function that the cell calls is followed.
 """
 

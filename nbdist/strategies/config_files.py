@@ -81,12 +81,14 @@ def load_config(given: str | Path) -> JsonObject:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"is not JSON ({error}). Name it .yaml if it is YAML."
         if is_yaml:
-            problem = f"is not YAML: {' '.join(str(error).split())}."
-        raise OptionError(f"{str(file)!r} {problem}") from error
+            problem = f"is not YAML: {' '.join(str(error).split())}. Correct the file."
+        raise OptionError(f"The config file {str(file)!r} {problem}") from error
     section = content.get("fsdp_config", content) if isinstance(content, dict) else content
     if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
         kind = type(section).__name__
-        raise OptionError(f"{str(given)!r} must contain a mapping with string keys, got {kind}.")
+        raise OptionError(
+            f"The config file {str(given)!r} must contain a mapping with string keys, got {kind}."
+        )
     return section
 
 

@@ -1,8 +1,9 @@
 """Memory timeline of DeepSpeed under ZeRO-1 and 2; stage 3 is in `zero3`.
 
 Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients are cut
-into equal partitions of one long row. Ranks differ, since a rank keeps the whole gradient of each
-parameter that overlaps with its partition; the fullest rank counts.
+into equal partitions of one flat buffer. Ranks differ, since a rank keeps the whole gradient of
+each parameter that overlaps with its partition; the rank with the highest peak determines the
+estimate.
 Follows DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 """
 

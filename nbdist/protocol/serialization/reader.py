@@ -150,7 +150,7 @@ class _PayloadDecoder:
     def items(self, body: Any) -> list[Any]:
         """Decode a list of nodes."""
         if type(body) is not list:
-            raise corrupt_file_error("has an unknown part")
+            raise corrupt_file_error("contains a malformed value")
         if set(map(type, body)) <= SCALAR_TYPES:
             return body
         return [self.value(item) for item in body]
@@ -299,7 +299,7 @@ def _shape(body: Any) -> tuple[int, ...]:
 
 def _counts(body: Any) -> list[int]:
     if type(body) is not list:
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return [_count(count) for count in body]
 
 
@@ -311,14 +311,14 @@ def _count(body: Any) -> int:
 
 def _float(body: Any) -> float:
     if body not in ("inf", "-inf", "nan"):
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return float(body)
 
 
 def _floats(parts: list[Any]) -> tuple[float, float]:
     real, imag = parts
     if type(real) is not float or type(imag) is not float:
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return real, imag
 
 

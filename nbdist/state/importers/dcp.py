@@ -107,7 +107,7 @@ def _loader(
     if not _FILE.fullmatch(name) or offset < 0 or length < 0:
         raise CheckpointError(
             f"{folder / '.metadata'} refers to {printable(name)}, which is not a file name in its"
-            " folder."
+            " folder. Load another checkpoint."
         )
 
     def load() -> torch.Tensor:

@@ -53,6 +53,7 @@ def find_files(path: Path) -> list[Path]:
     if wrong:
         raise CheckpointError(
             f"{index} refers to {printable(wrong[0])}, which is not a file name in its folder."
+            " Load another checkpoint."
         )
     return [path / name for name in sorted(names)]
 

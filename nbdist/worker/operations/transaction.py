@@ -1,4 +1,4 @@
-"""Transactions of all ranks in phases: each phase succeeds or fails on all ranks."""
+"""Runs an operation in phases, each of which succeeds or fails on all ranks together."""
 
 from __future__ import annotations
 
