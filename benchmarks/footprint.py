@@ -205,7 +205,7 @@ def run(case: Case) -> dict[str, int]:
     else:
         fake_group(case.world_size, case.rank)
     from nbdist.strategies import Hardware, Options
-    from nbdist.worker.engines import accelerator as engines
+    from nbdist.worker.engines import accelerator_patch as engines
 
     hardware = Hardware(
         kind="cpu", bf16=True, world_size=distributed.get_world_size(), nodes=case.nodes
@@ -222,9 +222,9 @@ def run(case: Case) -> dict[str, int]:
     ).validate(hardware)
     ops = options.strategy.required_ops(options, hardware)
     if ops:
-        from nbdist.launcher import deepspeed_builds
+        from nbdist.launcher import offload_setup
 
-        deepspeed_builds.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
+        offload_setup.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
     late = engines.patch_accelerator(options, hardware)
     if case.allocator:
         return allocator_steps(case, late)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.doctor.report import Diagnosis
+    from nbdist.doctor.diagnosis import Diagnosis
     from nbdist.errors import (
         CellError,
         CellInterrupted,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nbdist.operations.import_checkpoint import ForeignReport
     from nbdist.operations.load import LoadReport
     from nbdist.operations.switch import SwitchReport
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
     from nbdist.session.checkpoints import Checkpoint, Save
     from nbdist.session.session import Session
@@ -80,11 +80,11 @@ __all__ = [
 _HOMES = {
     "CellResult": "nbdist.session.cell",
     "Checkpoint": "nbdist.session.checkpoints",
-    "Diagnosis": "nbdist.doctor.report",
+    "Diagnosis": "nbdist.doctor.diagnosis",
     "ExportReport": "nbdist.operations.export",
     "ForeignReport": "nbdist.operations.import_checkpoint",
     "LoadReport": "nbdist.operations.load",
-    "Profile": "nbdist.profiler.report",
+    "Profile": "nbdist.profiler.profile",
     "Save": "nbdist.session.checkpoints",
     "Session": "nbdist.session.session",
     "SwitchReport": "nbdist.operations.switch",

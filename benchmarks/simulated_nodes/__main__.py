@@ -28,7 +28,7 @@ from nbdist import CellInterrupted, Session
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.cluster.rank_channels import RankChannels
 from nbdist.hardware import discovery
-from tests.two_nodes import Here
+from tests.two_nodes import LocalNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ PRINTING = {
 MB = 1e6
 
 
-class Many(Here):
+class Many(LocalNodes):
     """Nodes with fake ranks."""
 
     module = "benchmarks.simulated_nodes.node"
@@ -58,13 +58,13 @@ class Opened:
     def __init__(self) -> None:
         """Count from now on."""
         self.number = 0
-        whole = RankChannels._take
+        whole = RankChannels._deliver
 
         def take(channels: RankChannels, ranks: Any, channel: Channel, message: Any) -> None:
             self.number += 1
             whole(channels, ranks, channel, message)
 
-        RankChannels._take = take  # type: ignore[method-assign]
+        RankChannels._deliver = take  # type: ignore[method-assign]
 
 
 def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:

@@ -4,7 +4,7 @@
          |              ^
          | bytes        | safetensors library
          v              |
-    safetensors_file  reader         a file being written | a folder being read
+    safetensors_writer  reader       a file being written | a folder being read
          |              ^
          v              | verify     manifest.json: the expected files with size and crc32
     storage             |
@@ -32,7 +32,7 @@ from nbdist.checkpoint.manifest import (
     Manifest,
     OptimizerMetadata,
     ParamGroup,
-    RankReport,
+    RankWriteReport,
     TensorMetadata,
     merge_tensors,
 )
@@ -56,7 +56,7 @@ __all__ = [
     "ParamGroup",
     "PendingCheckpoint",
     "PendingFolderCheckpoint",
-    "RankReport",
+    "RankWriteReport",
     "Storage",
     "TensorMetadata",
     "Url",

@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
-from nbdist.checkpoint.names import is_data_file_name, printable
+from nbdist.checkpoint.name_validation import is_data_file_name, printable
 from nbdist.errors import CheckpointError
 
 FORMAT_VERSION: Final = 2
@@ -300,7 +300,7 @@ class Manifest:
             _parse_manifest(text)  # fail on saving rather than on loading
         except ValueError as error:
             raise CheckpointError(
-                f"Cannot write the manifest: {_problem(error)}. Use only numbers and strings there."
+                f"Cannot write the manifest: {_reason(error)}. Use only numbers and strings there."
             ) from error
         return text
 
@@ -315,12 +315,12 @@ class Manifest:
             return _parse_manifest(text)
         except ValueError as error:
             raise CheckpointError(
-                f"Invalid manifest: {_problem(error)}. Load another checkpoint."
+                f"Invalid manifest: {_reason(error)}. Load another checkpoint."
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class RankWriteReport:
     """Report of a rank in a draft, when it has written its files or has failed."""
 
     __pydantic_config__ = _STRICT
@@ -332,9 +332,9 @@ class RankReport:
     """Why the rank failed, or ""."""
 
     @classmethod
-    def of_failure(cls, why: str) -> Self:
+    def from_failure(cls, reason: str) -> Self:
         """Return the report of a rank that failed."""
-        text = "".join(char if char.isprintable() else " " for char in why)
+        text = "".join(char if char.isprintable() else " " for char in reason)
         return cls(error=text[:MAX_TEXT_CHARS] or "?")
 
     def to_json(self) -> bytes:
@@ -342,16 +342,16 @@ class RankReport:
         return _to_json(self)
 
     @classmethod
-    def from_json(cls, text: bytes) -> "RankReport | None":
+    def from_json(cls, text: bytes) -> "RankWriteReport | None":
         """Parse a report, or return None if it is incomplete."""
         try:
-            report: RankReport = _adapter(cls).validate_json(text)
+            report: RankWriteReport = _type_adapter(cls).validate_json(text)
         except ValidationError:
             return None
         return report
 
 
-def merge_tensors(reports: Iterable[RankReport]) -> dict[str, TensorMetadata]:
+def merge_tensors(reports: Iterable[RankWriteReport]) -> dict[str, TensorMetadata]:
     """Merge the tensors of all reports. The digest of a tensor is the sum over its parts."""
     merged: dict[str, TensorMetadata] = {}
     for report in reports:
@@ -364,7 +364,7 @@ def merge_tensors(reports: Iterable[RankReport]) -> dict[str, TensorMetadata]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FormatOnly:
+class _ManifestFormat:
     """The fields that manifests of all versions have."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
@@ -373,18 +373,18 @@ class _FormatOnly:
     versions: Any = None
 
 
-_adapters: dict[type, TypeAdapter[Any]] = {}
+_type_adapters: dict[type, TypeAdapter[Any]] = {}
 
 
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _type_adapter(kind: type) -> TypeAdapter[Any]:
     # Built on first use: it takes milliseconds, and most sessions read no checkpoint.
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+    if kind not in _type_adapters:
+        _type_adapters[kind] = TypeAdapter(kind)
+    return _type_adapters[kind]
 
 
-def _to_json(value: Manifest | RankReport) -> bytes:
-    tree = _adapter(type(value)).dump_python(value, by_alias=True)
+def _to_json(value: Manifest | RankWriteReport) -> bytes:
+    tree = _type_adapter(type(value)).dump_python(value, by_alias=True)
     # The depth of a value counts from its field: those of parameter groups are the deepest.
     encoded = to_json_value(tree, "", depth=-_FIELD_DEPTH)
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
@@ -394,7 +394,7 @@ def _parse_manifest(text: bytes) -> Manifest:
     if len(text) > MAX_BYTES:
         raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
     # The format comes first, since other versions have other fields.
-    head: _FormatOnly = _adapter(_FormatOnly).validate_json(text)
+    head: _ManifestFormat = _type_adapter(_ManifestFormat).validate_json(text)
     if head.format > FORMAT_VERSION:
         version = head.versions.get("nbdist") if isinstance(head.versions, dict) else None
         suffix = ""
@@ -404,7 +404,7 @@ def _parse_manifest(text: bytes) -> Manifest:
             f"The checkpoint was written by a newer nbdist{suffix} in format {head.format}."
             f" This nbdist reads format {FORMAT_VERSION}. Upgrade nbdist."
         )
-    manifest: Manifest = _adapter(Manifest).validate_json(text)
+    manifest: Manifest = _type_adapter(Manifest).validate_json(text)
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -420,7 +420,7 @@ def _parse_manifest(text: bytes) -> Manifest:
     return manifest
 
 
-def _problem(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     """Describe an error on one line: the path in the document, the rule, and what was given."""
     if not isinstance(error, ValidationError):
         return str(error)

@@ -15,7 +15,7 @@ from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
 
 
-class SessionArguments(ArgDecorator):
+class SessionArgumentsDecorator(ArgDecorator):
     """Decorates a magic whose line takes every option of a session."""
 
     def add_to_parser(self, parser: MagicArgumentParser, group: object) -> None:  # noqa: ARG002
@@ -267,8 +267,8 @@ def parse_names(names: str) -> list[str]:
     Raises:
         OptionError: no name, or one that is not an identifier.
     """
-    wanted = names.replace(",", " ").split()
-    wrong = [name for name in wanted if not name.isidentifier()]
-    if wrong or not wanted:
+    parsed = names.replace(",", " ").split()
+    wrong = [name for name in parsed if not name.isidentifier()]
+    if wrong or not parsed:
         raise OptionError(f"Expected variable names such as a,b, got {names!r}.")
-    return wanted
+    return parsed

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from IPython.core.magic_arguments import MagicArgumentParser
 
+    from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.result import Plan
-    from nbdist.planner.validation import PlanValidation
     from nbdist.session.session import Session
 
 _SIZE = re.compile(r"[0-9]{1,9}")
@@ -84,7 +84,7 @@ def plan_parser() -> MagicArgumentParser:
 
 def run_plan_command(
     options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
-) -> Plan | PlanValidation:
+) -> Plan | MeasuredComparison:
     """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
 
     Args:
@@ -97,10 +97,10 @@ def run_plan_command(
         PlanError: the model or the devices cannot be planned for.
     """
     if options.check:
-        return planner.compare_with_measured(_needed(session))
+        return planner.compare_with_measured(_require_session(session))
     arguments = _arguments(options)
     if options.model is None:
-        return planner.plan_model(_needed(session), None, **arguments)
+        return planner.plan_model(_require_session(session), None, **arguments)
     if options.model in names:
         return plan_model(names[options.model], **arguments)
     if session is not None and options.model.isidentifier():
@@ -108,7 +108,7 @@ def run_plan_command(
     return plan_model(options.model, **arguments)
 
 
-def _needed(session: Session | None) -> Session:
+def _require_session(session: Session | None) -> Session:
     if session is None:
         raise PlanError(
             "There is no session with a prepared model. Name a model, for example"

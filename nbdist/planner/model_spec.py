@@ -97,7 +97,7 @@ class LayerGroup:
         return self.trainable + self.frozen
 
 
-class BackwardMoment(NamedTuple):
+class BackwardPeakCandidate(NamedTuple):
     """A moment in a group's backward that may be its peak."""
 
     held_bytes: int
@@ -114,7 +114,7 @@ class LayerActivations:
     """Bytes kept from its forward until its backward."""
     forward_peak_bytes: int
     """Peak bytes inside its forward, including what it has saved."""
-    backward_moments: tuple[BackwardMoment, ...]
+    backward_moments: tuple[BackwardPeakCandidate, ...]
     """Moments of its backward that no other moment exceeds in both fields."""
     input_grad_bytes: int = 0
     """Bytes of the gradient of the group's input."""
@@ -177,7 +177,7 @@ class ModelSpec(Protocol):
         """Return the floating point operations of one micro-batch, forward and backward."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain fields, from which `load_model.spec_from_json` restores the spec."""
+        """Return plain fields, from which `build_model_spec.spec_from_json` restores the spec."""
 
 
 def with_notes(model: ModelSpec, notes: Iterable[str]) -> ModelSpec:
@@ -223,7 +223,7 @@ def largest_param_size(model: ModelSpec) -> int:
     return max(group.largest for group in model.groups)
 
 
-class WalkStep(NamedTuple):
+class MicroBatchStep(NamedTuple):
     """One step of the walk through a micro-batch, independent of its size."""
 
     name: str
@@ -241,10 +241,10 @@ VisitedBlocks = tuple[tuple[int, ...], ...]
 """For each group of a model, the indices of the instances that a walk visits."""
 
 
-class MicroBatchWalk(NamedTuple):
+class MicroBatchSchedule(NamedTuple):
     """Steps of a micro-batch (forward, loss, backward) and their bytes, without the engine's."""
 
-    steps: tuple[WalkStep, ...]
+    steps: tuple[MicroBatchStep, ...]
     """The same object for all micro-batches of a model that differ only in size."""
     activation_bytes: list[int]
     """Bytes at each step: saved by earlier groups, and inside the current group."""
@@ -273,9 +273,9 @@ def last_blocks_and(
     return tuple(tuple(sorted(of_group)) for of_group in indices)
 
 
-def walk_micro_batch(
+def schedule_micro_batch(
     model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks | None = None
-) -> MicroBatchWalk:
+) -> MicroBatchSchedule:
     """Walk through a micro-batch of a model; by default, visit the end blocks of its groups.
 
     Cached with the micro-batch: engines with the same compute mode and visits share the walk.
@@ -286,13 +286,13 @@ def walk_micro_batch(
         grads = tuple(
             tuple(moment.num_grads for moment in part.backward_moments) for part in run.layers
         )
-        walks[visited] = MicroBatchWalk(
+        walks[visited] = MicroBatchSchedule(
             _steps(model.groups, grads, visited), *_alive(model, run, visited)
         )
     return walks[visited]
 
 
-_walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatchWalk]] = (
+_walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatchSchedule]] = (
     WeakKeyDictionary()
 )
 
@@ -300,19 +300,22 @@ _walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatch
 @lru_cache(maxsize=64)
 def _steps(
     groups: tuple[LayerGroup, ...], grads: tuple[tuple[int, ...], ...], visited: VisitedBlocks
-) -> tuple[WalkStep, ...]:
+) -> tuple[MicroBatchStep, ...]:
     """Steps of a walk; `grads` has the gradient elements of each group's backward moments."""
-    steps: list[WalkStep] = []
+    steps: list[MicroBatchStep] = []
     for number, group in enumerate(groups):
         for nth in visited[number]:
             name = _name("forward", group, nth)
-            steps += [WalkStep(name, "before", number, nth), WalkStep(name, "forward", number, nth)]
-    steps.append(WalkStep("loss", "loss", len(groups) - 1))
+            steps += [
+                MicroBatchStep(name, "before", number, nth),
+                MicroBatchStep(name, "forward", number, nth),
+            ]
+    steps.append(MicroBatchStep("loss", "loss", len(groups) - 1))
     for number, group in reversed([*enumerate(groups)]):
         for nth in reversed(visited[number]) if grads[number] else ():
             name = _name("backward", group, nth)
-            steps += [WalkStep(name, "backward", number, nth, made) for made in grads[number]]
-            steps.append(WalkStep(name, "after", number, nth))
+            steps += [MicroBatchStep(name, "backward", number, nth, made) for made in grads[number]]
+            steps.append(MicroBatchStep(name, "after", number, nth))
     return tuple(steps)
 
 

@@ -200,12 +200,14 @@ def find_optimizer(name: object) -> OptimizerSpec:
     Raises:
         PlanError: an unknown optimizer.
     """
-    given = name.__name__ if isinstance(name, type) else str(name)
-    key = given.rpartition(".")[2].strip().lower()
+    requested = name.__name__ if isinstance(name, type) else str(name)
+    key = requested.rpartition(".")[2].strip().lower()
     if key not in _NAMES:
-        near = list(dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3)))
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        message = f"Unknown optimizer {given!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
+        close_names = list(
+            dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3))
+        )
+        hint = f"Did you mean {' or '.join(close_names)}? " if close_names else ""
+        message = f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
         raise PlanError(message)
     return OPTIMIZERS[_NAMES[key]]
 

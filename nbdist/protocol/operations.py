@@ -36,7 +36,7 @@ class Operation(Generic[RequestT, ReportT]):
     raises: type[NbdistError]
     """Type of the error if it fails."""
     in_phases: bool = True
-    """True if an interrupt takes effect between phases (`worker.interrupt.interrupt_flag`)."""
+    """True if an interrupt takes effect between phases (`worker.interrupt.deferred_interrupts`)."""
     fails_alone: bool = False
     """True if a rank that fails replies immediately, and the others need not finish."""
     resync: bool = True

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.errors import RankDied
-    from nbdist.output.rank_log import RankLog
+    from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
     from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_polling import RankActivityPoller
@@ -62,7 +62,7 @@ class CellRunner:
         """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
         self._background_cell: Cell | None = None
         """The last background cell."""
-        self._kept: list[Cell] = []
+        self._recent_cells: list[Cell] = []
         self._lock = threading.Lock()
         """Protects `running_cell` and the kept cells, which several threads change."""
         self._counter = itertools.count(1)
@@ -78,7 +78,7 @@ class CellRunner:
         *,
         background: bool,
         shown: ShownRanks,
-        logs: Mapping[int, RankLog],
+        logs: Mapping[int, RankLogTail],
         count: int | None,
         checkpoints: str,
     ) -> Cell:
@@ -126,8 +126,11 @@ class CellRunner:
         )
         with self._lock:
             self.running_cell, self.changed_at = cell, time.time()
-            self._kept.append(cell)
-            old, self._kept = self._kept[:-MAX_CELLS], self._kept[-MAX_CELLS:]
+            self._recent_cells.append(cell)
+            old, self._recent_cells = (
+                self._recent_cells[:-MAX_CELLS],
+                self._recent_cells[-MAX_CELLS:],
+            )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
         note = messages.CellMetadata(
@@ -230,7 +233,9 @@ class CellRunner:
 
     def render_background_output(self) -> bool:
         """Show output of background and past cells; return whether there was any."""
-        waiting = [cell for cell in self._kept if cell.detached and not cell.has_no_pending_output]
+        waiting = [
+            cell for cell in self._recent_cells if cell.detached and not cell.has_no_pending_output
+        ]
         for cell in waiting:
             cell.render_pending(0)
         return bool(waiting)
@@ -240,7 +245,7 @@ class CellRunner:
     def fail_all(self, death: RankDied) -> None:
         """Fail unfinished cells and drop all, because their ranks have ended."""
         with self._lock:
-            dying, self._kept = self._kept, []
+            dying, self._recent_cells = self._recent_cells, []
         for cell in dying:
             if not cell.finished.is_set():
                 cell.fail(death)
@@ -251,9 +256,9 @@ class CellRunner:
         """Return the numbers of the kept cells by the file name of their code on the ranks."""
         from ipykernel.compiler import get_file_name
 
-        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._kept}
+        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._recent_cells}
 
     def cell_sources(self, cell: Cell) -> list[tuple[str, str]]:
         """Return name and code of the kept cells, `cell` last, for advice about their lines."""
-        before = [past for past in self._kept if past is not cell]
+        before = [past for past in self._recent_cells if past is not cell]
         return [(f"In[{past.count}]", past.code) for past in (*before, cell)]

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nbdist.checkpoint import BaseReference, TensorMetadata
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
-from nbdist.state import collectives, digest
+from nbdist.state import collectives, tensor_digest
 from nbdist.state.importers import safetensors
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 from nbdist.state.tensor_index import TensorIndex, TensorPart, part_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def find_references(frozen: ShardMap, bases: Iterable[str]) -> StoredByReference
     found = StoredByReference()
     if not frozen:
         return found
-    digests = digest.global_digests(frozen)
+    digests = tensor_digest.global_digests(frozen)
     identities = {
         key: (tuple(shard.shape), shard.dtype, digests[key]) for key, shard in frozen.items()
     }
@@ -147,7 +147,7 @@ def _share_of(
         tensor = _shard(index, (name,), entry.shape)
         for shape, dtype in kinds:
             if shape == entry.shape:
-                value = digest.local_digests({name: tensor}, dtypes={name: dtype})[name]
+                value = tensor_digest.local_digests({name: tensor}, dtypes={name: dtype})[name]
                 items.append(_FileTensor((name,), shape, dtype, value))
     return tuple(items)
 
@@ -195,7 +195,7 @@ def different_from(manifest: Manifest, live: ShardMap) -> list[str]:
     expected = {key: manifest.keys[stored[key]] for key in referenced}
     # Engines keep frozen weights in different dtypes: compare in the dtype of the checkpoint.
     dtypes = {key: getattr(torch, tensor.dtype) for key, tensor in expected.items()}
-    actual = digest.global_digests(referenced, dtypes=dtypes) if referenced else {}
+    actual = tensor_digest.global_digests(referenced, dtypes=dtypes) if referenced else {}
     return [stored[key] for key, tensor in expected.items() if actual[key] != tensor.digest]
 
 
@@ -272,7 +272,7 @@ def _equals(files: TensorIndex, names: tuple[str, ...], saved: TensorMetadata) -
     if sum(piece.stop - piece.start for piece in tensor.pieces) != saved.numel:
         return False
     dtype = getattr(torch, saved.dtype)
-    return digest.local_digests({"": tensor}, dtypes={"": dtype})[""] == saved.digest
+    return tensor_digest.local_digests({"": tensor}, dtypes={"": dtype})[""] == saved.digest
 
 
 def _open(paths: list[Path]) -> TensorIndex:
@@ -297,7 +297,7 @@ def _parts(index: TensorIndex, names: tuple[str, ...]) -> list[TensorPart]:
 def _shard(index: TensorIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> Shard:
     """Return the elements of tensors; they are read when they are accessed."""
     pieces = tuple(
-        Piece(part.start, part.stop, part.fetch(part.start, part.stop))
+        ShardPiece(part.start, part.stop, part.fetch(part.start, part.stop))
         for part in _parts(index, names)
         if part.stop > part.start
     )

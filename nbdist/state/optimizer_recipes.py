@@ -71,17 +71,19 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
         SwitchError: a parameter has no name.
     """
     cls = type(optimizer)
-    held = get_param_group_names(optimizer, names)
-    _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # without self and params
+    group_names = get_param_group_names(optimizer, names)
+    _, _, *constructor_arguments = inspect.signature(
+        cls.__init__
+    ).parameters.values()  # without self and params
     stored = {**vars(optimizer), **optimizer.defaults}
     arguments = {
         argument.name: stored[name]
-        for argument in wanted
+        for argument in constructor_arguments
         if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
     }
     missing = [
         argument.name
-        for argument in wanted
+        for argument in constructor_arguments
         if argument.name not in arguments
         and argument.default is inspect.Parameter.empty
         and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
@@ -93,7 +95,7 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
     return OptimizerRecipe(
         optimizer_class=cls,
         constructor_kwargs=arguments,
-        param_group_names=held,
+        param_group_names=group_names,
         rebuild_error=rebuild_error if missing else "",
     )
 
@@ -106,9 +108,11 @@ def get_param_group_names(
     Raises:
         SwitchError: a parameter has no name.
     """
-    held = [group["params"] for group in optimizer.param_groups]
+    param_groups = [group["params"] for group in optimizer.param_groups]
     if unknown := sum(
-        id(parameter) not in names for group_parameters in held for parameter in group_parameters
+        id(parameter) not in names
+        for group_parameters in param_groups
+        for parameter in group_parameters
     ):
         message = (
             f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model."
@@ -116,7 +120,8 @@ def get_param_group_names(
         )
         raise SwitchError(message)
     return tuple(
-        tuple(names[id(parameter)] for parameter in group_parameters) for group_parameters in held
+        tuple(names[id(parameter)] for parameter in group_parameters)
+        for group_parameters in param_groups
     )
 
 

@@ -17,14 +17,14 @@ import torch
 
 from nbdist.checkpoint import CheckpointReader
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.names import printable
-from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
+from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.safetensors_writer import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
 from nbdist.state import base_model
 from nbdist.state.shards import (
     Chunk,
-    Piece,
     Shard,
+    ShardPiece,
     chunk_to_intervals,
     interval_to_chunks,
     joined_intervals,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.checkpoint import CheckpointFile, Manifest, PendingCheckpoint
-    from nbdist.checkpoint.safetensors_file import SafetensorsWriter
+    from nbdist.checkpoint.safetensors_writer import SafetensorsWriter
     from nbdist.state.shards import ShardMap
 
 SUFFIX = ".safetensors"
@@ -223,7 +223,7 @@ def _whole_tensor(index: TensorIndex, key: str) -> torch.Tensor:
     if [(part.start, part.stop) for part in parts] == [(0, numel)]:
         return parts[0].fetch(0, numel).view(shape)
     tensor = torch.empty(shape, dtype=dtype)
-    piece = Piece(0, numel, tensor.view(-1))
+    piece = ShardPiece(0, numel, tensor.view(-1))
     index.read_into({key: Shard(shape=shape, dtype=dtype, pieces=(piece,))})
     return tensor
 
@@ -241,7 +241,7 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         keys = {name: manifest.aliases.get(name, name) for name in target}
         missing = [name for name, key in keys.items() if key not in manifest.keys]
         if missing:
-            names = _list(list(map(printable, missing)))
+            names = _join(list(map(printable, missing)))
             raise CheckpointError(
                 f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {names}. Load"
                 " it into the model that it was saved from."
@@ -253,7 +253,7 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         ]
         if wrong:
             raise CheckpointError(
-                f"{len(wrong)} of {len(target)} tensors have a different shape: {_list(wrong)}."
+                f"{len(wrong)} of {len(target)} tensors have a different shape: {_join(wrong)}."
                 " Load it into the model that it was saved from."
             )
         return _build_index(opened, keys)
@@ -332,6 +332,6 @@ def _saved_offsets(
     return offsets
 
 
-def _list(names: list[str]) -> str:
-    more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _join(names: list[str]) -> str:
+    suffix = ", ..." if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + suffix

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.arguments import option, parse_clip_norm, strip_quotes
 from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
+from nbdist.strategies.option_arguments import option, parse_clip_norm, strip_quotes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -158,8 +158,10 @@ class Options:
     @property
     def reshard_after_forward(self) -> bool:
         """FSDP: True if parameters are resharded between forward and backward."""
-        key, kept = _KEEPS_GATHERED.get((self.strategy.engine, self.strategy.level), ("", ""))
-        return str((self.fsdp_config or {}).get(key)).upper() != kept
+        key, gathered_value = _KEEPS_GATHERED.get(
+            (self.strategy.engine, self.strategy.level), ("", "")
+        )
+        return str((self.fsdp_config or {}).get(key)).upper() != gathered_value
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Options:

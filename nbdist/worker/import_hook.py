@@ -18,10 +18,10 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
     if name in sys.modules:
         action()
     else:
-        sys.meta_path.insert(0, _WhenImported(name, action))
+        sys.meta_path.insert(0, _PostImportHook(name, action))
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
+class _PostImportHook(importlib.abc.MetaPathFinder):
     """Import hook that calls a function after the execution of one module."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:

@@ -95,7 +95,7 @@ def protect_groups() -> None:
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{module}:init_process_group", lambda _: _check_init)
         patch(f"{module}:destroy_process_group", lambda _: _destroy_groups_of_cells)
-    patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _outlived_by_its_group)
+    patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _keep_group_alive)
 
 
 def _check_init(*args: Any, **kwargs: Any) -> None:
@@ -107,11 +107,15 @@ def _check_init(*args: Any, **kwargs: Any) -> None:
     if not distributed.is_initialized():
         _init(*args, **kwargs)
         return
-    given = inspect.signature(_init).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(_init).bind(*args, **kwargs).arguments
     config = str(distributed.get_backend_config())
     own = {"world_size": distributed.get_world_size(), "rank": distributed.get_rank()}
-    wrong = [f"{name}={given[name]}" for name in own if given.get(name, -1) not in {-1, own[name]}]
-    backend = str(given.get("backend") or "").lower()
+    wrong = [
+        f"{name}={arguments[name]}"
+        for name in own
+        if arguments.get(name, -1) not in {-1, own[name]}
+    ]
+    backend = str(arguments.get("backend") or "").lower()
     if any(part not in config for part in backend.split(",")):
         wrong.append(f"backend={backend!r}")
     if wrong:
@@ -135,7 +139,7 @@ def _destroy_groups_of_cells(group: Group | None = None) -> None:
             _destroy(known)
 
 
-def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]:
+def _keep_group_alive(original: Callable[..., None]) -> Callable[..., None]:
     """Keep a reference to DDP's process group until its Reducer has been freed.
 
     Freeing a ProcessGroupGloo (torch 2.13) while holding the GIL can deadlock: the destructor
@@ -195,7 +199,7 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     """
     # Abort first: NCCL would run the verification on a stream that may wait for a collective
     # which another rank has never started.
-    abort_collectives.release_together(f"era{era}")
+    abort_collectives.abort_on_all_ranks(f"era{era}")
     old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001

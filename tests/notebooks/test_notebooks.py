@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.panel import assets
 from tests.notebooks import more_machines
-from tests.notebooks.runs import ROOT, cell, executed, mimes, text
+from tests.notebooks.run_notebook import ROOT, cell, executed, mimes, text
 from tests.two_nodes import Hosts
 
 if TYPE_CHECKING:

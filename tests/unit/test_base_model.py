@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from nbdist.checkpoint import Manifest
 from nbdist.errors import CheckpointError
 from nbdist.state import base_model
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 from tests.models import llama
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def shards(**tensors: torch.Tensor) -> dict[str, Shard]:
     made = {}
     for name, tensor in tensors.items():
         flat, half = tensor.reshape(-1), tensor.numel() // 2
-        pieces = Piece(0, half, flat[:half]), Piece(half, flat.numel(), flat[half:])
+        pieces = ShardPiece(0, half, flat[:half]), ShardPiece(half, flat.numel(), flat[half:])
         made[name] = Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
     return made
 

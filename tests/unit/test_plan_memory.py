@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.errors import PlanError
 from nbdist.planner import memory, optimizers
-from nbdist.planner.memory import partitioning, zero3
+from nbdist.planner.memory import zero3, zero_partitioning
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.memory.zero_common import PrefetchLimits
 from nbdist.planner.model_spec import (
@@ -21,7 +21,7 @@ from nbdist.planner.model_spec import (
     Workload,
 )
 from nbdist.planner.models import analytic
-from nbdist.planner.models.decoder import Llama
+from nbdist.planner.models.decoder import LlamaSpec
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -496,7 +496,7 @@ def test_a_block_that_a_story_leaves_out_is_not_the_fullest(
     backend: str, zero: dict[str, Any], *, tied: bool, rank: int
 ) -> None:
     model = analytic.spec_from_config(llama(128, 80, 17, 3000, tie_word_embeddings=tied))
-    assert isinstance(model, Llama)
+    assert isinstance(model, LlamaSpec)
     model = model.with_lora(rank) if rank else model
     for accumulate, again in itertools.product((1, 4), (False, True)):
         more = {"accumulate": accumulate, "activation_checkpointing": again}
@@ -514,12 +514,15 @@ def test_every_element_is_in_a_partition() -> None:
     groups = analytic.spec_from_config(LLAMA).groups
     total = sum(group.count * group.trainable for group in groups)
     for world_size in (1, 2, 7, 64):
-        shares = partitioning.partition_contents(groups, tied=False, world_size=world_size)
-        each = partitioning.partition_size(total, world_size)
+        shares = zero_partitioning.partition_contents(groups, tied=False, world_size=world_size)
+        each = zero_partitioning.partition_size(total, world_size)
         assert len(shares) == world_size
         assert all(share.largest_piece <= each for share in shares)
         assert sum(share.num_touched for share in shares) >= total
-    assert partitioning.partition_contents(groups, tied=False, world_size=1)[0].num_touched == total
+    assert (
+        zero_partitioning.partition_contents(groups, tied=False, world_size=1)[0].num_touched
+        == total
+    )
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -527,7 +530,7 @@ def test_every_element_is_in_a_partition() -> None:
 def test_every_gradient_is_reduced_once(bucket: int, *, backward: bool) -> None:
     groups = analytic.spec_from_config(LLAMA).groups
     total = sum(group.count * group.trainable for group in groups)
-    made = partitioning.bucket_reductions(
+    made = zero_partitioning.bucket_reductions(
         groups, tied=False, world_size=4, bucket=bucket, backward=backward
     )
     assert sum(one.num_in_bucket for one in made) == total == made[-1].num_reduced
@@ -538,7 +541,7 @@ def test_a_rank_keeps_what_reaches_into_its_partition_and_large_gradients_of_oth
     groups = Weights().groups  # 1000 parameters of 1000 elements, four partitions of 250
 
     def kept(bucket: int, *, large_stay: bool) -> list[int]:
-        told = partitioning.retained_gradients(
+        told = zero_partitioning.retained_gradients(
             groups,
             tied=False,
             world_size=4,
@@ -559,7 +562,7 @@ def test_a_rank_keeps_what_reaches_into_its_partition_and_large_gradients_of_oth
 
 def test_a_tied_head_stands_first() -> None:
     groups = analytic.spec_from_config(LLAMA | {"tie_word_embeddings": True}).groups
-    first = partitioning.parameter_slots(groups, tied=True)[0]
+    first = zero_partitioning.trainable_parameters(groups, tied=True)[0]
     assert (first.num_elements, first.group_index) == (3000 * 256, 0)
 
 

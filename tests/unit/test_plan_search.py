@@ -446,7 +446,7 @@ def test_no_torch_is_imported_for_a_config() -> None:
 
 def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
     import_module("nbdist.session.session")
-    import_module("nbdist.doctor.report")
+    import_module("nbdist.doctor.diagnosis")
 
     assert nbdist.session() is None
     assert callable(nbdist.doctor)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec, optimizers
-from nbdist.planner.memory import partitioning
-from nbdist.planner.memory.timeline import Allocation, StepTimeline, sum_parts
+from nbdist.planner.memory import zero_partitioning
+from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline, sum_parts
 from nbdist.planner.model_spec import LayerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
+    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
 
 MicroBatchPosition = Literal["only", "first", "middle", "last"]
 """Position of a micro-batch in an optimizer step; gradients are reduced in the last (or only)."""
@@ -105,7 +105,9 @@ class FsdpTimeline(StepTimeline):
         }
         largest = max(unit.largest_shard_size for unit in self.units)
         scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest)
-        self._update = self._place({}, self.total_unit.grad_shard_bytes, {"temporaries": scratch})
+        self._update = self._place_parts(
+            {}, self.total_unit.grad_shard_bytes, {"temporaries": scratch}
+        )
         # Several moments of a unit's backward share its transient memory.
         self._transient_memory = cache(self.transient_memory)
 
@@ -114,14 +116,18 @@ class FsdpTimeline(StepTimeline):
         """Return one unit for each of the model's groups."""
 
     @abstractmethod
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return the memory besides the current unit in forward, loss and backward."""
 
     @abstractmethod
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Yield the memory before a unit's forward, and while its gradients are reduced."""
 
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Walk each kind of micro-batch from first to last step."""
         for micro in _micro_batch_positions(self.setup.options.accumulate):
             for at, step in enumerate(steps):
@@ -135,25 +141,31 @@ class FsdpTimeline(StepTimeline):
     def other_allocations(
         self,
         run: MicroBatchActivations,  # noqa: ARG002
-    ) -> Iterator[tuple[str, Allocation, int]]:
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """The optimizer step."""
         yield "optimizer step", self._update, 0
 
-    def _allocation(self, transient: TransientMemory, own_gradients: int = 0) -> Allocation:
+    def _allocation(
+        self, transient: TransientMemory, own_gradients: int = 0
+    ) -> NonActivationMemory:
         parts = {
             "gradients": transient.full_gradients + own_gradients,
             "buffers": transient.buffers,
             "gathered": transient.gathered,
         }
-        return self._place(parts, transient.gradient_shards)
+        return self._place_parts(parts, transient.gradient_shards)
 
-    def _place(
+    def _place_parts(
         self, parts: BytesByPart, shards: int, update: BytesByPart | None = None
-    ) -> Allocation:
+    ) -> NonActivationMemory:
         """Put shards and optimizer state on the device or in host memory."""
         where = (self._shards, {"gradients": shards}, update or {})
         parts = sum_parts((parts, self._whole))
-        return Allocation(parts, host=where) if self.is_offloaded else Allocation(*where, parts)
+        return (
+            NonActivationMemory(parts, host=where)
+            if self.is_offloaded
+            else NonActivationMemory(*where, parts)
+        )
 
     def build_unit(
         self, group: LayerGroup, trained: int, frozen: int, *, accumulate: int, largest: int
@@ -169,7 +181,7 @@ class FsdpTimeline(StepTimeline):
         """
         ranks = self.setup.num_shards
         frozen_bytes = self.model.element * frozen
-        largest_grad = partitioning.largest_trainable_size(group)
+        largest_grad = zero_partitioning.largest_trainable_size(group)
         return FsdpUnit(
             full_param_bytes=(self.compute_width * trained + self.frozen_width * frozen) * ranks,
             gradient_bytes=self.compute_width * group.trainable,
@@ -184,7 +196,7 @@ class FsdpTimeline(StepTimeline):
         )
 
     def finished_gradients(
-        self, micro: MicroBatchPosition, step: WalkStep, end: int
+        self, micro: MicroBatchPosition, step: MicroBatchStep, end: int
     ) -> tuple[int, int]:
         """Return bytes of pending full gradients, and of gradient shards.
 
@@ -208,7 +220,7 @@ class FsdpTimeline(StepTimeline):
             return self.total_unit.accumulated_grad_bytes, 0
         return self.total_unit.accumulated_grad_bytes - accumulated, shards
 
-    def num_gathered(self, number: int, step: WalkStep) -> int:
+    def num_gathered(self, number: int, step: MicroBatchStep) -> int:
         """Return how many instances of a group before the last are gathered at a step."""
         if self.groups[number].role == "root":
             return 1
@@ -218,7 +230,7 @@ class FsdpTimeline(StepTimeline):
             return self.groups[number].count
         return step.block_index + 1 if number == step.group_index else 0
 
-    def gathered_bytes(self, step: WalkStep, *, last: bool) -> int:
+    def gathered_bytes(self, step: MicroBatchStep, *, last: bool) -> int:
         """Return the bytes of gathered units; `last`: whether the last group is gathered."""
         before = sum(
             self.units[number].full_param_bytes * self.num_gathered(number, step)
@@ -290,7 +302,7 @@ class Fsdp1Timeline(FsdpTimeline):
             trained,
             share - trained,
             accumulate=self.compute_width,
-            largest=min(share, partitioning.largest_trainable_size(group)),
+            largest=min(share, zero_partitioning.largest_trainable_size(group)),
         )
         if not group.trainable:
             return unit
@@ -327,13 +339,15 @@ class Fsdp1Timeline(FsdpTimeline):
         sums = list(map(sum, zip(*units, strict=True)))
         return sums.index(max(sums))
 
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return the gathered units and the finished gradients."""
         full, shards = self.finished_gradients(micro, step, self.last_group)
         full += self._root_gradients(step) if step.phase == "backward" else 0
         return TransientMemory(self.gathered_bytes(step, last=True), full, shards)
 
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Gradients are copied together; then the unit is resharded and they are reduced."""
         block = self.groups[step.group_index].role == "block"
         if step.phase == "before" or (step.group_index and not block):
@@ -352,7 +366,7 @@ class Fsdp1Timeline(FsdpTimeline):
                 cast + finished.reduce_shard_bytes,
             )
 
-    def _root_gradients(self, step: WalkStep) -> int:
+    def _root_gradients(self, step: MicroBatchStep) -> int:
         """Gradients of the root's parameters that later groups have made."""
         after = self.groups[step.group_index + 1 :]
         return self.compute_width * sum(group.trainable for group in after if group.role != "block")
@@ -413,7 +427,7 @@ class Fsdp2Timeline(FsdpTimeline):
             )
         return units
 
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""
         full, shards = self._finished(micro, step)
         gathered, last = self._gathered(step), self.last_group
@@ -428,7 +442,9 @@ class Fsdp2Timeline(FsdpTimeline):
         buffers = self._reduction_in_flight(micro, step) + self._kept_on_gpu(shards)
         return TransientMemory(gathered + self._prefetched(step), full, shards, buffers)
 
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Yield the copy out of the gather buffer, and the reduction of the unit's gradients."""
         unit = self._unit_gathered_by(step.group_index)
         if step.phase == "before":
@@ -457,12 +473,12 @@ class Fsdp2Timeline(FsdpTimeline):
         gathered = self._gathered(step) - unit.full_param_bytes + self._prefetched(step)
         yield TransientMemory(gathered, full, shards, buffers)
 
-    def _finished(self, micro: MicroBatchPosition, step: WalkStep) -> tuple[int, int]:
+    def _finished(self, micro: MicroBatchPosition, step: MicroBatchStep) -> tuple[int, int]:
         # Tied to the embedding, the tail ends with it.
         end = self.last_group if self.model.tied else len(self.units)
         return self.finished_gradients(micro, step, end)
 
-    def _gathered(self, step: WalkStep) -> int:
+    def _gathered(self, step: MicroBatchStep) -> int:
         """Bytes of gathered units: the current one, tail and root; all if none is resharded."""
         at_end = step.phase == "loss" or step.group_index == self.last_group
         return self.gathered_bytes(step, last=self.model.tied or at_end)
@@ -477,7 +493,7 @@ class Fsdp2Timeline(FsdpTimeline):
         tied_embedding = self.model.tied and self.groups[number].role == "embedding"
         return self.units[self.last_group if tied_embedding else number]
 
-    def _forward_buffers(self, step: WalkStep) -> tuple[int, int]:
+    def _forward_buffers(self, step: MicroBatchStep) -> tuple[int, int]:
         """The gather buffer that a unit's forward keeps, and that of the previous unit."""
         if self.model.tied and step.group_index == self.last_group:
             return self._unit_gathered_by(step.group_index - 1).full_param_bytes, 0
@@ -493,7 +509,7 @@ class Fsdp2Timeline(FsdpTimeline):
         sizes = (self._unit_gathered_by(each).full_param_bytes for each in range(number, -1, -1))
         return next((size for size in sizes if size), 0)
 
-    def _prefetched(self, step: WalkStep) -> int:
+    def _prefetched(self, step: MicroBatchStep) -> int:
         """The buffer of the unit whose backward is next."""
         if not self.setup.options.reshard_after_forward:
             return 0
@@ -504,7 +520,7 @@ class Fsdp2Timeline(FsdpTimeline):
                 return self.units[number].full_param_bytes
         return 0
 
-    def _reduction_in_flight(self, micro: MicroBatchPosition, step: WalkStep) -> int:
+    def _reduction_in_flight(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
         """The previous unit's reduction, until the next one begins."""
         if micro in {"first", "middle"} or step.group_index == self.last_group:
             return 0

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.model_spec import BackwardMoment
+from nbdist.planner.model_spec import BackwardPeakCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -129,7 +129,7 @@ class AutogradTape:
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
-        keeps = (x,) if trainable or self.saves_linear_inputs else ()
+        keeps: tuple[TapeTensor, ...] = (x,) if trainable or self.saves_linear_inputs else ()
         keeps += weight if x.needs_grad else ()
         sends = (x,) + (weight if trainable else ())
         grad_elements = wide * narrow if own else 0
@@ -209,8 +209,8 @@ class AutogradTape:
     ) -> TapeTensor:
         """Record an elementwise function of one tensor, or a product with a kept tensor."""
         out = TapeTensor(x.elements, max(x.width, width))
-        kept = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
-        return self.add_node(TapeNode(out, (x,), keeps=kept, sends=(x,)))
+        saved = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
+        return self.add_node(TapeNode(out, (x,), keeps=saved, sends=(x,)))
 
     def power(self, x: TapeTensor) -> TapeTensor:
         """Record `x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
@@ -337,7 +337,7 @@ class AutogradTape:
 
     def saved_bytes(self) -> int:
         """Return the bytes saved from forward to backward."""
-        return sum(t.size_bytes for t in self._kept())
+        return sum(t.size_bytes for t in self._saved_tensors())
 
     def attribute_bytes(self) -> int:
         """Return the bytes that nodes save as plain attributes."""
@@ -346,7 +346,7 @@ class AutogradTape:
 
     def is_saved(self, x: TapeTensor) -> bool:
         """Return whether a node saves a tensor's memory."""
-        return x.root in self._kept()
+        return x.root in self._saved_tensors()
 
     def forward_peak_bytes(self, first: TapeTensor | None = None) -> int:
         """Return the peak bytes inside the forward, including what it saves.
@@ -359,14 +359,16 @@ class AutogradTape:
         """Return the peak bytes inside a forward that saves nothing."""
         return self._forward(keeping=False, first=first)
 
-    def backward_moments(self, incoming: int, held: int = 0) -> tuple[BackwardMoment, ...]:
+    def backward_moments(
+        self, incoming: int, held_bytes: int = 0
+    ) -> tuple[BackwardPeakCandidate, ...]:
         """Return the moments of the backward that may be its peak.
 
         Args:
             incoming: bytes of the incoming gradient.
-            held: additional bytes held throughout, such as a checkpointed input.
+            held_bytes: additional bytes held throughout, such as a checkpointed input.
         """
-        return worst_moments(_BackwardPass(self.nodes, incoming, held).instants())
+        return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).instants())
 
     # -- implementation --------------------------------------------------------------------
 
@@ -383,12 +385,12 @@ class AutogradTape:
         self.nodes.append(node)
         return node.out
 
-    def _kept(self) -> dict[TapeTensor, None]:
+    def _saved_tensors(self) -> dict[TapeTensor, None]:
         """Storages that nodes save, each once."""
         return {t.root: None for node in self.nodes for t in node.keeps}
 
     def _forward(self, *, keeping: bool, first: TapeTensor | None) -> int:
-        kept = (set(self._kept()) if keeping else set()) | ({first} if first else set())
+        saved = (set(self._saved_tensors()) if keeping else set()) | ({first} if first else set())
         last: dict[TapeTensor, int] = {}
         for number, node in enumerate(self.nodes):
             for tensor in node.inputs:
@@ -402,7 +404,7 @@ class AutogradTape:
             alive += sum(t.size_bytes for t in created)
             peak = max(peak, alive)
             for tensor in {t.root for t in node.inputs}:
-                if last[tensor] == number and tensor not in kept:
+                if last[tensor] == number and tensor not in saved:
                     alive -= tensor.size_bytes
         return peak
 
@@ -424,7 +426,7 @@ class _BackwardPass:
             nodes[-1].out: _PendingGradient(incoming)
         }
 
-    def instants(self) -> Iterator[BackwardMoment]:
+    def instants(self) -> Iterator[BackwardPeakCandidate]:
         """Yield a moment for every allocation."""
         yield self.now()
         for node in reversed(self.nodes):
@@ -432,11 +434,11 @@ class _BackwardPass:
             if gradient is not None:
                 yield from self.run(node, gradient)
 
-    def now(self, more: int = 0) -> BackwardMoment:
+    def now(self, extra_bytes: int = 0) -> BackwardPeakCandidate:
         """Return the bytes and gradients alive."""
-        return BackwardMoment(self.alive + more, self.grads)
+        return BackwardPeakCandidate(self.alive + extra_bytes, self.grads)
 
-    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardMoment]:
+    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
         """Make gradients, free what the node held, pass the gradients on."""
         slices = [self.waiting.pop(part) for part in node.siblings]
         sent = [(tensor, _PendingGradient(tensor.size_bytes)) for tensor in node.sends]
@@ -452,7 +454,7 @@ class _BackwardPass:
         for tensor, new in sent:
             yield from self.deliver(tensor, new)
 
-    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardMoment]:
+    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
         """Pass a gradient to the node that made a tensor; add it to an earlier one."""
         old = self.waiting.get(tensor)
         if old is None:
@@ -478,9 +480,9 @@ class _PendingGradient:
         return 0 if self.owners else self.bytes
 
 
-def worst_moments(instants: Iterable[BackwardMoment]) -> tuple[BackwardMoment, ...]:
+def worst_moments(instants: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
     """Return the moments that no other one exceeds in every respect, for any batch size."""
-    best: list[tuple[int, BackwardMoment]] = []
+    best: list[tuple[int, BackwardPeakCandidate]] = []
     for moment in sorted(set(instants), reverse=True):
         fixed = moment.held_bytes % SYMBOLIC_BATCH_SIZE
         # Sorted, so that each part of an earlier one is as large or larger.

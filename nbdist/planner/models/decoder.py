@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import (
-    BackwardMoment,
+    BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
@@ -291,10 +291,10 @@ class DecoderSpec(ABC):
         return {"depth": self.depth, "family": type(self).__name__} | plain
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Restore from `to_json()`."""
-        known = {each.name: given[each.name] for each in fields(cls)}
-        lists = {name: tuple(given[name]) for name in ("notes", "lora_targets")}
+        known = {each.name: values[each.name] for each in fields(cls)}
+        lists = {name: tuple(values[name]) for name in ("notes", "lora_targets")}
         return cls(**known | lists)
 
     # -- helpers for families --------------------------------------------------------------
@@ -369,8 +369,8 @@ class DecoderSpec(ABC):
             return tape.unary(x, keeps="input" if self.activation in _KEEPS_INPUT else "output")
         half = tape.unary(x)
         cubed = tape.unary(tape.power(x))
-        bent = tape.unary(tape.unary(tape.add(x, cubed)), keeps="output")
-        return tape.multiply(half, tape.unary(bent))
+        activated = tape.unary(tape.unary(tape.add(x, cubed)), keeps="output")
+        return tape.multiply(half, tape.unary(activated))
 
     def num_attention_scores(self, work: Workload) -> int:
         """Return the elements of the attention scores of one layer."""
@@ -446,20 +446,20 @@ class DecoderSpec(ABC):
         """Compute the activations of one micro-batch, whose batch size may be symbolic."""
         tape = self._new_tape(work)
         stream = self.record_embedding(tape, work)
-        kept = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
+        saved_bytes = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
         # Gradients of position embeddings exist already when the embedding's are made.
         positions = sum(weight.num_elements for weight in self.position_weights())
-        beside = positions * tape.element_bytes if self.trains_base else 0
+        position_bytes = positions * tape.element_bytes if self.trains_base else 0
         embedding = LayerActivations(
-            saved_bytes=tape.saved_bytes() + kept,
-            forward_peak_bytes=tape.forward_peak_bytes() + kept,
+            saved_bytes=tape.saved_bytes() + saved_bytes,
+            forward_peak_bytes=tape.forward_peak_bytes() + saved_bytes,
             backward_moments=worst_moments(
-                BackwardMoment(moment.held_bytes + beside, moment.num_grads)
+                BackwardPeakCandidate(moment.held_bytes + position_bytes, moment.num_grads)
                 for moment in tape.backward_moments(stream.size_bytes)
             ),
         )
         nothing = LayerActivations(
-            saved_bytes=0, forward_peak_bytes=0, backward_moments=(BackwardMoment(0, 0),)
+            saved_bytes=0, forward_peak_bytes=0, backward_moments=(BackwardPeakCandidate(0, 0),)
         )
         if not self.trains_base:  # nothing before the first adapter has a backward
             embedding = replace(embedding, backward_moments=())
@@ -471,12 +471,12 @@ class DecoderSpec(ABC):
         inputs = [x] if self.trains_base else [stream, x]
         blocks = [self._block_activations(work, x) for x, _ in zip(inputs, counts, strict=False)]
         tail, loss_bytes, output_bytes = self._tail_activations(work, x)
-        kept = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
+        saved_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
         return MicroBatchActivations(
             layers=(*root, embedding, *(block for block, _ in blocks), tail),
             loss_bytes=loss_bytes,
             output_bytes=output_bytes,
-            kept_bytes=kept,
+            kept_bytes=saved_bytes,
         )
 
     def _block_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int]:
@@ -493,14 +493,14 @@ class DecoderSpec(ABC):
             )
             return block, kept
         # Only the input is saved; the backward begins with another forward.
-        recomputed = BackwardMoment(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
-        held = 0 if tape.is_saved(x) else x.size_bytes
-        backward = tape.backward_moments(out.size_bytes, held=held)
+        recomputed = BackwardPeakCandidate(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
+        input_bytes = 0 if tape.is_saved(x) else x.size_bytes
+        backward = tape.backward_moments(out.size_bytes, held_bytes=input_bytes)
         block = LayerActivations(
             saved_bytes=x.size_bytes + kept,
             forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept,
             backward_moments=worst_moments(
-                BackwardMoment(moment.held_bytes + kept, moment.num_grads)
+                BackwardPeakCandidate(moment.held_bytes + kept, moment.num_grads)
                 for moment in (recomputed, *backward)
             ),
             input_grad_bytes=input_grad,
@@ -579,7 +579,7 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
             saved_bytes=at(part.saved_bytes),
             forward_peak_bytes=at(part.forward_peak_bytes),
             backward_moments=tuple(
-                BackwardMoment(at(held), grads) for held, grads in part.backward_moments
+                BackwardPeakCandidate(at(held), grads) for held, grads in part.backward_moments
             ),
             input_grad_bytes=at(part.input_grad_bytes),
         )
@@ -597,7 +597,7 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama(DecoderSpec):
+class LlamaSpec(DecoderSpec):
     """Llama, Mistral, Qwen2, Qwen3: RMSNorm, rotary positions, grouped heads, gated MLP."""
 
     qkv_bias: bool = False
@@ -713,7 +713,7 @@ def _record_rotation(tape: AutogradTape, x: TapeTensor) -> TapeTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpt2(DecoderSpec):
+class Gpt2Spec(DecoderSpec):
     """GPT-2: layer norms, learned positions, one projection for q, k and v, dropout."""
 
     positions: int = 1024

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
-from nbdist.planner import cache
+from nbdist.planner import user_cache
 from nbdist.planner.model_spec import (
     COMPUTE_MODES,
-    BackwardMoment,
+    BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
@@ -78,7 +78,7 @@ class TracedModel:
     seq_len: int | None
     """Tokens per sample of the trace; None for a model without tokens."""
     passes: Mapping[str, Mapping[str, Any]]
-    """Figures by run name, see `tracing.trace_runs`; {"error": reason} if the model fails in that
+    """Figures by run name, see `tracing.trace_variants`; {"error": reason} if it fails in that
     compute mode."""
     notes: tuple[str, ...] = ()
     depth: Literal["traced"] = "traced"
@@ -165,10 +165,10 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
     layers = []
     for part in run["groups"]:
         # Keep the moments that no other one exceeds in both fields, the largest first.
-        moments: list[BackwardMoment] = []
+        moments: list[BackwardPeakCandidate] = []
         for moment in sorted({(at(line), grads) for line, grads in part["backward"]}, reverse=True):
             if not moments or moment[1] > moments[-1].num_grads:
-                moments.append(BackwardMoment(*moment))
+                moments.append(BackwardPeakCandidate(*moment))
         layers.append(
             LayerActivations(
                 saved_bytes=at(part["saved"]),
@@ -397,7 +397,7 @@ def _cache_key(described: Mapping[str, Any]) -> str:
 def _cached_trace(key: str) -> TracedModel | None:
     """Return a trace from the cache; None if there is none, or an invalid one."""
     try:
-        spec = from_json(cache.read_entries(_trace_file(key)))
+        spec = from_json(user_cache.read_entries(_trace_file(key)))
         for run in spec.passes.values():
             if "error" not in run:
                 layers = _activations(run, spec.batch_size).layers
@@ -410,12 +410,12 @@ def _cached_trace(key: str) -> TracedModel | None:
 
 def _store_trace(key: str, fields: Mapping[str, Any]) -> None:
     file = _trace_file(key)
-    cache.write_entries(file, dict(fields))
-    cache.keep_newest(file.parent, MAX_CACHED_TRACES)
+    user_cache.write_entries(file, dict(fields))
+    user_cache.keep_newest(file.parent, MAX_CACHED_TRACES)
 
 
 def _trace_file(key: str) -> Path:
-    return cache.cache_dir() / "traces" / f"{key}.json"
+    return user_cache.cache_dir() / "traces" / f"{key}.json"
 
 
 # -- the child process -----------------------------------------------------------------------
@@ -491,8 +491,12 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         raise PlanError(message)
     types = model_types()
     if types and str(model_type) not in types:
-        near = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
-        hint = f"Did you mean {' or '.join(near)}? Or {_GIVE}" if near else _GIVE.capitalize()
+        close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
+        hint = (
+            f"Did you mean {' or '.join(close_names)}? Or {_GIVE}"
+            if close_names
+            else _GIVE.capitalize()
+        )
         remote = "auto_map" in config
         code = " (its auto_map names the author's code, which is not run)" if remote else ""
         message = f"transformers {_version('transformers')} has no model_type {model_type!r}{code}."

@@ -67,7 +67,7 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # noqa: SLF001
 
 
-def _low(tensor: torch.Tensor) -> bool:
+def _casts_to_fp32(tensor: torch.Tensor) -> bool:
     """Return whether autocast casts a tensor to fp32."""
     return tensor.dtype in {torch.bfloat16, torch.float16}
 
@@ -78,7 +78,7 @@ def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(
             torch.Tensor,
-            lambda tensor: tensor.float() if _low(tensor) else tensor,
+            lambda tensor: tensor.float() if _casts_to_fp32(tensor) else tensor,
             (args, kwargs),
         )
         with _without_autocast():
@@ -92,11 +92,11 @@ def _with_fp32_result(operation: Any) -> Callable[..., Any]:
     names = [argument.name for argument in operation._schema.arguments[1:]]  # noqa: SLF001
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        bound = dict(zip(names, args, strict=False)) | kwargs
         with _without_autocast():
-            if _low(tensor) and given.get("dtype") is None:
-                given["dtype"] = torch.float32
-            return operation(tensor, **given)
+            if _casts_to_fp32(tensor) and bound.get("dtype") is None:
+                bound["dtype"] = torch.float32
+            return operation(tensor, **bound)
 
     return run
 

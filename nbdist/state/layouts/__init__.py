@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from nbdist.errors import SwitchError
 from nbdist.state.layouts.base import DdpLayout, Layout, is_deepspeed_engine, unwrap_compiled
 from nbdist.state.layouts.deepspeed import Zero3Layout, Zero12Layout
-from nbdist.state.layouts.free import free_model
+from nbdist.state.layouts.free_memory import free_model
 from nbdist.state.layouts.fsdp1 import Fsdp1Layout
 from nbdist.state.layouts.fsdp2 import Fsdp2Layout
 

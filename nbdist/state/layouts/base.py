@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives, optimizer_recipes
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -308,7 +308,7 @@ class Layout(ABC):
             low, high = (min(stop - start, size * number) for number in (index, index + 1))
             tensor = tensor[low:high]
             start, stop = start + low, start + high
-        pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
+        pieces = (ShardPiece(start, stop, tensor.detach()),) if start < stop else ()
         return Shard(shape=place.shape, dtype=tensor.dtype, pieces=pieces)
 
     def _flat(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
@@ -415,19 +415,19 @@ def _refuse_state(parameter: str, name: str, value: object) -> NoReturn:
     raise SwitchError(message)
 
 
-def check_group_size(group_size: int, what: str) -> None:
+def check_group_size(group_size: int, owner: str) -> None:
     """Raise if a model is sharded over fewer ranks than the world size.
 
     Args:
         group_size: number of ranks that the model is sharded over.
-        what: name of the engine for the message.
+        owner: name of the engine for the message.
 
     Raises:
         SwitchError: the sizes differ.
     """
     if group_size != collectives.group_size():
         message = (
-            f"{what} shards this model over {group_size} of {collectives.group_size()} ranks and"
+            f"{owner} shards this model over {group_size} of {collectives.group_size()} ranks and"
             " replicates it on the others. nbdist can only reshard state that is sharded over all"
             " ranks: remove that option."
         )

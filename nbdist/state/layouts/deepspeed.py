@@ -230,7 +230,7 @@ class Zero3Layout(DeepSpeedLayout):
             if self.zero_optimizer._swappable_optimizer_subgroup(index):  # noqa: SLF001
                 yield index, master
 
-    def _bring_in(self) -> None:
+    def _swap_in(self) -> None:
         """Copy offloaded sub-groups from NVMe to host memory until the next step."""
         for index, master in self._on_disk():
             if master.numel():
@@ -243,7 +243,7 @@ class Zero3Layout(DeepSpeedLayout):
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.data = copy
 
-    def _bring_out(self) -> None:
+    def _swap_out(self) -> None:
         """Write the sub-groups in host memory back to NVMe and free the memory."""
         for _, master in self._on_disk():
             if not master.numel():
@@ -263,7 +263,7 @@ class Zero3Layout(DeepSpeedLayout):
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield placements: trainable parameters in the masters, frozen ones in `ds_tensor`."""
-        self._bring_in()
+        self._swap_in()
         masters: dict[int, tuple[torch.Tensor, int]] = {}
         for group, master in self._groups():
             offset = 0
@@ -281,7 +281,7 @@ class Zero3Layout(DeepSpeedLayout):
             self.zero_optimizer._partition_all_parameters()  # noqa: SLF001
             for index in range(len(self.zero_optimizer.fp16_groups)):
                 self.zero_optimizer._reassign_or_swap_out_partitioned_parameters(index)  # noqa: SLF001
-            self._bring_out()
+            self._swap_out()
             self.zero_optimizer.invalidate_secondary_tensor()
         else:
             self.zero_optimizer.partition_all_parameters()

@@ -90,7 +90,11 @@ class Fsdp1Layout(Layout):
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
-        places = {place.name: place for handle in self._handles() for place in self._inside(handle)}
+        places = {
+            place.name: place
+            for handle in self._handles()
+            for place in self._original_placements(handle)
+        }
         flat: set[int] = set()
         for handle in self._handles():
             # the module's parameters are views of the flat one
@@ -149,7 +153,7 @@ class Fsdp1Layout(Layout):
         for unit in self._units():
             yield unit._handle  # noqa: SLF001
 
-    def _inside(self, handle: Any) -> Iterator[ParameterPlacement]:
+    def _original_placements(self, handle: Any) -> Iterator[ParameterPlacement]:
         """Yield the placements of the original parameters of a flat parameter."""
         flat = handle.flat_param
         if handle.uses_sharded_strategy:
@@ -202,5 +206,5 @@ class Fsdp1Layout(Layout):
                 handle.flat_param,
                 "_contiguities _param_infos _params _shapes _shard_param_infos",
             )
-            for _ in self._inside(handle):
+            for _ in self._original_placements(handle):
                 pass

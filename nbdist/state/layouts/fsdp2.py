@@ -89,13 +89,13 @@ class Fsdp2Layout(Layout):
         """Yield the placement of this rank's rows of each parameter; ignored ones are whole."""
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
-                yield self._cut(name, parameter)
+                yield self._row_placement(name, parameter)
             else:
                 yield self.whole_placement(name, parameter)
 
-    def _cut(self, name: str, parameter: DTensor) -> ParameterPlacement:
+    def _row_placement(self, name: str, parameter: DTensor) -> ParameterPlacement:
         """Return the placement of this rank's rows of a parameter."""
-        _check_cut(name, parameter)
+        _check_row_sharding(name, parameter)
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
         cut = mesh.ndim - 1  # the mesh dimension that shards
         with torch.no_grad():
@@ -122,11 +122,11 @@ class Fsdp2Layout(Layout):
                 yield module, "reset_iter_state"
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
-                _check_cut(name, parameter)
+                _check_row_sharding(name, parameter)
                 yield parameter, "device_mesh placements to_local"
 
 
-def _check_cut(name: str, parameter: DTensor) -> None:
+def _check_row_sharding(name: str, parameter: DTensor) -> None:
     """Raise if the mesh or the sharded dimension is not supported."""
     mesh = parameter.device_mesh
     if tuple(parameter.placements) not in _CUTS:

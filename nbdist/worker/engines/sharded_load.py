@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.state import collectives, layouts, meta_model
 from nbdist.state.tensor_index import TensorIndex, TensorPart

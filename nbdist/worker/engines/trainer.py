@@ -1,7 +1,7 @@
 """Makes the HF Trainer use the session's strategy.
 
 A Trainer creates its own `Accelerator()`, which uses the session's engine like any other
-(`worker.engines.accelerator`), with the values of its TrainingArguments
+(`worker.engines.accelerator_patch`), with the values of its TrainingArguments
 (`worker.engines.training_arguments`). Under --auto the engine is decided here, before the Trainer
 builds it.
 """
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator, deepspeed, training_arguments
+from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
@@ -74,9 +74,9 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
         if training_arguments.has_own_engine(self.args):
             create(self)
             return
-        training_arguments.check_auto(self.args, accelerator.current_config())
-        session = accelerator.decide_options(functools.partial(_choose, self))
-        with accelerator.temporary_options(training_arguments.combine(self.args, session)):
+        training_arguments.check_auto(self.args, accelerator_patch.current_config())
+        session = accelerator_patch.decide_options(functools.partial(_choose, self))
+        with accelerator_patch.temporary_options(training_arguments.combine(self.args, session)):
             create(self)
         if self.is_deepspeed_enabled:
             deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
@@ -168,8 +168,8 @@ def trainer_arguments(
                 " batch_size= and seq_len= to decide for your batch."
             )
             raise OptionError(message)
-        given = {"batch_size": batch_size, "seq_len": seq_len}
-        missing = [name for name, value in given.items() if value is None]
+        arguments = {"batch_size": batch_size, "seq_len": seq_len}
+        missing = [name for name, value in arguments.items() if value is None]
         guess = f"Assumed {' and '.join(missing)}. Set them with trainer_arguments(...)."
         batch = MicroBatch(
             batch_size=batch_size or DEFAULT_BATCH_SIZE,
@@ -178,7 +178,7 @@ def trainer_arguments(
         )
         return chooser.decide(model, DEFAULT_OPTIMIZER, lambda: batch)
 
-    session = accelerator.decide_options(choice)
+    session = accelerator_patch.decide_options(choice)
     return session.options.strategy.training_arguments(session.options, session.hardware)
 
 

@@ -15,14 +15,14 @@ from torch import distributed
 
 from nbdist import strategies
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.strategies import Options
-    from nbdist.worker.engines.accelerator import EngineConfig
+    from nbdist.worker.engines.accelerator_patch import EngineConfig
 
 MODULE = "transformers.training_args"
 _OWN_ENGINE = ("deepspeed_plugin", "parallelism_config")
@@ -54,7 +54,7 @@ def _record_written(new: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     def __post_init__(self: Any) -> None:  # noqa: N807
-        if accelerator.current_config().hardware.kind == "cpu":
+        if accelerator_patch.current_config().hardware.kind == "cpu":
             self.use_cpu = True
         own = self.parallelism_config is not None
         written, self.deepspeed = self.deepspeed, self.deepspeed if own else None

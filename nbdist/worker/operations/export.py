@@ -21,15 +21,15 @@ import torch
 
 from nbdist.checkpoint import atomic_folder
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.safetensors_file import StoredTensor, build_header
+from nbdist.checkpoint.safetensors_writer import StoredTensor, build_header
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankExportReport
 from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
 from nbdist.state.shards import total_bytes
-from nbdist.worker.operations.transaction import (
+from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
     ByteProgress,
-    Transaction,
+    CollectivePhases,
     try_call,
 )
 from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.protocol.operations import ExportRequest
-    from nbdist.state.hf_export_plan import DerivedTensors, ExportOutline, OutputTensor
+    from nbdist.state.hf_export_plan import DerivedTensors, ExportPlan, OutputTensor
     from nbdist.worker.operations import RankContext
 
 BATCH_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
     Raises:
         CheckpointError: the export failed; raised on all ranks, and partial output is removed.
     """
-    phase = Transaction("Export", context.on_phase, CheckpointError)
+    phase = CollectivePhases("Export", context.on_phase, CheckpointError)
     report = RankExportReport(seconds=phase.seconds)
     target = Path(request.folder)
     dtype: torch.dtype | None = None if request.dtype is None else getattr(torch, request.dtype)
@@ -134,7 +134,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
 
 
 def _fill_report(
-    report: RankExportReport, model: nn.Module, outline: ExportOutline, target: Path
+    report: RankExportReport, model: nn.Module, outline: ExportPlan, target: Path
 ) -> None:
     """Fill in the planned content and the expression that loads it."""
     name, location = type(model).__name__, repr(str(target))
@@ -154,7 +154,7 @@ def _write(
     places: Mapping[str, tuple[Path, int]],
     tensors: ModelTensors,
     model: nn.Module,
-    outline: ExportOutline,
+    outline: ExportPlan,
     *,
     on_phase: Callable[[str], None],
 ) -> int:

@@ -22,26 +22,30 @@ import torch
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankLoadReport
 from nbdist.state import (
     base_model,
     collectives,
-    digest,
     shard_io,
     shards,
+    tensor_digest,
 )
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.state.tensor_index import TensorIndex
-from nbdist.worker.engines import accelerator as accelerators
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.operations import save
-from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.operations.collective_phases import (
+    CHECKING_PHASE,
+    ByteProgress,
+    CollectivePhases,
+)
 from nbdist.worker.training import (
     dataloader_state,
-    model_cleanup,
     model_recipe,
     prepared_models,
+    release_models,
     rng_state,
     training_metadata,
 )
@@ -95,7 +99,7 @@ class _CheckpointLoad:
         self._positions: list[tuple[Any, LoaderPosition]] = []
         """Prepared loaders and their saved positions."""
         self._rng: rng_state.RngState | None = None
-        self._phase = Transaction("Load", context.on_phase, CheckpointError)
+        self._phase = CollectivePhases("Load", context.on_phase, CheckpointError)
         self.report = RankLoadReport(seconds=self._phase.seconds)
 
     def run(self) -> RankLoadReport:
@@ -104,7 +108,7 @@ class _CheckpointLoad:
             return self._run()
         finally:
             self._backups.clear()
-            shards.give_back()
+            shards.empty_pinned_cache()
             if self._download is not None:
                 self._download.remove()
 
@@ -171,7 +175,7 @@ class _CheckpointLoad:
                         self._path, self._manifest, target, progress
                     )
             with self._phase("settling"):
-                self._settle()
+                self._restore_derived_state()
             with self._phase("verifying"):
                 self._verify()
         except CheckpointError as error:
@@ -197,7 +201,7 @@ class _CheckpointLoad:
             self._manifest = opened.manifest
         if self._manifest.id != self._id:
             raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
-        model_cleanup.release_remaining()
+        release_models.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -249,8 +253,8 @@ class _CheckpointLoad:
         shapes: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
         for state, _ in self._models:
-            wanted = state.target_shards(optimizers=False) | state.target_buffers()
-            shapes |= {key: shard.shape for key, shard in wanted.items()}
+            targets = state.target_shards(optimizers=False) | state.target_buffers()
+            shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
         try:
             check_keys(self._manifest, shapes, aliases)
@@ -380,7 +384,7 @@ class _CheckpointLoad:
                 raise CheckpointError("Cannot read the optimizer state. Load another checkpoint.")
             state.load_state_dicts(trees[number], self._state_dict_tensors)
 
-    def _settle(self) -> None:
+    def _restore_derived_state(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
         for number, (state, prepared) in enumerate(self._models):
             if self._weights_only:
@@ -430,7 +434,7 @@ class _CheckpointLoad:
             key: keys[aliases.get(key, key)] for key in live if aliases.get(key, key) in keys
         }
         same_dtype = {key for key, tensor in expected.items() if tensor.dtype == _dtype(live[key])}
-        actual = digest.global_digests({key: live[key] for key in sorted(same_dtype)})
+        actual = tensor_digest.global_digests({key: live[key] for key in sorted(same_dtype)})
         # Other ranks verify the tensors of their own state dicts.
         wrong = [key for key in same_dtype if expected[key].digest != actual[key]]
         if wrong:
@@ -572,44 +576,44 @@ class _CheckpointLoad:
 
 
 def check_keys(
-    manifest: Manifest, wanted: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+    manifest: Manifest, required: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> None:
     """Refuse a checkpoint of another model before reading any tensor.
 
     Args:
         manifest: manifest of the checkpoint.
-        wanted: key -> shape of the prepared models' weights and buffers.
-        aliases: additional keys of tied weights -> a key in `wanted`.
+        required: key -> shape of the prepared models' weights and buffers.
+        aliases: additional keys of tied weights -> a key in `required`.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape. The message has
             the number and the first ten of each.
     """
     keys = {key for key in manifest.keys if re.match(r"model\d*\.", key)}
-    stored = {key: manifest.aliases.get(key, key) for key in wanted}
+    stored = {key: manifest.aliases.get(key, key) for key in required}
     missing = [key for key, to in stored.items() if to not in keys]
     used = {*stored.values(), *(key for key in keys if key in aliases)}
     unexpected = sorted(keys - used)
     mismatched = [
-        f"{printable(key)[1:-1]} {tuple(wanted[key])} (saved {manifest.keys[to].shape})"
+        f"{printable(key)[1:-1]} {tuple(required[key])} (saved {manifest.keys[to].shape})"
         for key, to in stored.items()
-        if to in keys and tuple(wanted[key]) != manifest.keys[to].shape
+        if to in keys and tuple(required[key]) != manifest.keys[to].shape
     ]
     problems = [
-        _listed("are missing", [printable(key)[1:-1] for key in missing]),
-        _listed("are unexpected", [printable(key)[1:-1] for key in unexpected]),
-        _listed("have a different shape", mismatched),
+        _count_and_names("are missing", [printable(key)[1:-1] for key in missing]),
+        _count_and_names("are unexpected", [printable(key)[1:-1] for key in unexpected]),
+        _count_and_names("have a different shape", mismatched),
     ]
     if any(problems):
         raise CheckpointError(
-            f"The checkpoint does not match the prepared model: of {len(wanted)} tensors"
+            f"The checkpoint does not match the prepared model: of {len(required)} tensors"
             f" {'; '.join(filter(None, problems))}. Prepare the model that was saved."
         )
 
 
-def _listed(what: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > _LISTED else ""
-    return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
+def _count_and_names(noun: str, names: list[str]) -> str:
+    suffix = ", ..." if len(names) > _LISTED else ""
+    return f"{len(names)} {noun}: {', '.join(names[:_LISTED])}{suffix}" if names else ""
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:

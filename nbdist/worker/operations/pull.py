@@ -12,7 +12,11 @@ from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import RankPullReport
 from nbdist.state import collectives, parallel_writer
 from nbdist.state.shards import total_bytes
-from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.operations.collective_phases import (
+    CHECKING_PHASE,
+    ByteProgress,
+    CollectivePhases,
+)
 from nbdist.worker.training.model_state import ModelTensors, find_model
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ def write_variables(
         name: dict(value.state_dict()) if isinstance(value, nn.Module) else value
         for name, value in values.items()
     }
-    path = serialization.write_payload_where_room(plain, request["folders"])
+    path = serialization.write_payload_to_free_folder(plain, request["folders"])
     return messages.PayloadFileReply(status="ok", path=str(path))
 
 
@@ -59,7 +63,7 @@ def pull_model(request: PullModelRequest, context: RankContext) -> RankPullRepor
         CheckpointError: the pull failed; raised on all ranks.
     """
     name = request.name
-    phase = Transaction(f"Pull of {name}", context.on_phase, CheckpointError)
+    phase = CollectivePhases(f"Pull of {name}", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
         reference = find_model(context.variables.get(name))
         if reference is None:

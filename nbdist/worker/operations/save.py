@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
 from nbdist.checkpoint import Manifest, TensorMetadata, location_with_password, parse_location
-from nbdist.checkpoint.names import check_name
+from nbdist.checkpoint.name_validation import check_name
 from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
 from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
-from nbdist.state import base_model, collectives, digest, layouts, shard_io, shards
-from nbdist.worker.engines import accelerator as accelerators
-from nbdist.worker.operations.transaction import (
+from nbdist.state import base_model, collectives, layouts, shard_io, shards, tensor_digest
+from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.operations.collective_phases import (
     error_text,
     raise_if_any_failed,
     rank_errors_text,
@@ -36,9 +36,9 @@ from nbdist.worker.operations.transaction import (
 )
 from nbdist.worker.training import (
     dataloader_state,
-    model_cleanup,
     model_recipe,
     prepared_models,
+    release_models,
     rng_state,
     training_metadata,
 )
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         CheckpointFile,
         OptimizerMetadata,
         PendingCheckpoint,
-        RankReport,
+        RankWriteReport,
         Storage,
     )
     from nbdist.state.base_model import StoredByReference
@@ -102,7 +102,7 @@ class CheckpointSaver:
         root: default folder, as for ``set_root``; the same on all ranks.
         cwd: folder that relative paths are relative to.
         publish: sends the progress of a save to the notebook; called from any thread.
-        complain: called in a cell; returns a function that writes to that cell's stderr and
+        on_warning: called in a cell; returns a function that writes to that cell's stderr and
             may be called later from any thread.
     """
 
@@ -111,9 +111,9 @@ class CheckpointSaver:
         root: str,
         cwd: Path,
         publish: Callable[[messages.SaveStatus], object],
-        complain: Callable[[], Any],
+        on_warning: Callable[[], Any],
     ) -> None:
-        self._cwd, self._publish, self._complain = cwd, publish, complain
+        self._cwd, self._publish, self._complain = cwd, publish, on_warning
         self._thread: threading.Thread | None = None
         self.set_root(root)
 
@@ -164,8 +164,8 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the save could not start; raised on all ranks, nothing was written.
         """
-        began = time.perf_counter()
-        complain = self._complain()
+        start_time = time.perf_counter()
+        on_warning = self._complain()
         self.wait()
         trained = _check_request(request)
         states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
@@ -188,7 +188,9 @@ class CheckpointSaver:
             raise
         snapshot.manifest["rng"] = tuple(rng for rng, _ in metadata)
         snapshot.manifest["state_dicts"] = tuple(saved for _, saved in metadata if any(saved))
-        job = _BackgroundSave(request, draft, snapshot, stored, began, self._publish, complain)
+        job = _BackgroundSave(
+            request, draft, snapshot, stored, start_time, self._publish, on_warning
+        )
         job.publish_status(messages.SaveStatus(state="running", size_bytes=total_bytes))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
@@ -213,14 +215,14 @@ class _BackgroundSave:
         draft: PendingCheckpoint,
         snapshot: StateSnapshot,
         stored: StoredByReference,
-        began: float,
+        start_time: float,
         publish: Callable[[messages.SaveStatus], object],
-        complain: Callable[[str], object],
+        on_warning: Callable[[str], object],
     ) -> None:
         self._request, self._draft, self._snapshot = request, draft, snapshot
         self._stored = stored
-        self._publish, self._complain = publish, complain
-        self._began, self._pause_s = began, time.perf_counter() - began
+        self._publish, self._complain = publish, on_warning
+        self._began, self._pause_s = start_time, time.perf_counter() - start_time
         # The thread outlives process groups: during a recovery there is none for a moment.
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
 
@@ -238,7 +240,7 @@ class _BackgroundSave:
         if self._rank == 0:
             self._finish()
         self._snapshot, error = StateSnapshot(), None  # its traceback refers to tensors
-        shards.give_back()
+        shards.empty_pinned_cache()
 
     def _write(self) -> None:
         _run_hooks("write")
@@ -247,7 +249,7 @@ class _BackgroundSave:
         for kind, tensors in self._snapshot.shards_by_file_kind.items():
             parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
             known = self._snapshot.digests
-            digests = known | digest.local_digests(
+            digests = known | tensor_digest.local_digests(
                 {key: shard for key, shard in tensors.items() if key not in known}
             )
             for key, shard in tensors.items():
@@ -303,9 +305,9 @@ class _BackgroundSave:
             notes=notes,
         )
 
-    def _wait_for_reports(self) -> dict[int, RankReport]:
+    def _wait_for_reports(self) -> dict[int, RankWriteReport]:
         """Wait for the reports of all ranks and return them."""
-        reports: dict[int, RankReport] = {}
+        reports: dict[int, RankWriteReport] = {}
         size_bytes, since = -1, time.monotonic()
         while True:
             missing = set(range(self._world_size)) - reports.keys()
@@ -357,7 +359,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         keep = request.keep
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
-        model_cleanup.release_remaining()
+        release_models.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -429,23 +431,23 @@ def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
     Raises:
         CheckpointError: rank 0 could not create it; raised on all ranks.
     """
-    begun: PendingCheckpoint | None = None
+    draft: PendingCheckpoint | None = None
     error = None
     if collectives.rank() == 0:
-        begun, error = try_call(
+        draft, error = try_call(
             lambda: _storage(request).begin(
                 request.name, overwrite=request.overwrite, size_bytes=size_bytes
             )
         )
     try:
-        number, reason = collectives.all_gather_values((begun and begun.id, error_text(error)))[0]
+        number, reason = collectives.all_gather_values((draft and draft.id, error_text(error)))[0]
     except BaseException:
-        if begun is not None:
-            begun.abort()
+        if draft is not None:
+            draft.abort()
         raise
     if reason is not None:
         raise CheckpointError(reason) from error
-    return begun or _storage(request).attach(request.name, number)
+    return draft or _storage(request).attach(request.name, number)
 
 
 def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
@@ -489,7 +491,7 @@ def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> S
             tensors = {key: shard for key, shard in live[number].items() if key.startswith(kind)}
             snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(tensors)
             # On a GPU a digest takes milliseconds; on the CPU the background thread computes it.
-            snapshot.digests |= digest.local_digests(
+            snapshot.digests |= tensor_digest.local_digests(
                 {
                     key: shard
                     for key, shard in tensors.items()

@@ -1,8 +1,8 @@
 """Registry of prepared models, with the information needed to rebuild them under another engine.
 
-`worker.engines.accelerator` creates a ``PrepareCall`` before each `prepare()`, while models and
-optimizers are still unwrapped, and calls its ``record_result`` afterwards. Only weak references are
-held, so that running a cell again frees the objects of its previous run.
+`worker.engines.accelerator_patch` creates a ``PrepareCall`` before each `prepare()`, while models
+and optimizers are still unwrapped, and calls its ``record_result`` afterwards. Only weak references
+are held, so that running a cell again frees the objects of its previous run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from nbdist.state.layouts.base import (
 )
 from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
-from nbdist.worker.interrupt.step_gate import step_gate
-from nbdist.worker.memory import memory_accounting, memory_probe
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.memory import memory_probe, tensor_categories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -146,9 +146,9 @@ def all_loaders() -> list[DataLoader[Any]]:
     return [loader for loader in (reference() for reference in _loaders) if loader is not None]
 
 
-def register_loader(prepared: Any, given: object) -> None:
+def register_loader(prepared: Any, loader: object) -> None:
     """Register a prepared loader and the user's loader that it was made from."""
-    vars(prepared)[_GIVEN] = given
+    vars(prepared)[_GIVEN] = loader
     _loaders.append(weakref.ref(prepared))
 
 
@@ -280,7 +280,7 @@ def count_pending_micro_batches(prepared: PreparedModel) -> int:
     # `Accelerator.backward` counts for all models of the accelerator, because it does not know
     # which one the loss is from: a model without gradients was not part of it.
     has_gradients = is_deepspeed_engine(unwrap_compiled(prepared.model)) or any(
-        gradient is not None for gradient in memory_accounting.gradients(prepared.model)
+        gradient is not None for gradient in tensor_categories.gradients(prepared.model)
     )
     return prepared.num_pending_micro_batches if has_gradients else 0
 
@@ -313,7 +313,7 @@ def hook_forward(prepared: PreparedModel) -> None:
 
     def before_forward(*_: object) -> None:
         require_all_ranks()
-        step_gate.end_iteration()
+        optimizer_step_gate.end_iteration()
         prepared.interrupted_pass = "forward" if gathers else ""
 
     def after_forward(*_: object) -> None:
@@ -346,7 +346,7 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Accelerator.backward` to count micro-batches since the last step."""
 
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        step_gate.end_iteration()
+        optimizer_step_gate.end_iteration()
         models = [model for model in _trained if model.accelerator() is self]
         for model in models:
             model.interrupted_pass = "backward"  # noqa: S105
@@ -372,7 +372,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 # step would be used in the next forward as they were before the step.
                 layouts.layout_for(model.model)
                 model.has_evaluated = False
-        with step_gate.step(self):
+        with optimizer_step_gate.step(self):
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
             for model in _models_of(self):
