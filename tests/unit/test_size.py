@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 61_500,
+    "lines in nbdist/": 61_600,
     "files in nbdist/": 275,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 45_200,
