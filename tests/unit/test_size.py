@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 64_200,
+    "lines in nbdist/": 64_300,
     "files in nbdist/": 284,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 47_300,

@@ -82,7 +82,7 @@ class FsdpTimeline(StepTimeline):
             self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
             self.frozen_width = 2
         # accelerate 1.15 excludes quantized parameters; an offload leaves them on the device too.
-        self._whole = {"parameters": model_spec.quantized_param_bytes(model)}
+        self._unsharded = {"parameters": model_spec.quantized_param_bytes(model)}
         self.is_offloaded = setup.options.offload_device != "none"
         self.units = self.build_units()
         self.total_unit = FsdpUnit(
@@ -160,7 +160,7 @@ class FsdpTimeline(StepTimeline):
     ) -> NonActivationMemory:
         """Put shards and optimizer state on the device or in host memory."""
         where = (self._shards, {"gradients": shards}, update or {})
-        parts = sum_parts((parts, self._whole))
+        parts = sum_parts((parts, self._unsharded))
         return (
             NonActivationMemory(parts, host=where)
             if self.is_offloaded

@@ -92,7 +92,8 @@ class Zero3Timeline(ZeroTimeline):
         parts = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
-        parts["parameters"] = self._scale_bytes
+        scales = model_spec.quantized_param_bytes(self.model) - sum(self._graph_bytes.values())
+        parts["parameters"] = scales
         if not self._params_away:
             parts["parameters"] += self._param_bytes
         if self.is_offloaded:
@@ -111,10 +112,14 @@ class Zero3Timeline(ZeroTimeline):
         return self.element_bytes * (self.partition_size + frozen) + quantized
 
     @cached_property
-    def _scale_bytes(self) -> int:
-        """Bytes of the scales of quantized parameters, which are whole on every rank."""
-        own = sum(g.count * sum(g.quantized_tensors) for g in self.model.groups)
-        return model_spec.quantized_param_bytes(self.model) - own
+    def _graph_bytes(self) -> dict[str, int]:
+        """Quantized weights of a micro-batch without scales.
+
+        bitsandbytes 0.50 keeps a gathered weight as an attribute of the graph (MatMul4Bit), so it
+        lives until the variable that holds the output changes.
+        """
+        groups = self.model.groups
+        return {"gathered": sum(group.count * sum(group.quantized_tensors) for group in groups)}
 
     def host_parts(self) -> dict[str, int]:
         """Offloaded memory on the host, including buffers for NVMe."""
@@ -175,10 +180,10 @@ class Zero3Timeline(ZeroTimeline):
             elif tail and step.phase == "forward":
                 # The head is gathered before the logits exist.
                 gathered = self._gathered.min_at.get(("forward", *place), 0)
-                yield at, self.allocation_with(self._gathered_parts(gathered))
+                yield at, self.allocation_with(self._gathered_parts(gathered), self._graph_bytes)
             elif step.phase == "forward" or (tail and step.phase == "before"):
                 peak = self._gathered.max_at.get(("forward", *place), 0)
-                yield at, self.allocation_with(self._gathered_parts(peak))
+                yield at, self.allocation_with(self._gathered_parts(peak), self._graph_bytes)
 
     def _gathered_parts(self, elements: int) -> dict[str, int]:
         return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
@@ -226,8 +231,9 @@ class Zero3Timeline(ZeroTimeline):
             return
         cast = MASTER_BYTES if self.element_bytes != MASTER_BYTES else 0
         flat = {"temporaries": (self.element_bytes + cast) * size}
-        yield "gradients to fp32", self.allocation_with(flat)
-        yield "optimizer step", self.allocation_with(self.update_parts(size))
+        kept = self._graph_bytes
+        yield "gradients to fp32", self.allocation_with(flat, kept)
+        yield "optimizer step", self.allocation_with(self.update_parts(size), kept)
 
 
 # -- gathered parameters --------------------------------------------------------------------
@@ -464,4 +470,5 @@ class _CoordinatorReplay:
             return
         self._gathered_parameters.discard(use.parameter)
         self._available -= use.size
-        self._held -= use.held
+        # A quantized weight, which takes less than its size in elements, stays in the graph.
+        self._held -= use.held if use.held == use.size else 0

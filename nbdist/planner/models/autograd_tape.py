@@ -129,8 +129,8 @@ class AutogradTape:
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
-        keeps: tuple[TapeTensor, ...] = (x,) if trainable or self.saves_linear_inputs else ()
-        keeps += weight if x.needs_grad else ()
+        saved = (x,) if trainable or self.saves_linear_inputs else ()
+        keeps = (*saved, *(weight if x.needs_grad else ()))
         sends = (x,) + (weight if trainable else ())
         grad_elements = wide * narrow if own else 0
         grad_elements += wide if bias and trainable else 0

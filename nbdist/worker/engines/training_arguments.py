@@ -110,8 +110,8 @@ def combine(args: Any, session: EngineConfig) -> Options:
             raise _conflict(name, given, option, value)
         values[name] = value
     before = vars(args).get("_nbdist_shown")
-    taken = {name: (value, getattr(args, name)) for name, value in values.items()}
-    vars(args).update(values, _nbdist_taken=taken, _nbdist_shown=values)
+    replaced = {name: (value, getattr(args, name)) for name, value in values.items()}
+    vars(args).update(values, _nbdist_replaced=replaced, _nbdist_shown=values)
     if values and values != before and distributed.get_rank() == 0:
         text = ", ".join(f"{name}={value}" for name, value in values.items())
         print(f"Trainer takes from the session's options: {text}.")  # noqa: T201
@@ -120,7 +120,7 @@ def combine(args: Any, session: EngineConfig) -> Options:
 
 def _restore(args: Any) -> None:
     """Undo what an earlier Trainer has set: the session may have switched since."""
-    for name, (value, own) in vars(args).pop("_nbdist_taken", {}).items():
+    for name, (value, own) in vars(args).pop("_nbdist_replaced", {}).items():
         if getattr(args, name) == value:
             setattr(args, name, own)
 

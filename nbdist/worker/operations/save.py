@@ -172,7 +172,7 @@ class CheckpointSaver:
         frozen = {} if request.full else _frozen_shards(states)
         stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
-            shards.total_bytes(_without(state.owned_shards(), stored.keys)) for state in states
+            shards.total_bytes(_exclude(state.owned_shards(), stored.keys)) for state in states
         )
         total_bytes = sum(collectives.all_gather_values(size_bytes))
         draft = _begin_draft(request, total_bytes)
@@ -421,7 +421,7 @@ def _frozen_shards(states: Sequence[ModelState]) -> dict[str, Shard]:
     return {key: shard for state in states for key, shard in state.frozen_shards().items()}
 
 
-def _without(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Shard]:
+def _exclude(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Shard]:
     return {key: shard for key, shard in tensors.items() if key not in keys}
 
 
@@ -479,7 +479,7 @@ def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> S
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
     states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
-    live = [_without(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
+    live = [_exclude(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
     scalars = [state.scalar_state() for state in states]
     for number, prepared in enumerate(trained):  # no collective from here on
         state, counts = states[number], scalars[number]
