@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator, deepspeed, training_arguments
+from nbdist.worker.engines import accelerator, deepspeed, prompt_tuning, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.library_patches import patch
 
@@ -38,13 +38,14 @@ MODULE = "transformers.trainer"
 
 
 def install() -> None:
-    """Patch Trainer and TrainingArguments, now or when they are imported; call it once per process.
+    """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
     """
     for name, patch_module in (
         (training_arguments.MODULE, training_arguments.patch_arguments),
         (MODULE, _patch_trainer),
+        (prompt_tuning.MODULE, prompt_tuning.patch_saving),
     ):
         if name in sys.modules:
             patch_module()
