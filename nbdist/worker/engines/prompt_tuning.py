@@ -32,6 +32,8 @@ def _save_given_prompt(original: Any) -> Any:
         state_dict: Mapping[str, Any],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Any]:
+        if not state_dict:
+            return {}  # as for other adapters: an export writes only the config this way
         encoder = f"prompt_encoder.{adapter_name}."
         of_encoder = [name for name in state_dict if name.startswith(encoder)]
         if of_encoder == [f"{encoder}embedding.weight"]:
