@@ -1,4 +1,4 @@
-"""Every patch of torch, accelerate, deepspeed and transformers on a rank.
+"""Every patch of torch, accelerate, deepspeed, transformers and peft on a rank.
 
 A patch replaces one attribute of a library, where the library has no hook for what a session needs.
 ``PATCHES`` says for each which version was read, why the patch exists and where upstream discusses
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-ACCELERATE, DEEPSPEED = "accelerate 1.15", "deepspeed 0.19"
+ACCELERATE, DEEPSPEED, PEFT = "accelerate 1.15", "deepspeed 0.19", "peft 0.21"
 TORCH, TRANSFORMERS = "torch 2.13", "transformers 5.23"
 
 
@@ -196,6 +196,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
     ),
     "transformers.core_model_loading:set_param_for_module": LibraryPatch(
         TRANSFORMERS, "copies a weight that is read later to make it a parameter"
+    ),
+    # -- peft
+    "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
+        PEFT,
+        "ignores the gathered state dict and runs the prompt encoder on rank 0, which fails under"
+        " FSDP and hangs under ZeRO-3",
     ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(

@@ -12,7 +12,7 @@ from nbdist.worker import library_patches
 from nbdist.worker.library_patches import PATCHES
 
 ROOT = Path(library_patches.__file__).parents[1]
-LIBRARIES = {"accelerate", "deepspeed", "torch", "transformers"}
+LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers"}
 
 
 @pytest.mark.parametrize("target", [name for name in PATCHES if not name.endswith("*")])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
+from nbdist.worker.engines import accelerator_patch, deepspeed, prompt_tuning, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
@@ -38,7 +38,7 @@ MODULE = "transformers.trainer"
 
 
 def install(reporter: Reporter) -> None:
-    """Patch Trainer and TrainingArguments, now or when they are imported; call it once per process.
+    """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
 
@@ -47,6 +47,7 @@ def install(reporter: Reporter) -> None:
     """
     when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
     when_imported(MODULE, functools.partial(_patch_trainer, reporter))
+    when_imported(prompt_tuning.MODULE, prompt_tuning.patch_saving)
 
 
 def _patch_trainer(reporter: Reporter) -> None:
