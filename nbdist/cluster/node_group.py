@@ -357,7 +357,7 @@ class NodeGroup:
                 nodes=len(used),
             )
             self.agent_connections.queue_message(
-                node.index, protocol.LaunchRanksRequest(asdict(theirs), key, node.place.address)
+                node.index, protocol.LaunchNodeRanksRequest(asdict(theirs), key, node.place.address)
             )
         self.agent_connections.wake()
         return self._channels

@@ -5,7 +5,7 @@ number of binary frames.
 
     AgentHello               agent -> kernel  agent started: its folders, versions and hardware
     LauncherLinkMessage      both ways        a line of the link between kernel and launcher
-    LaunchRanksRequest       kernel -> agent  start ranks: the launch request and the signing key
+    LaunchNodeRanksRequest   kernel -> agent  start ranks: the launch request and the signing key
     CloseRankSocketsRequest  kernel -> agent  close the sockets of the ranks
     RequestToRanks           kernel -> agent  a signed message to some ranks
     MessagesFromRanks        agent -> kernel  signed messages of ranks (`agent/message_merger.py`)
@@ -103,7 +103,7 @@ class LauncherLinkMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchRanksRequest:
+class LaunchNodeRanksRequest:
     """Start ranks: `fields` of the launch message, in which the agent fills in its folders."""
 
     fields: dict[str, Any]
@@ -201,7 +201,7 @@ class AgentExited:
 Message = (
     AgentHello
     | LauncherLinkMessage
-    | LaunchRanksRequest
+    | LaunchNodeRanksRequest
     | CloseRankSocketsRequest
     | RequestToRanks
     | MessagesFromRanks

@@ -39,9 +39,9 @@ from nbdist.panel.protocol import (
     DeviceSamplesMessage,
     HeartbeatMessage,
     LogMessage,
+    PanelStateUpdate,
     ResetMessage,
     SampleHistory,
-    StateChangeMessage,
 )
 from nbdist.panel.snapshot import ProfileViewCache
 
@@ -317,7 +317,7 @@ class PanelController:
             self._notice = None
         now = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
         if changed := snapshot.changed_keys(self._before, now):
-            self._send_message(StateChangeMessage(kind="picture", changed=changed))
+            self._send_message(PanelStateUpdate(kind="picture", changed=changed))
         self._before = now
         latest = self._view.devices.latest_snapshot
         if latest is not None and latest.time != self._sampled:

@@ -63,7 +63,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         OptionError: an unknown option, or an invalid value.
     """
     from nbdist.planner import build_model_spec, optimizers, search
-    from nbdist.planner.plan_table import PlanRequest
+    from nbdist.planner.plan_table import PlanInput
     from nbdist.planner.target_devices import print_progress, resolve_cluster
 
     several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
@@ -84,7 +84,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         spec, _optional_positive_int("lora", lora), target_modules, quantize
     )
     return search.search_plan(
-        PlanRequest(
+        PlanInput(
             model=spec,
             cluster=cluster,
             batch_sizes=batch_sizes,

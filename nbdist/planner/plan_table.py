@@ -22,7 +22,7 @@ OFFLOAD_TARGETS = ("none", "cpu", "nvme:PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanInput:
     """Input of a plan: a model, a cluster, and the options that the user fixed."""
 
     model: ModelSpec
@@ -167,7 +167,7 @@ class PlanRow:
 class PlanTable:
     """All rows of a plan, and the one to use."""
 
-    question: PlanRequest
+    plan_input: PlanInput
     rows: tuple[PlanRow, ...]
     best: PlanRow | None
     """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""

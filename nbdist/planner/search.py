@@ -26,7 +26,7 @@ from nbdist.planner.memory.timeline import (
 from nbdist.planner.model_spec import Workload, num_params
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.decoder import DecoderSpec
-from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
+from nbdist.planner.plan_table import PlanInput, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _IN_PERCENT = 1.2
 """Speed ratios below this are shown in percent."""
 
 
-def search_plan(request: PlanRequest) -> Plan:
+def search_plan(request: PlanInput) -> Plan:
     """Evaluate all rows, choose the best, and explain the choice.
 
     Raises:
@@ -66,7 +66,7 @@ def search_plan(request: PlanRequest) -> Plan:
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
     advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
     return Plan(
-        question=request,
+        plan_input=request,
         rows=tuple(replace(row, why=_explain_row(row, best, request, top_speed)) for row in rows),
         best=None
         if best is None
@@ -106,18 +106,18 @@ _ABLE = max(
 """The most capable backend: options that it refuses, all refuse."""
 
 
-def evaluate_rows(request: PlanRequest) -> list[PlanRow]:
+def evaluate_rows(request: PlanInput) -> list[PlanRow]:
     """Evaluate all rows of a request, without explanations."""
     learned = MeasurementStore()
     return [row for options in _variants(request) for row in _rows(request, options, learned)]
 
 
-def fastest_row(request: PlanRequest) -> PlanRow | None:
+def fastest_row(request: PlanInput) -> PlanRow | None:
     """Return the best row of a request, or None if nothing fits."""
     return _best(evaluate_rows(request))
 
 
-def _variants(request: PlanRequest) -> Iterator[Options]:
+def _variants(request: PlanInput) -> Iterator[Options]:
     """Options of all rows, including those that the backend refuses."""
     fixed = request.fixed_options
     for name in _backends(fixed):
@@ -171,7 +171,7 @@ _PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
 _SEARCHED = ("offload_params", "activation_checkpointing")
 
 
-def _offload_targets(request: PlanRequest, strategy: Strategy) -> list[str]:
+def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
     """Offload targets to search for a strategy."""
     if "offload" in request.fixed_options:
         return [str(request.fixed_options["offload"])]
@@ -184,7 +184,7 @@ def _offload_targets(request: PlanRequest, strategy: Strategy) -> list[str]:
     ]
 
 
-def _replications(request: PlanRequest, strategy: Strategy) -> list[str]:
+def _replications(request: PlanInput, strategy: Strategy) -> list[str]:
     """Values of `replicate_across` to search for a strategy."""
     if "replicate_across" in request.fixed_options:
         return [str(request.fixed_options["replicate_across"])]
@@ -206,7 +206,7 @@ def _is_worth_searching(strategy: Strategy, options: Options) -> bool:
 # ---------------------------------------------------------------- rows of a variant
 
 
-def _rows(request: PlanRequest, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
+def _rows(request: PlanInput, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
     """One row per micro-batch, with an explanation if the backend or the model refuses."""
     refusal, variant = _refusal(options, request), None
     if not refusal:
@@ -231,7 +231,7 @@ class _PlanVariant:
         PlanError: the model does not support this engine's compute mode; also raised by `row`.
     """
 
-    def __init__(self, request: PlanRequest, options: Options, learned: MeasurementStore) -> None:
+    def __init__(self, request: PlanInput, options: Options, learned: MeasurementStore) -> None:
         cluster = request.cluster
         setup = TrainingSetup(
             options=options,
@@ -240,7 +240,7 @@ class _PlanVariant:
             kind=cluster.kind,
             num_nodes=cluster.num_nodes,
         )
-        self._question, self._options = request, options
+        self._plan_input, self._options = request, options
         self._compute = compute_mode(setup)
         self._saves_linear_inputs = saves_linear_inputs(setup)
         self._story = memory.build_timeline(request.model, setup)
@@ -258,13 +258,13 @@ class _PlanVariant:
         """Evaluate a micro-batch of this size."""
         workload = Workload(
             batch_size=batch_size,
-            seq_len=self._question.seq_len,
+            seq_len=self._plan_input.seq_len,
             compute=self._compute,
             activation_checkpointing=self._options.activation_checkpointing,
-            kind=self._question.cluster.kind,
+            kind=self._plan_input.cluster.kind,
             saves_linear_inputs=self._saves_linear_inputs,
         )
-        peak = self._story.peak_memory(self._question.model.micro_batch_activations(workload))
+        peak = self._story.peak_memory(self._plan_input.model.micro_batch_activations(workload))
         allocated, context = peak.device_bytes, self._overhead.context_bytes
         device_bytes = self._overhead.device_bytes(allocated)
         extra = {"context": context, "margin": device_bytes - allocated - context}
@@ -276,16 +276,16 @@ class _PlanVariant:
             device_bytes=device_bytes,
             host=dict(peak.host_parts),
             host_bytes=sum(peak.host_parts.values()),
-            load_bytes=_load_bytes(self._options, self._question),
+            load_bytes=_load_bytes(self._options, self._plan_input),
             nvme_bytes=peak.nvme_bytes,
             peak_moment=peak.name,
             learned=self._overhead.day,
             cost=self._costs.cost_for(workload),
         )
-        return replace(row, fits=not _shortage(row, self._question))
+        return replace(row, fits=not _shortage(row, self._plan_input))
 
 
-def _refusal(options: Options, request: PlanRequest) -> str:
+def _refusal(options: Options, request: PlanInput) -> str:
     """Return why a backend refuses these options, or "" if it does not."""
     plain = options.fsdp_config is None and options.replicate_across == "none"
     if options.offload_device in options.strategy.offloads and plain:
@@ -297,7 +297,7 @@ def _refusal(options: Options, request: PlanRequest) -> str:
     return ""
 
 
-def _shortage(row: PlanRow, request: PlanRequest) -> str:
+def _shortage(row: PlanRow, request: PlanInput) -> str:
     """Describe what is too small for a row, or return "" if it fits."""
     cluster = request.cluster
     free = cluster.smallest_device.free_bytes
@@ -321,7 +321,7 @@ def _shortage(row: PlanRow, request: PlanRequest) -> str:
     return ""
 
 
-def _load_bytes(options: Options, request: PlanRequest) -> int:
+def _load_bytes(options: Options, request: PlanInput) -> int:
     """Return the host memory of a node in which its ranks load the model."""
     cluster, size = request.cluster, num_params(request.model) * request.model.element
     if options.sharded_load and "parameters" in options.strategy.shards:
@@ -361,7 +361,7 @@ def _complexity(row: PlanRow) -> tuple[int, ...]:
     )
 
 
-def _explain_row(row: PlanRow, best: PlanRow | None, request: PlanRequest, top: float) -> str:
+def _explain_row(row: PlanRow, best: PlanRow | None, request: PlanInput, top: float) -> str:
     """Explain why a row was chosen or not; `top` is the speed of the fastest that fits."""
     if row.why:
         return row.why
@@ -370,7 +370,7 @@ def _explain_row(row: PlanRow, best: PlanRow | None, request: PlanRequest, top: 
     return _comparison(row, best, request, top) + _host_memory_text(row, request)
 
 
-def _comparison(row: PlanRow, best: PlanRow, request: PlanRequest, top: float) -> str:
+def _comparison(row: PlanRow, best: PlanRow, request: PlanInput, top: float) -> str:
     """Compare a row that fits with the best one."""
     if row is best:
         near = (
@@ -384,7 +384,7 @@ def _comparison(row: PlanRow, best: PlanRow, request: PlanRequest, top: float) -
     return f"fits, {much} slower: {_reason(row, best, request)}"
 
 
-def _host_memory_text(row: PlanRow, request: PlanRequest) -> str:
+def _host_memory_text(row: PlanRow, request: PlanInput) -> str:
     """Memory that an offload needs on the host, for all ranks of a node."""
     ranks = request.cluster.ranks_per_node
     needs = {"host memory": ranks * row.host_bytes, "NVMe": ranks * row.nvme_bytes}
@@ -397,7 +397,7 @@ def _host_memory_text(row: PlanRow, request: PlanRequest) -> str:
     return f"; needs {' and '.join(words)}{', assumed to be available' if unknown else ''}"
 
 
-def _reason(row: PlanRow, best: PlanRow, request: PlanRequest) -> str:
+def _reason(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
     """Name the part of a step that loses the most time against the best row."""
     names = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
     link = names.get(request.cluster.link, request.cluster.link)
@@ -422,7 +422,7 @@ def _reason(row: PlanRow, best: PlanRow, request: PlanRequest) -> str:
 # ------------------------------------------------------------------------ suggestions
 
 
-def suggest_changes(request: PlanRequest) -> Iterator[str]:
+def suggest_changes(request: PlanInput) -> Iterator[str]:
     """Yield the single changes that make the model fit, smallest first.
 
     Tries a smaller micro-batch, searching activation checkpointing, offload and backend if the
@@ -450,7 +450,7 @@ def suggest_changes(request: PlanRequest) -> Iterator[str]:
             return
 
 
-def _single_changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _single_changes(request: PlanInput) -> Iterator[tuple[str, PlanInput]]:
     """Each option that the user fixed set free; then a fused loss, and LoRA."""
     names = {"activation_checkpointing": "activation checkpointing", "offload": "offload"}
     for key in ("activation_checkpointing", "offload", "backend"):

@@ -15,7 +15,7 @@ from nbdist.planner import measured_comparison, optimizers, search
 from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class CalibratedPlanner:
             for name, value in options.to_json().items()
             if name != "precision" and value is not None
         }
-        question = PlanRequest(
+        question = PlanInput(
             model=self._spec,
             cluster=cluster,
             batch_sizes=(samples,),

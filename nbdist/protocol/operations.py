@@ -258,7 +258,7 @@ LOAD = Operation(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportRequest:
+class ImportCheckpointRequest:
     """Import a checkpoint of another tool into the prepared model."""
 
     path: str
@@ -286,7 +286,7 @@ class RankImportReport:
 
 IMPORT = Operation(
     "load",
-    ImportRequest,
+    ImportCheckpointRequest,
     RankImportReport,
     "nbdist.worker.operations.import_checkpoint:import_checkpoint",
     CheckpointError,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
 from nbdist.output.renderer import OutputRenderer
-from nbdist.output.sink import FinishedCellSink, RunningCellSink
+from nbdist.output.sink import FinishedCellSink, RunningCellWriter
 from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
@@ -99,7 +99,7 @@ class CellRunner:
             RankDied: a rank ended.
         """
         pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
-        screen = pinned if background else RunningCellSink()
+        screen = pinned if background else RunningCellWriter()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
         cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)

@@ -27,7 +27,7 @@ from nbdist.planner import (
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:
@@ -455,7 +455,7 @@ class Pick:
         return max(plans, key=lambda one: one.best.tokens_per_s if one.best else 0)
 
     def _plan(self, fixed: dict[str, Any]) -> Plan:
-        question = PlanRequest(
+        question = PlanInput(
             model=self.model,
             cluster=target_devices.parse_devices(self.devices),
             batch_sizes=self.batch_sizes,

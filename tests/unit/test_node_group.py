@@ -144,7 +144,7 @@ def heard() -> Iterator[Heard]:
 
 def test_nodes_get_ranks_in_their_order(heard: Heard) -> None:
     heard.launch(3)
-    fields = [agent.heard(protocol.LaunchRanksRequest).fields for agent in heard.agents]
+    fields = [agent.heard(protocol.LaunchNodeRanksRequest).fields for agent in heard.agents]
     assert [(one["first"], one["here"], one["node"], one["nodes"]) for one in fields] == [
         (0, 2, 0, 2),
         (2, 1, 1, 2),

@@ -15,7 +15,7 @@ from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
 from nbdist.planner import search
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
@@ -106,13 +106,13 @@ def test_every_row_says_why(eight: Plan) -> None:
         if row.fits:
             assert row.why.startswith(("the fastest", "simplest", "fits, ")), row.why
         else:
-            free = eight.question.cluster.smallest_device.free_bytes / GIB
+            free = eight.plan_input.cluster.smallest_device.free_bytes / GIB
             assert f"of {free:.1f} GiB" in row.why
             assert f"{row.device_bytes / GIB:.1f}" in row.why
 
 
 def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
-    free = eight.question.cluster.smallest_device.free_bytes
+    free = eight.plan_input.cluster.smallest_device.free_bytes
     for row in eight.rows:
         assert row.fits == (row.device_bytes * (1 + search.FREE_MEMORY_MARGIN) <= free)
 
@@ -336,12 +336,12 @@ def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> No
 # ---- where nothing fits
 
 
-def question(**changes: Any) -> PlanRequest:
+def question(**changes: Any) -> PlanInput:
     plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
     fields = {
-        name: getattr(plan.question, name) for name in PlanRequest.__dataclass_fields__
+        name: getattr(plan.plan_input, name) for name in PlanInput.__dataclass_fields__
     } | changes
-    return PlanRequest(**fields)
+    return PlanInput(**fields)
 
 
 def test_each_advice_was_computed_and_does_fit() -> None:

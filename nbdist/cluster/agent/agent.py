@@ -229,7 +229,7 @@ class NodeAgent:
             case protocol.LauncherLinkMessage(text=text):
                 with contextlib.suppress(StartError):  # the link's thread reports its exit
                     self._send_to_launcher(messages.decode_line(text.encode()))
-            case protocol.LaunchRanksRequest():
+            case protocol.LaunchNodeRanksRequest():
                 self._launch(message)
             case protocol.KeyValueMessage():
                 if self._store is not None:
@@ -248,7 +248,7 @@ class NodeAgent:
             self._running_launcher.resume_stopped()
         self._running_launcher.send(line)
 
-    def _launch(self, message: protocol.LaunchRanksRequest) -> None:
+    def _launch(self, message: protocol.LaunchNodeRanksRequest) -> None:
         launch = messages.LaunchRanksRequest(**message.fields)
         try:
             check_descriptors(launch.local_world_size)

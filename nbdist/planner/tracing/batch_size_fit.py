@@ -22,7 +22,7 @@ ParetoFront = list[tuple[LinearFit, int]]
 """Moments that no other one exceeds: bytes, and elements of own gradients."""
 
 
-class GroupMemoryTrace(NamedTuple):
+class ParameterGroupMemoryTrace(NamedTuple):
     """Recording of one group in one micro-batch."""
 
     group_index: int
@@ -41,7 +41,7 @@ class GroupMemoryTrace(NamedTuple):
 class MemoryTraceByGroup(NamedTuple):
     """A recording, by group in forward order."""
 
-    groups: list[GroupMemoryTrace]
+    groups: list[ParameterGroupMemoryTrace]
     head_moments: list[tuple[int, int]]
     """Head, logits and loss until the model returns; bytes on top of everything saved."""
     loss_moments: list[tuple[int, int]]
@@ -52,7 +52,7 @@ class MemoryTraceByGroup(NamedTuple):
 def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
     """Split a recording into its groups and the loss."""
     spans, flops = _spans(recording)
-    groups: list[GroupMemoryTrace] = []
+    groups: list[ParameterGroupMemoryTrace] = []
     before = 0
     for place in (mark.group_index for mark in recording.marks if mark.kind == "forward"):
         forward = _subtract_saved(spans.get(("forward", place), []), before)
@@ -67,7 +67,7 @@ def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
             else 0
         )
         groups.append(
-            GroupMemoryTrace(
+            ParameterGroupMemoryTrace(
                 place, saved, passing, handed, forward, backward, flops.get(place, 0.0)
             )
         )

@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.planner import cluster_spec, measured_comparison, search
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_probe, model_description, tensor_categories
@@ -214,7 +214,7 @@ class AutoStrategy:
             progress=_progress,
             kind=self._hardware.kind,
         )
-        question = PlanRequest(
+        question = PlanInput(
             model=spec,
             cluster=build_cluster_spec(free, self._hardware, self._nodes),
             batch_sizes=(batch.batch_size,),

@@ -19,7 +19,7 @@ from torch import distributed
 from nbdist.display.number_formatting import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
 from nbdist.planner import measured_comparison, search
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.engines.accelerator_patch import current_config
@@ -159,7 +159,7 @@ def _fitting_configurations(probe: MemoryProbe, requested: int) -> list[str]:
         ),
         None,
     )
-    free_bytes = plan.question.cluster.smallest_device.free_bytes
+    free_bytes = plan.plan_input.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
         return [_other_memory_advice(present, free_bytes, requested)]
     if rows := _fitting_rows(plan):
@@ -198,7 +198,7 @@ def _plan(probe: MemoryProbe) -> Plan:
     )
     free = [auto_strategy.available_bytes()] * distributed.get_world_size()
     return search.search_plan(
-        PlanRequest(
+        PlanInput(
             model=spec,
             cluster=auto_strategy.build_cluster_spec(free, hardware, session.nodes),
             batch_sizes=(samples,),

@@ -24,7 +24,7 @@ from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.safetensors_writer import StoredTensor, build_header
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankExportReport
-from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
+from nbdist.state import collectives, hf_export_plan, reshard, shared_file_writer
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
@@ -168,7 +168,7 @@ def _write(
         on_phase: called with progress texts.
     """
     regions = [
-        parallel_writer.TensorFileRegion(
+        shared_file_writer.TensorFileRegion(
             *places[output.name],
             output.dtype,
             output.key,
@@ -179,12 +179,12 @@ def _write(
         if output.key
     ]
     own_rank, sent_bytes = collectives.rank(), 0
-    regions = parallel_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
+    regions = shared_file_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
     progress = ByteProgress(on_phase, "writing", total_bytes(tensors.owned_shards))
     dtypes = {output.name: output.dtype for output in outline.targets}
-    with parallel_writer.OpenFiles() as opened:
+    with shared_file_writer.OpenFiles() as opened:
         _, error = try_call(
-            lambda: parallel_writer.write_shards(
+            lambda: shared_file_writer.write_shards(
                 opened, regions, tensors.owned_shards, on_progress=progress
             )
         )

@@ -28,7 +28,7 @@ from nbdist.worker.training.model_state import ModelState, ModelTensors, select_
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.protocol.operations import ImportRequest
+    from nbdist.protocol.operations import ImportCheckpointRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _LISTED = 10
 
 
-def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImportReport:
+def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) -> RankImportReport:
     """Load a checkpoint that another tool wrote; a collective.
 
     Raises:
