@@ -73,7 +73,7 @@ def seconds() -> results.Row:
         value=time.monotonic() - begin,
         unit="s",
         limit=15,
-        detail=plan.plan_input.model.name,
+        detail=plan.question.model.name,
     )
 
 

@@ -44,7 +44,7 @@ _BEST_STYLE = "font-weight:600;background:rgba(89,161,79,.18)"
 
 def heading(plan: PlanTable) -> str:
     """Return one line on what was planned."""
-    request, model = plan.plan_input, plan.plan_input.model
+    request, model = plan.question, plan.question.model
     trained = num_trainable_params(model)
     frozen = "" if trained == num_params(model) else f" ({format_count(trained)} trained)"
     sizes = ", ".join(map(str, request.batch_sizes)) + (
@@ -59,7 +59,7 @@ def heading(plan: PlanTable) -> str:
 
 def has_token_samples(plan: PlanTable) -> bool:
     """Return whether samples consist of tokens. Otherwise speed is counted in samples."""
-    return plan.plan_input.seq_len > 1
+    return plan.question.seq_len > 1
 
 
 def explanation(plan: PlanTable) -> list[str]:
@@ -69,7 +69,7 @@ def explanation(plan: PlanTable) -> list[str]:
         return [f"nothing fits: {heading(plan)}", *plan.advice[:4], *_best_of_other_backends(plan)][
             :8
         ]
-    free = format_gib(plan.plan_input.cluster.smallest_device.free_bytes, unit=True)
+    free = format_gib(plan.question.cluster.smallest_device.free_bytes, unit=True)
     used = f"{format_gib(best.device_bytes)} of {free} at the {best.peak_moment}"
     return [
         f"{best.variant}: {best.why}",
@@ -88,7 +88,7 @@ def memory_parts_text(row: PlanRow) -> str:
 
 def _summary_sentence(plan: PlanTable) -> Iterator[str]:
     """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
-    best, request = plan.best, plan.plan_input
+    best, request = plan.best, plan.question
     if best is None or best.cost is None:
         return
     cost, unit = best.cost, "tokens/s" if has_token_samples(plan) else "samples/s"
@@ -103,7 +103,7 @@ def _summary_sentence(plan: PlanTable) -> Iterator[str]:
 
 def measurement_sources(plan: PlanTable) -> str:
     """Return the source of the numbers of a plan: measured on this machine or the catalogue."""
-    request, cluster = plan.plan_input, plan.plan_input.cluster
+    request, cluster = plan.question, plan.question.cluster
     days: dict[str, str] = {}
     if cluster.world_size > 1:
         days["link"] = cluster.comm_measured_date
@@ -173,7 +173,7 @@ def _sort_key(row: PlanRow) -> tuple[bool, float, int]:
 def render_text(plan: PlanTable) -> str:
     """Return the table as text, one line per backend and offload."""
     shown = [heading(plan)]
-    shown += [f"  note: {note}" for note in plan.plan_input.notes]
+    shown += [f"  note: {note}" for note in plan.question.notes]
     shown += [f"  {measurement_sources(plan)}"]
     shown += [""] + [_line(row, plan) for row in summary_rows(plan)]
     hidden = len(plan.rows) - len(summary_rows(plan))
@@ -187,9 +187,9 @@ def render_text(plan: PlanTable) -> str:
 
 
 def _line(row: PlanRow, plan: PlanTable) -> str:
-    free = plan.plan_input.cluster.smallest_device.free_bytes
+    free = plan.question.cluster.smallest_device.free_bytes
     mark = ">" if plan.best is not None and _is_same_row(row, plan.best) else " "
-    size = f" b{row.batch_size}" if len(plan.plan_input.batch_sizes) > 1 else ""
+    size = f" b{row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
     bar = over = used = ""
     if row.cost is not None:
         bar = text_bar(row.device_bytes, free or 1, _BAR_CHARS)
@@ -219,7 +219,7 @@ def render_html(plan: PlanTable) -> str:
         "div",
         element("div", element("b", verdict)),
         advice if plan.advice else "",
-        lines([heading(plan), *plan.plan_input.notes, measurement_sources(plan)]),
+        lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
         _table(plan, rows),
         legend(MEMORY_COLORS, used),
         lines(_summary_sentence(plan)),
@@ -229,7 +229,7 @@ def render_html(plan: PlanTable) -> str:
 
 
 def _table(plan: PlanTable, rows: Sequence[PlanRow]) -> Html:
-    free = plan.plan_input.cluster.smallest_device.free_bytes
+    free = plan.question.cluster.smallest_device.free_bytes
     longest = max(row.device_bytes for row in rows)
     scale = max(free, min(longest, int(MAX_BAR_RATIO * free))) or 1
     per_second = "tokens/s" if has_token_samples(plan) else "samples/s"
@@ -243,7 +243,7 @@ def _table(plan: PlanTable, rows: Sequence[PlanRow]) -> Html:
 def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
     is_best = plan.best is not None and _is_same_row(row, plan.best)
     style = _BEST_STYLE if is_best else "" if row.fits else "opacity:.62"
-    size = f", micro-batch {row.batch_size}" if len(plan.plan_input.batch_sizes) > 1 else ""
+    size = f", micro-batch {row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
     if row.cost is None:
         cells = ["", "", ""]
     else:

@@ -61,7 +61,7 @@ class PlanView:
         """Return whether the plan has this precision and number of ranks."""
         if self.plan is None:
             return False
-        request = self.plan.plan_input
+        request = self.plan.question
         return (request.precision, request.world_size) == (options.precision or "no", world_size)
 
 
@@ -113,7 +113,7 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
         StrategiesView(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
         parts=() if current is None else tuple(_parts(current.memory)),
         device_bytes=None if current is None else current.device_bytes,
-        stated_error=FREE_MEMORY_MARGIN if plan.plan_input.cluster.kind == "cuda" else None,
+        stated_error=FREE_MEMORY_MARGIN if plan.question.cluster.kind == "cuda" else None,
         plan=plan,
     )
 
@@ -133,7 +133,7 @@ def _strategy_row(
         backend=row.backend,
         words=row.variant,
         device_bytes=row.device_bytes,
-        capacity_bytes=plan.plan_input.cluster.smallest_device.free_bytes,
+        capacity_bytes=plan.question.cluster.smallest_device.free_bytes,
         parts=_parts(row.memory),
         fits=row.fits,
         current=current,

@@ -167,7 +167,7 @@ class PlanRow:
 class PlanTable:
     """All rows of a plan, and the one to use."""
 
-    plan_input: PlanInput
+    question: PlanInput
     rows: tuple[PlanRow, ...]
     best: PlanRow | None
     """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""

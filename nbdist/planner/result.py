@@ -35,7 +35,7 @@ class Plan(PlanTable):
             PlanError: the plan has no such row.
         """
         name = strategies.canonical_backend(backend)
-        fixed = self.plan_input.fixed_options
+        fixed = self.question.fixed_options
         # As fixed by the user, or the default.
         config = fixed.get("fsdp_config")
         resharded = strategies.Options(backend=name, fsdp_config=config).reshard_after_forward
@@ -48,7 +48,7 @@ class Plan(PlanTable):
             **{key: value for key, value in fixed.items() if key in _DISTINCT},
             **options,
         }
-        size = self.plan_input.batch_sizes[0] if batch_size is None else batch_size
+        size = self.question.batch_sizes[0] if batch_size is None else batch_size
         for row in self.rows:
             if (row.backend, row.batch_size) == (name, size) and _has(row, requested):
                 return row

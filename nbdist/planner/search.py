@@ -66,7 +66,7 @@ def search_plan(request: PlanInput) -> Plan:
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
     advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
     return Plan(
-        plan_input=request,
+        question=request,
         rows=tuple(replace(row, why=_explain_row(row, best, request, top_speed)) for row in rows),
         best=None
         if best is None

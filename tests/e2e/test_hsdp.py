@@ -110,7 +110,7 @@ def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))
     plan = planner.plan_model(two_nodes)
-    assert plan.plan_input.cluster.describe() == "4 CPU ranks on 2 nodes"
+    assert plan.question.cluster.describe() == "4 CPU ranks on 2 nodes"
     row = plan.row("fsdp2", replicate_across="nodes")
     assert row.memory["optimizer"] > 1.8 * plan.row("fsdp2").memory["optimizer"]
     shown = plan_view.view_from_plan(plan, two_nodes.options).strategies["rows"]

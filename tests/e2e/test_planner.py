@@ -174,7 +174,7 @@ def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) 
 def test_models_of_the_ranks_are_planned_by_name(ranks: Session) -> None:
     ranks.run("bare = build(); number = 7")
     plan = planner.plan_model(ranks, "bare", batch_size=2, seq_len=32)
-    assert plan.plan_input.world_size == 2
+    assert plan.question.world_size == 2
     assert len({row.backend for row in plan.rows}) == len(STRATEGIES)
     for name, why in (("number", "is a int"), ("missing", "not a variable")):
         with pytest.raises(PlanError, match=why):

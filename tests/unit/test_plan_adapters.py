@@ -59,7 +59,7 @@ def test_the_peak_is_that_of_the_allocator(backend: str, quantize: str | None) -
 
 
 def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:
-    model = plan("8b", lora=16, quantize="nf4").plan_input.model
+    model = plan("8b", lora=16, quantize="nf4").question.model
     each = quantized_param_bytes(model) / num_quantized_params(model)
     assert each == pytest.approx(0.5 + 1 / 64 + 4 / 64 / 256, rel=1e-3)
     # Embedding and head, which stay in the model's dtype.
@@ -77,7 +77,7 @@ def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:
     ],
 )
 def test_target_modules_are_those_of_peft(target_modules: Any, features: int) -> None:
-    model = plan(lora=8, target_modules=target_modules).plan_input.model
+    model = plan(lora=8, target_modules=target_modules).question.model
     assert num_trainable_params(model) == 4 * 8 * features
 
 
@@ -132,7 +132,7 @@ def test_a_peft_model_with_trls_loss_is_planned_as_it_is() -> None:
     model = model.to(torch.bfloat16)
     utils.add_fused_lm_head(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, task_type="CAUSAL_LM"))
-    found, asked = plan(adapted).plan_input.model, plan(lora=8).plan_input.model
+    found, asked = plan(adapted).question.model, plan(lora=8).question.model
     assert found.depth == "closed form"
     assert num_trainable_params(found) == num_trainable_params(asked)
     assert found.loss == "trl"  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_optimizers_depend_on_the_shapes_of_adapters() -> None:
         row = plan(lora=8, optimizer=optimizer).row(backend)
         return row.memory["optimizer"]
 
-    trained = num_trainable_params(plan(lora=8).plan_input.model)
+    trained = num_trainable_params(plan(lora=8).question.model)
     assert state("muon") == 4 * trained
     assert state("adamw_8bit") == 8 * trained  # every adapter has less than 4096 elements
     # q and v: A has 8 rows of 256 columns, B has 256 or 128 rows of 8.

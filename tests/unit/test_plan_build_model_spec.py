@@ -34,7 +34,7 @@ def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def notes(config: object, **asked: Any) -> str:
     """What a plan notes."""
-    return "\n".join(nbdist.plan(config, devices="2x24GB,pcie", **asked).plan_input.notes)
+    return "\n".join(nbdist.plan(config, devices="2x24GB,pcie", **asked).question.notes)
 
 
 # ---- sizes

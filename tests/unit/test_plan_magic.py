@@ -22,8 +22,8 @@ def planned(line: str, **names: object) -> Plan:
 
 def test_a_size_and_devices_in_words() -> None:
     plan = planned("7b --devices 8xA100-80GB,nvlink --batch-size 1,2 --seq-len 1024")
-    assert plan.plan_input.batch_sizes == (1, 2)
-    assert (plan.plan_input.seq_len, plan.plan_input.world_size) == (1024, 8)
+    assert plan.question.batch_sizes == (1, 2)
+    assert (plan.question.seq_len, plan.question.world_size) == (1024, 8)
 
 
 def test_options_of_the_line_are_fixed() -> None:
@@ -31,14 +31,14 @@ def test_options_of_the_line_are_fixed() -> None:
         "1b --devices 2x24GB --precision fp16 --optimizer sgd --offload nvme --accumulate 4"
         " --activation-checkpointing -n 4"
     )
-    fixed = plan.plan_input.fixed_options
+    fixed = plan.question.fixed_options
     assert fixed == {
         "offload": "nvme:PATH",
         "activation_checkpointing": True,
         "accumulate": 4,
     }
-    assert (plan.plan_input.precision, plan.plan_input.optimizer.name) == ("fp16", "sgd")
-    assert plan.plan_input.world_size == 4
+    assert (plan.question.precision, plan.question.optimizer.name) == ("fp16", "sgd")
+    assert plan.question.world_size == 4
 
 
 def test_adapters_of_a_quantized_model() -> None:
@@ -46,7 +46,7 @@ def test_adapters_of_a_quantized_model() -> None:
         "8b --devices 2x24GB --lora 16 --target-modules q_proj,v_proj --quantize nf4"
         " --optimizer muon"
     )
-    assert (plan.plan_input.model.name, plan.plan_input.optimizer.name) == (
+    assert (plan.question.model.name, plan.question.optimizer.name) == (
         "llama, 8.04B parameters",
         "muon",
     )
@@ -67,8 +67,8 @@ def test_a_variable_of_the_notebook() -> None:
         "vocab_size": 100,
     }
     plan = planned("shape --devices 2x24GB", shape=shape)
-    assert plan.plan_input.seq_len == 128
-    assert plan.plan_input.model.name.startswith("gpt2")
+    assert plan.question.seq_len == 128
+    assert plan.question.model.name.startswith("gpt2")
 
 
 def test_help_lists_the_options() -> None:

@@ -106,13 +106,13 @@ def test_every_row_says_why(eight: Plan) -> None:
         if row.fits:
             assert row.why.startswith(("the fastest", "simplest", "fits, ")), row.why
         else:
-            free = eight.plan_input.cluster.smallest_device.free_bytes / GIB
+            free = eight.question.cluster.smallest_device.free_bytes / GIB
             assert f"of {free:.1f} GiB" in row.why
             assert f"{row.device_bytes / GIB:.1f}" in row.why
 
 
 def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
-    free = eight.plan_input.cluster.smallest_device.free_bytes
+    free = eight.question.cluster.smallest_device.free_bytes
     for row in eight.rows:
         assert row.fits == (row.device_bytes * (1 + search.FREE_MEMORY_MARGIN) <= free)
 
@@ -339,7 +339,7 @@ def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> No
 def question(**changes: Any) -> PlanInput:
     plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
     fields = {
-        name: getattr(plan.plan_input, name) for name in PlanInput.__dataclass_fields__
+        name: getattr(plan.question, name) for name in PlanInput.__dataclass_fields__
     } | changes
     return PlanInput(**fields)
 

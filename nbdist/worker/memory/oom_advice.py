@@ -159,7 +159,7 @@ def _fitting_configurations(probe: MemoryProbe, requested: int) -> list[str]:
         ),
         None,
     )
-    free_bytes = plan.plan_input.cluster.smallest_device.free_bytes
+    free_bytes = plan.question.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
         return [_other_memory_advice(present, free_bytes, requested)]
     if rows := _fitting_rows(plan):
