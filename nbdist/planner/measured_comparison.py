@@ -17,7 +17,7 @@ from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     TrainingSetup,
     compute_mode,
-    saves_linear_inputs,
+    frozen_saves,
     sum_parts,
 )
 from nbdist.planner.model_spec import Workload
@@ -271,7 +271,7 @@ def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Wo
         compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=found.kind,
-        saves_linear_inputs=saves_linear_inputs(setup),
+        frozen_saves=frozen_saves(setup),
     )
 
 

@@ -28,6 +28,9 @@ half_autocast: both (FSDP1 through accelerate 1.15, which also casts outputs to 
 
 COMPUTE_MODES: tuple[ComputeMode, ...] = ("full", "half", "autocast", "half_autocast")
 
+FrozenSaves = Literal["nothing", "linear", "all"]
+"""linear: ZeRO-3's own linear layer; all: FSDP1, whose parameters are views of a trainable one."""
+
 LayerRole = Literal["embedding", "block", "tail", "root"]
 """tail: final norm and head. root: parameters outside all other groups, used throughout."""
 
@@ -46,8 +49,8 @@ class Workload:
     activation_checkpointing: bool = False
     kind: Literal["cuda", "cpu"] = "cuda"
     """Device whose autocast rules apply: a GPU returns layer norms and softmax in fp32."""
-    saves_linear_inputs: bool = False
-    """True if a linear layer saves its input although its weight is frozen (ZeRO-3's own one)."""
+    frozen_saves: FrozenSaves = "nothing"
+    """Layers that save their input although their weight is frozen."""
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
     TrainingSetup,
     compute_mode,
-    saves_linear_inputs,
+    frozen_saves,
 )
 from nbdist.planner.model_spec import Workload, num_params
 from nbdist.planner.models import fused_loss
@@ -242,7 +242,7 @@ class _PlanVariant:
         )
         self._plan_input, self._options = request, options
         self._compute = compute_mode(setup)
-        self._saves_linear_inputs = saves_linear_inputs(setup)
+        self._frozen_saves = frozen_saves(setup)
         self._story = memory.build_timeline(request.model, setup)
         self._costs = step_time.StepCostModel(request.model, setup, cluster)
         self._overhead = device_overhead(
@@ -262,7 +262,7 @@ class _PlanVariant:
             compute=self._compute,
             activation_checkpointing=self._options.activation_checkpointing,
             kind=self._plan_input.cluster.kind,
-            saves_linear_inputs=self._saves_linear_inputs,
+            frozen_saves=self._frozen_saves,
         )
         peak = self._story.peak_memory(self._plan_input.model.micro_batch_activations(workload))
         allocated, context = peak.device_bytes, self._overhead.context_bytes

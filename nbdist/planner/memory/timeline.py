@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import (
         ComputeMode,
+        FrozenSaves,
         MicroBatchActivations,
         MicroBatchStep,
         ModelSpec,
@@ -81,10 +82,12 @@ class TrainingSetup:
         return self.options.precision in {"bf16", "fp16", "fp8"}
 
 
-def saves_linear_inputs(setup: TrainingSetup) -> bool:
-    """Return whether linear layers save their inputs although their weights are frozen."""
+def frozen_saves(setup: TrainingSetup) -> FrozenSaves:
+    """Return which layers save their inputs although their weights are frozen."""
     # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
-    return setup.options.strategy.engine == "deepspeed" and setup.options.strategy.level == 3  # noqa: PLR2004
+    ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}
+    strategy = setup.options.strategy
+    return ways.get((strategy.engine, strategy.level), "nothing")
 
 
 def compute_mode(setup: TrainingSetup) -> ComputeMode:

@@ -347,14 +347,14 @@ def _parameter_uses(
     head = max(uses_of_block("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
     first = next((number for number, group in enumerate(groups) if group.trainable), 0)
     for number, index in reversed(order):
-        if number < first:
+        if number < first and not recompute:
             break  # nothing before the first trainable parameter has a backward
         if recompute and groups[number].role == "block":
             uses += uses_of_block("backward", number, index)
         uses += reversed(uses_of_block("backward", number, index))
     if tied and head is not None:
         uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0), head.held))
-        if not first:
+        if recompute or not first:
             uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
     return uses
 

@@ -21,6 +21,8 @@ from nbdist.planner.model_spec import BackwardPeakCandidate
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from nbdist.planner.model_spec import FrozenSaves
+
 HALF_BYTES = 2
 FULL_BYTES = 4
 QuantizationMethod = Literal["nf4", "int8"]
@@ -87,8 +89,8 @@ class AutogradTape:
     """Device whose autocast lists apply; None without autocast."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device whose kernels run."""
-    saves_linear_inputs: bool = False
-    """True if a linear layer saves its input although its weight is frozen."""
+    frozen_saves: FrozenSaves = "nothing"
+    """Layers that save their input although their weight is frozen."""
     nodes: list[TapeNode] = field(default_factory=list)
 
     # -- recording -------------------------------------------------------------------------
@@ -129,7 +131,7 @@ class AutogradTape:
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
-        saved = (x,) if trainable or self.saves_linear_inputs else ()
+        saved = (x,) if trainable or self.frozen_saves != "nothing" else ()
         keeps = (*saved, *(weight if x.needs_grad else ()))
         sends = (x,) + (weight if trainable else ())
         grad_elements = wide * narrow if own else 0
@@ -242,7 +244,7 @@ class AutogradTape:
     def scale_by_weight(self, x: TapeTensor, elements: int, *, trainable: bool) -> TapeTensor:
         """Record `weight * x` with a weight vector."""
         out = TapeTensor(x.elements, max(x.width, self.element_bytes))
-        keeps = (x,) if trainable else ()
+        keeps = (x,) if trainable or self.frozen_saves == "all" else ()
         return self.add_node(
             TapeNode(
                 out,

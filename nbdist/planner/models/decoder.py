@@ -439,7 +439,7 @@ class DecoderSpec(ABC):
             element_bytes=element_bytes,
             autocast=autocast,
             device=work.kind,
-            saves_linear_inputs=work.saves_linear_inputs,
+            frozen_saves=work.frozen_saves,
         )
 
     def _compute_activations(self, work: Workload) -> MicroBatchActivations:
@@ -466,6 +466,8 @@ class DecoderSpec(ABC):
             nothing = replace(nothing, backward_moments=())
         root = [nothing] if positions else []
         x = TapeTensor(stream.elements, stream.width, needs_grad=True)
+        # transformers 5.23 makes the embedding's output require a gradient for checkpointing.
+        stream.needs_grad |= work.activation_checkpointing
         counts = [group.count for group in self.groups if group.role == "block"]
         # The first block of a frozen model gets an input without a gradient.
         inputs = [x] if self.trains_base else [stream, x]
