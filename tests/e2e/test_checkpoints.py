@@ -235,9 +235,9 @@ def test_save_in_a_cell_and_a_second_one_waits(trained: Session) -> None:
         "import os; os.path.exists('checkpoints/first/manifest.json')"
     ).values[0]
     assert first_is_there
-    eventually(lambda: "second" in [entry.name for entry in trained.checkpoints], within_s=60)
+    # The folder is complete a moment before the ranks report how long it took.
+    eventually(lambda: any(entry.seconds for entry in trained.checkpoints[-1:]), within_s=60)
     assert [trained.checkpoints[name].step for name in ("first", "second")] == [4, 6]
-    assert (trained.checkpoints["second"].seconds or 0) > 0
 
 
 def test_micro_batches_that_wait_are_refused(trained: Session) -> None:

@@ -108,7 +108,7 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
     text = why_it_failed(Session(nproc=2, engine=engine))
     assert "No message from the ranks for 6 s" in text
     assert "-- launcher --" in text
-    assert "fork.py" in text
+    assert "fork_ranks.py" in text
     assert "-- rank0 --" in text
     assert "-- rank1 --" in text
     assert text.count(str(DOUBLES / "slow_start.py")) >= 2

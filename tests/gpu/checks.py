@@ -21,7 +21,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import on_rank
+import rank_code
 import psutil
 
 from nbdist import CellError, CellInterrupted, RankDied
@@ -47,7 +47,7 @@ STOP_S = 10.0
 """From Stop to the prompt."""
 TOLD_S = 15.0
 """Until a hang or a death is told."""
-SMALL = on_rank.TINY | {"hidden": 256, "layers": 4, "length": 128, "batch": 4}
+SMALL = rank_code.TINY | {"hidden": 256, "layers": 4, "length": 128, "batch": 4}
 BACKENDS = ("zero2", "zero1", "zero3", "fsdp2", "ddp", "fsdp1")
 FALLS = "the loss falls by at least 0.7 of plain torch's"
 
@@ -194,7 +194,7 @@ def start(lab: Lab) -> Findings:
     began = time.monotonic()
     session = lab.session()
     yield None, f"{session.describe()}, first start {time.monotonic() - began:.1f} s"
-    ranks = values(session, on_rank.STANDING)
+    ranks = values(session, rank_code.STANDING)
     first = ranks[0]
     yield None, f"CUDA {first['cuda']}, NCCL {first['nccl']}, sm {first['capability']}"
     kind = "cpu" if lab.rehearse else "cuda"
@@ -347,7 +347,7 @@ def profiled(lab: Lab) -> Findings:
         yield lab.judged(kernels > 0), f"{kernels} kernels in the trace"
     mfu, ours = profile.mfu, profile.model_flops
     yield lab.judged(mfu is not None and 0 < mfu < 1), f"MFU {mfu}"
-    counted = float(value(session, on_rank.COUNTED))
+    counted = float(value(session, rank_code.COUNTED))
     off = math.inf if ours is None else (ours - counted) / counted
     yield lab.judged(abs(off) <= 0.1), f"FLOPs {off:+.1%} of those counted"
 
@@ -370,7 +370,7 @@ def descriptors(lab: Lab) -> Findings:
 @check(cost=10, gpus=2)
 def collectives(lab: Lab) -> Findings:
     """Five collectives of three dtypes give the right sums."""
-    wrong = values(lab.session(), on_rank.COLLECTIVES)
+    wrong = values(lab.session(), rank_code.COLLECTIVES)
     yield not any(wrong.values()), f"wrong: {wrong}"
 
 
@@ -384,7 +384,7 @@ def renewed(lab: Lab, *, backend: str) -> Findings:
         told[:] = [session.standstill] if session.standstill else []
         return bool(told)
 
-    seconds, stops, words = stopped(session, on_rank.ALONE, hang)
+    seconds, stops, words = stopped(session, rank_code.ALONE, hang)
     yield bool(told), f"told: {told[0] if told else 'nothing'}"
     yield seconds <= STOP_S, f"prompt {seconds:.1f} s after Stop ({stops}): {words}"
     yield from usable(session, loss)
@@ -429,7 +429,7 @@ def stop_in_loop(lab: Lab) -> Findings:
 def death_in_collective(lab: Lab) -> Findings:
     """Told in 15 s, memory back in 10 s, new ranks work."""
     session = lab.session(fresh=True)
-    began = session.run(on_rank.ALONE, output="none", background=True)
+    began = session.run(rank_code.ALONE, output="none", background=True)
     until(after(session, 2), 10)
     killed_at = time.monotonic()
     os.kill(session.status()["ranks"][1]["pid"], signal.SIGKILL)
@@ -456,7 +456,7 @@ def fault_in_switch(lab: Lab) -> Findings:
     """A rank fails in the exchange of a switch: told in 60 s, all is as before."""
     session = prepared(lab, backend="fsdp2")
     loss = next_loss(session)
-    session.run(on_rank.PLANTED, output="none")
+    session.run(rank_code.PLANTED, output="none")
     lab.changed()
     began = time.monotonic()
     try:
@@ -487,7 +487,7 @@ def stop_on_device(lab: Lab) -> Findings:
         told[:] = [session.standstill] if session.standstill else told
         return bool(told) or after(session, 8)()
 
-    seconds, stops, words = stopped(session, on_rank.WAIT_FOR_THE_DEVICE, waits)
+    seconds, stops, words = stopped(session, rank_code.WAIT_FOR_THE_DEVICE, waits)
     yield None, f"before Stop: {told or 'nothing told'}"
     yield stops <= 2, f"{stops} Stops, {seconds:.1f} s: {words}"
     began = time.monotonic()
@@ -500,7 +500,7 @@ def graph_capture(lab: Lab) -> Findings:
     """10 captures, each right behind report(), are valid."""
     session = lab.session()
     rows = len(session.metrics)
-    failures = values(session, on_rank.CAPTURE)
+    failures = values(session, rank_code.CAPTURE)
     if lab.rehearse:
         yield None, "no graphs on a CPU: report() alone"
     yield not any(failures.values()), f"failures: {failures}"
@@ -664,7 +664,7 @@ def cudagraph_pools(lab: Lab) -> Findings:
 def switch_1b(lab: Lab) -> Findings:
     """Building is at most a third of a switch of 1.3B."""
     large = {"hidden": 2048, "layers": 24, "vocab": 32_000, "length": 512, "batch": 1}
-    sizes = on_rank.TINY if lab.rehearse else large
+    sizes = rank_code.TINY if lab.rehearse else large
     session = lab.session(backend="fsdp2", fresh=True)
     session.run(f"prepare({sizes!r}, on=device)\ntrain(2)", output="none")
     before = levels(session)[0]
@@ -742,7 +742,7 @@ def stop_in_kernels(lab: Lab) -> Findings:
     """Stop among long kernels: prompt in 10 s, variables kept."""
     session = lab.session()
     session.run("kept = rank", output="none")
-    seconds, stops, words = stopped(session, on_rank.LONG_KERNELS, after(session, 2))
+    seconds, stops, words = stopped(session, rank_code.LONG_KERNELS, after(session, 2))
     yield seconds <= STOP_S, f"{seconds:.1f} s, {stops} Stops: {words}"
     yield value(session, "kept") == 0, "variables kept"
 
@@ -813,7 +813,7 @@ def after_renewal(lab: Lab) -> Findings:
     """Ranks that were freed from a collective are alive 90 s later."""
     session = prepared(lab)
     loss = next_loss(session)
-    stopped(session, on_rank.ALONE, lambda: session.standstill)
+    stopped(session, rank_code.ALONE, lambda: session.standstill)
     waited = until(lambda: session.death, 5 if lab.rehearse else 90)
     yield waited == math.inf, f"after the wait: {session.death or 'all alive'}"
     yield from usable(session, loss)

@@ -14,7 +14,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import checks
-import on_rank
+import rank_code
 
 import nbdist
 from nbdist.hardware import deepspeed_requirements
@@ -37,7 +37,7 @@ class Lab:
 
     def __init__(self, work: Path, ranks: int, *, rehearse: bool) -> None:
         self.work, self.ranks, self.rehearse = work, ranks, rehearse
-        self.sizes = on_rank.TINY if rehearse else on_rank.LARGE
+        self.sizes = rank_code.TINY if rehearse else rank_code.LARGE
         self.idle_bytes = checks.used_bytes()
         """Memory of each GPU in use before any session of this worker."""
         self._session: nbdist.Session | None = None
@@ -56,7 +56,7 @@ class Lab:
             session.restart(**wanted)
         else:
             return session
-        session.run(on_rank.PRELUDE, output="none")
+        session.run(rank_code.PRELUDE, output="none")
         self._options = wanted
         return session
 

@@ -117,7 +117,7 @@ def test_no_store_that_listens_and_no_debug_server_is_made() -> None:
         }
         assert not names & {"TCPStore", "start_debug_server", "debugpy"}, path
         assert "torch.distributed.debug" not in path.read_text(), path
-    source = (ROOT / "nbdist" / "launcher" / "fork.py").read_text()
+    source = (ROOT / "nbdist" / "launcher" / "fork_ranks.py").read_text()
     assert source.count("rdzv_backend=RENDEZVOUS_BACKEND") == source.count("rdzv_backend=") == 2
 
 
