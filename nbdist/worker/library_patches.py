@@ -181,6 +181,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "ignores the gathered state dict and runs the prompt encoder on rank 0, which fails under"
         " FSDP and hangs under ZeRO-3",
     ),
+    "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge": LibraryPatch(
+        PEFT, "ZeRO-3: drops the adapter without a message, since the base's tensors are empty"
+    ),
+    "peft.tuners.tuners_utils:BaseTuner.merge_adapter": LibraryPatch(
+        PEFT, "as for _unload_and_optionally_merge"
+    ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(
         TORCH, "scripts call it at their start; the session's group exists already"

@@ -18,7 +18,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator, deepspeed, prompt_tuning, training_arguments
+from nbdist.worker.engines import accelerator, deepspeed, peft_adapters, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.library_patches import patch
 
@@ -45,7 +45,7 @@ def install() -> None:
     for name, patch_module in (
         (training_arguments.MODULE, training_arguments.patch_arguments),
         (MODULE, _patch_trainer),
-        (prompt_tuning.MODULE, prompt_tuning.patch_saving),
+        (peft_adapters.MODULE, peft_adapters.patch_peft),
     ):
         if name in sys.modules:
             patch_module()

@@ -1,7 +1,7 @@
-"""Makes peft save the prompts of prompt tuning when their parameters are sharded.
+"""Makes peft save prompts whose parameters are sharded, and refuses a merge that would lose them.
 
-A Trainer gathers the state dict on all ranks and saves it on rank 0. For other adapters peft saves
-the tensors of this state dict.
+A Trainer gathers the state dict on all ranks and saves it on rank 0. For most adapters peft saves
+the tensors of this state dict; for prompt tuning it would compute them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,30 @@ from nbdist.worker.engines import accelerator
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 MODULE = "peft.tuners.tuners_utils"
 
 
-def patch_saving() -> None:
+def patch_peft() -> None:
     """Patch peft after its import."""
     patch(f"{MODULE}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
+    patch(f"{MODULE}:BaseTuner._unload_and_optionally_merge", _check_merge)
+    patch(f"{MODULE}:BaseTuner.merge_adapter", _check_merge)
+
+
+def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(hasattr(p, "ds_id") and not p.numel() for p in self.model.parameters()):
+            message = (
+                "peft cannot merge or unload an adapter whose base is partitioned by ZeRO-3. Save"
+                " the adapter, and merge it into a base of its own:"
+                " PeftModel.from_pretrained(base, folder).merge_and_unload()."
+            )
+            raise OptionError(message)
+        return original(self, *args, **kwargs)
+
+    return merge
 
 
 def _save_given_prompt(original: Any) -> Any:
