@@ -52,7 +52,7 @@ nightly: env ## run everything that runs without a GPU (hours), and print what f
 	  $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-faults: env ## run the tests of every fault in tests/faults/rows.py and print one table
+faults: env ## run the tests of every fault in tests/faults/fault_rows.py and print one table
 	@$(BIN)/python -m pytest -m "fault and not nodes" --numprocesses 2 --dist loadfile
 
 nodes: env ## test Ray in network namespaces and a local Slurm, as root (apt: slurm-wlm, munge)

@@ -3,7 +3,7 @@
     python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
     python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
-    python benchmarks [plan_published] [plan_calibrated]
+    python benchmarks [plan_published] [plan_calibrated] [plan_adapters] [loading]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -23,8 +23,10 @@ import checkpoints
 import exporting
 import faults
 import gains
+import loading
 import nodes
 import open_panel
+import plan_adapters
 import plan_calibrated
 import plan_engines
 import plan_fsdp
@@ -62,6 +64,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "checkpoints": lambda: checkpoints.measure(BUILD),
     "saving": lambda: saving.measure(BUILD),
     "exporting": lambda: exporting.measure(BUILD),
+    "loading": lambda: loading.measure(BUILD),
     "switching": lambda: switching.measure(BUILD),
     "training": lambda: training.measure(BUILD),
     "nodes": lambda: nodes.measure(BUILD),
@@ -78,6 +81,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "plan_traced": plan_traced.measure,
     "plan_published": plan_published.measure,
     "plan_calibrated": plan_calibrated.measure,
+    "plan_adapters": plan_adapters.measure,
 }
 
 

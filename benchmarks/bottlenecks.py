@@ -20,7 +20,7 @@ from results import Row
 import nbdist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests import planted
+from tests import bottleneck_loops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,10 +60,10 @@ def measure(build: Path) -> Iterator[Row]:
     theirs = diagnosed(build)
     for name in ours:
         print(f"    {name}: nbdist {words(ours[name])}; alloc {words(theirs[name])}", flush=True)
-    wanted = [one.name for one in planted.ALL]
+    wanted = [one.name for one in bottleneck_loops.ALL]
     visible = [
         one.name
-        for one in planted.ALL
+        for one in bottleneck_loops.ALL
         if one.blamed != "straggler" or ours[one.name].cpu_share >= QUIET_SHARE
     ]
     share = min(score.cpu_share for score in ours.values())
@@ -96,13 +96,17 @@ def words(score: Score) -> str:
 def profiled() -> tuple[dict[str, Score], int]:
     """Profile on two CPU ranks; the scores, and how many profiles it took on a busy machine."""
     scores, made = {}, 0
-    for group in ((planted.CONTROL, *planted.DDP), (planted.ONE_UNIT,), (planted.OFFLOADED,)):
+    for group in (
+        (bottleneck_loops.CONTROL, *bottleneck_loops.DDP),
+        (bottleneck_loops.ONE_UNIT,),
+        (bottleneck_loops.OFFLOADED,),
+    ):
         with nbdist.Session(nproc=2, precision="no", **group[0].options) as session:
-            session.run(planted.SETUP)
+            session.run(bottleneck_loops.SETUP)
             for one in group:
-                share = planted.cpu_share(session)
-                profile = planted.profiled(session, one)
-                share = min(share, planted.cpu_share(session))
+                share = bottleneck_loops.cpu_share(session)
+                profile = bottleneck_loops.profiled(session, one)
+                share = min(share, bottleneck_loops.cpu_share(session))
                 kinds = [blame.kind for blame in profile.bottlenecks]
                 # A rank that gets less of a core than the others is slower indeed.
                 true = {one.blamed} | ({"straggler"} if share < QUIET_SHARE else set())
@@ -119,9 +123,9 @@ def diagnosed(build: Path) -> dict[str, Score]:
     """alloc's findings in the same loops as scripts; what it only mentions ("info") is no alarm."""
     program = installed(build / "alloc-env")
     scores = {}
-    for one in (planted.CONTROL, *planted.ALL):
+    for one in (bottleneck_loops.CONTROL, *bottleneck_loops.ALL):
         script = build / "alloc-env" / "train.py"
-        script.write_text(one.script(planted.STEPS))
+        script.write_text(one.script(bottleneck_loops.STEPS))
         shown = subprocess.run(
             [program, "diagnose", script.name, "--json", "--no-artifact", "--no-config"],
             cwd=script.parent,
@@ -136,7 +140,7 @@ def diagnosed(build: Path) -> dict[str, Score]:
         ]
         wanted = RULES[one.blamed]
         scores[one.name] = Score(
-            found=bool(wanted & set(rules)) or one is planted.CONTROL,
+            found=bool(wanted & set(rules)) or one is bottleneck_loops.CONTROL,
             alarms=[rule for rule in rules if rule not in wanted],
         )
     return scores

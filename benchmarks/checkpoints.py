@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage
 from nbdist.state import shard_io
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,7 +158,7 @@ def whole(state: State) -> dict[str, Shard]:
         name: Shard(
             shape=tuple(one.shape),
             dtype=one.dtype,
-            pieces=(Piece(0, one.numel(), one.view(-1)),),
+            pieces=(ShardPiece(0, one.numel(), one.view(-1)),),
         )
         for name, one in state.items()
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -48,6 +49,17 @@ class Case:
     deepspeed_config: dict[str, Any] | None = None
     nodes: int = 1
     """More than one: shards inside a node, replicas across nodes."""
+    dtype: str = "float32"
+    """Data type of the loaded weights."""
+    lora: int = 0
+    """Rank of PEFT's adapters; 0 trains everything."""
+    target_modules: list[str] | str | None = None
+    quantize: str | None = None
+    """bitsandbytes: nf4 or int8."""
+    fused_loss: bool = False
+    """The loss of TRL's SFTTrainer, which never has all logits."""
+    allocator: bool = False
+    """Real tensors, and the peak of torch's CPU allocator (kineto's memory events)."""
     rank: int = 0
     """Which rank of the fake group to be."""
     real: bool = False
@@ -100,6 +112,7 @@ def fake_group(world_size: int, rank: int = 0) -> None:
 def model_of(case: Case) -> Any:
     """Build the model from its config."""
     import plan_modules
+    import torch
     import transformers
     from transformers import masking_utils
 
@@ -112,24 +125,73 @@ def model_of(case: Case) -> Any:
     config.use_cache = False
     architecture = (case.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     cls = getattr(transformers, architecture)
-    return cls.from_config(config) if architecture.startswith("Auto") else cls(config)
+    model = cls.from_config(config) if architecture.startswith("Auto") else cls(config)
+    return adapted(case, model.to(getattr(torch, case.dtype)))
+
+
+def adapted(case: Case, model: Any) -> Any:
+    """Quantize the model, give it TRL's loss and PEFT's adapters, as the case says."""
+    import tempfile
+
+    if case.quantize:
+        import torch
+        import transformers
+
+        four = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": case.quantize,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": getattr(torch, case.dtype),
+        }
+        how = transformers.BitsAndBytesConfig(
+            **({"load_in_8bit": True} if case.quantize == "int8" else four)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = type(model).from_pretrained(
+                folder, quantization_config=how, dtype=getattr(torch, case.dtype), device_map="cpu"
+            )
+        model.config.use_cache = False
+        for parameter in model.parameters():  # views of the mapped file, which a GPU does not hold
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.clone()
+        gc.collect()
+    if case.fused_loss:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if case.lora:
+        import peft
+
+        config = peft.LoraConfig(
+            r=case.lora, target_modules=case.target_modules, task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, config)
+    return model
 
 
 def optimizer_of(case: Case, model: Any) -> Any:
     """Build the optimizer that the case names."""
     import torch
 
-    if case.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=1e-4)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if case.optimizer == "adamw_8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
+    others = {"sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
+    if case.optimizer in others:
+        return getattr(torch.optim, others[case.optimizer])(parameters, lr=1e-4)
     how = {"adamw": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, **how[case.optimizer])
+    return torch.optim.AdamW(parameters, lr=1e-4, **how[case.optimizer])
 
 
 def batch_of(case: Case, model: Any) -> dict[str, Any]:
     """Tokens or pictures, and labels for the loss."""
     import plan_modules
 
-    return plan_modules.batch_for(case.config, model, case.batch_size, case.seq_len)
+    batch = plan_modules.batch_for(case.config, model, case.batch_size, case.seq_len)
+    return batch | ({"fused_lm_head": True} if case.fused_loss else {})
 
 
 def run(case: Case) -> dict[str, int]:
@@ -143,7 +205,7 @@ def run(case: Case) -> dict[str, int]:
     else:
         fake_group(case.world_size, case.rank)
     from nbdist.strategies import Hardware, Options
-    from nbdist.worker.engines import accelerator as engines
+    from nbdist.worker.engines import accelerator_patch as engines
 
     hardware = Hardware(
         kind="cpu", bf16=True, world_size=distributed.get_world_size(), nodes=case.nodes
@@ -160,10 +222,12 @@ def run(case: Case) -> dict[str, int]:
     ).validate(hardware)
     ops = options.strategy.required_ops(options, hardware)
     if ops:
-        from nbdist.launcher import deepspeed_builds
+        from nbdist.launcher import offload_setup
 
-        deepspeed_builds.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
+        offload_setup.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
     late = engines.patch_accelerator(options, hardware)
+    if case.allocator:
+        return allocator_steps(case, late)
     if case.backend == "fsdp2" and not case.real:
         return fsdp2_steps(case, late)
     return engine_steps(case, late)
@@ -279,15 +343,61 @@ def engine_steps(case: Case, late: Any) -> dict[str, int]:
         for step in range(3):
             if step == 2:
                 footprint.reset_peak()
-            for _ in range(case.accumulate):
-                with late.accumulate(model):
-                    out = model(**batch)
-                    late.backward(out.loss)
-                    if not case.keep_outputs:
-                        del out
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train_step(case, late, model, optimizer, batch)
     return {"total": footprint.peak, **footprint.at_peak}
+
+
+_outputs: list[Any] = []
+"""The cell's variable `out`, which holds the logits until the next forward has made others."""
+
+
+def train_step(case: Case, late: Any, model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+    """One optimizer step."""
+    for _ in range(case.accumulate):
+        with late.accumulate(model):
+            _outputs[:] = [model(**batch)]
+            late.backward(_outputs[0].loss)
+            if not case.keep_outputs:
+                _outputs.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def allocator_steps(case: Case, late: Any) -> dict[str, int]:
+    """Peak of torch's CPU allocator in the third step, counted from before the model exists."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    torch.manual_seed(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        model = model_of(case).train()
+        optimizer = optimizer_of(case, model)
+        batch = batch_of(case, model)
+        model, optimizer = late.prepare(model, optimizer)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model.register_comm_hook(None, finished)
+        for step in range(3):
+            with record_function(f"training step {step}"):
+                train_step(case, late, model, optimizer, batch)
+    events = sorted(
+        ((event.start_ns(), event.nbytes(), event.name()) for event in results_of(recorded)),
+        key=lambda event: event[0],
+    )
+    total = highest = 0
+    last = False
+    for _, size, name in events:
+        if name == "training step 2":
+            last, highest = True, total
+        if name == "[memory]":
+            total += size
+            highest = max(highest, total)
+    assert last
+    return {"total": highest}
+
+
+def results_of(recorded: Any) -> Any:
+    """Events of a profile, with memory events, which torch's own summaries leave out."""
+    return recorded.profiler.kineto_results.events()
 
 
 def finished(_, bucket):  # noqa: ANN001, ANN201 - torch reads the annotations

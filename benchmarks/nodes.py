@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kernels import Kernel
 from results import Row, middle, ms, paired_ratio
-from training import ROUNDS, SCRIPT, SETUP, STEPS, Script, our_seconds, pipes
+from training import LOOP, ROUNDS, STEPS, Script, our_seconds, pipes
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -96,9 +96,9 @@ def training(hosts: Hosts, over: Kernel, build: Path) -> Row:
     ours: list[float] = []
     theirs: list[float] = []
     with torchrun(hosts, build) as script:
-        over.run(f"%%distribute\n{SETUP}")
+        over.run(f"%%distribute\n{LOOP.setup}")
         for number in range(-1, ROUNDS):
-            lap = our_seconds(over), script.seconds()
+            lap = our_seconds(over, LOOP), script.seconds()
             if number >= 0:  # the first round warms up
                 ours.append(lap[0])
                 theirs.append(lap[1])
@@ -118,7 +118,7 @@ def torchrun(hosts: Hosts, build: Path) -> Iterator[Script]:
     folder = build / "bench-nodes"
     go, done = pipes(folder)
     file = folder / "train.py"
-    file.write_text(SCRIPT)
+    file.write_text(LOOP.as_script())
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "cable", "CUDA_VISIBLE_DEVICES": ""}
     with (folder / "log").open("w") as log:
         started = [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import Kernel
 from results import Row, middle, paired_ratio
-from training import SETUP, STEPS, STEPS_CELL
+from training import LOOP, STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def measure() -> Iterator[Row]:
     with Kernel(sys.executable) as kernel:
         kernel.run("%load_ext nbdist")
         kernel.run(f"import nbdist\n{BUNDLE}")
-        kernel.run(f"%%distribute -n 2 --precision no\n{SETUP}")
+        kernel.run(f"%%distribute -n 2 --precision no\n{LOOP.setup}")
         yield training(kernel)
         kernel.run("%nbdist panel")
         yield from flood(kernel)
@@ -82,7 +82,7 @@ def training(kernel: Kernel) -> Row:
 
 def seconds(kernel: Kernel) -> float:
     """Seconds of one round, by rank 0's own clock."""
-    kernel.run(f"%%distribute --pull seconds\n{STEPS_CELL}")
+    kernel.run(f"%%distribute --pull seconds\n{LOOP.timed}")
     return float(kernel.value("seconds"))
 
 

@@ -29,7 +29,7 @@ import footprint
 import results
 
 from nbdist.planner import memory, model_spec, optimizers
-from nbdist.planner.memory import partitioning
+from nbdist.planner.memory import zero_partitioning
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.models import analytic
 from nbdist.strategies import Hardware, Options
@@ -193,7 +193,7 @@ def _fullest(case: Case) -> int:
     ranks = {0}
     if case.backend in {"zero1", "zero2"}:
         model = analytic.spec_from_config(case.config)
-        shares = partitioning.partition_contents(
+        shares = zero_partitioning.partition_contents(
             model.groups, tied=model.tied, world_size=case.world_size
         )
         touched = [share.num_touched for share in shares]

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from results import Row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
-from published import FEASIBLE, PICKS, RUNS
+from published_runs import FEASIBLE, PICKS, RUNS
 
 from nbdist.planner import model_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from published import Ran, Run, Setting
+    from published_runs import Ran, Run, Setting
 
 GIB = 1 << 30
 PEERS = Path(__file__).parents[1] / "build" / "peers"

@@ -17,7 +17,7 @@ import time
 begin = time.perf_counter()
 import nbdist.planner
 print(time.perf_counter() - begin)
-import nbdist.planner.search, nbdist.planner.load_model, nbdist.planner.devices
+import nbdist.planner.search, nbdist.planner.build_model_spec, nbdist.planner.target_devices
 print(time.perf_counter() - begin)
 """
 SEARCH = """

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from results import Row, middle, paired_ratio
-from training import SETUP
+from training import LOOP
 
 import nbdist
 
@@ -44,7 +44,7 @@ def measure() -> Iterator[Row]:
     """Rows about the steps of a profiled loop, and about the verdict."""
     inside, after, late, steps = [], [], [], []
     with nbdist.Session(nproc=2, precision="no") as session:
-        session.run(SETUP)
+        session.run(LOOP.setup)
         for number in range(-1, ROUNDS):
             first = moments(session.run(STEP_CELL, output="none"))
             before = len(session.profiles)

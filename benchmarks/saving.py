@@ -3,13 +3,16 @@
 Steps are trained before a save, while it goes on, and after it, in one cell. What is lost is
 the time from the call to the end of the save, less that of the steps made meanwhile at the pace of
 those around it. The peer is `torch.distributed.checkpoint.async_save` of the same state. Both take
-turns on the same ranks, so that a slow moment of the machine meets both.
+turns on the same ranks, so that a slow moment of the machine meets both. Two more rows are the size
+of the checkpoint of a LoRA run.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from results import Row, middle
@@ -18,7 +21,6 @@ import nbdist
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ROUNDS = 5
 SETUP = """
@@ -75,10 +77,52 @@ for _ in range(AROUND):
 """
 
 
+LORA = """
+import peft
+from pathlib import Path
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+if rank == 0:
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=8000, hidden_size=512, intermediate_size=1408, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8)).save_pretrained(Path(folder, "base"))
+torch.distributed.barrier()
+model = AutoModelForCausalLM.from_pretrained(Path(folder, "base"))
+model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+trainable = [p for p in model.parameters() if p.requires_grad]
+expected_bytes = 3 * sum(p.nbytes for p in trainable)  # AdamW has two moments
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trainable))
+tokens = torch.randint(0, 8000, (1, 16))
+accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+optimizer.step()
+expected_bytes
+"""
+
+
 def measure(build: Path) -> Iterator[Row]:
     """Time lost on one rank beside a free core, as a GPU leaves one, and on as many as cores."""
     yield row(1, build / "bench-saves")
     yield row(2, build / "bench-saves")
+    yield from map(adapter_row, ("fsdp2", "zero3"))
+
+
+def adapter_row(backend: str) -> Row:
+    """Size of a LoRA checkpoint, with its manifest, over what has to be in it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nbdist.Session(nproc=2, backend=backend, precision="no") as session,
+    ):
+        session.push(folder=folder)
+        expected = session.run(LORA, output="none").values[0]
+        path = Path(str(session.save("lora", folder=folder).wait(60).path))
+        size = sum(file.stat().st_size for file in path.iterdir())
+    return Row(
+        name=f"LoRA checkpoint bytes over trainable and optimizer bytes, {backend}",
+        value=size / expected,
+        unit="x",
+        limit=1.2,
+        detail=f"{size / 1e3:.0f} / {expected / 1e3:.0f} kB",
+    )
 
 
 def row(nproc: int, folder: Path) -> Row:

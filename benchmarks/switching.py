@@ -17,7 +17,7 @@ from results import Row, middle, paired_ratio
 from starts import launch_command
 
 import nbdist
-from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ START = """
 import sys, time, torch
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
-from nbdist.worker.engines import cpu as rehearsal
+from nbdist.worker.engines import cpu_patches as rehearsal
 
 rehearsal.patch_accelerate()  # accelerate runs neither engine on a CPU by itself
 rehearsal.skip_shared_memory_op()

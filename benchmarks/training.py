@@ -1,4 +1,6 @@
-"""Training steps a second with `report()` in each, against the same code under accelerate launch.
+"""Training steps a second in a cell, against the same code under accelerate launch.
+
+A plain loop with `report()` in each step, transformers' Trainer, and TRL's SFTTrainer with LoRA.
 
 Both pairs of ranks live at the same time and train in turns, some seconds each, so that a
 slow moment of the machine meets both.
@@ -10,7 +12,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from kernels import Kernel
 from results import Row, middle, paired_ratio
@@ -23,85 +25,155 @@ if TYPE_CHECKING:
 ROUNDS = 9
 STEPS = 40
 
-SETUP = """
-import itertools, sysconfig, time
+TIMED = """
+torch.distributed.barrier()
+begin = time.perf_counter()
+{train}
+torch.distributed.barrier()
+seconds = time.perf_counter() - begin
+"""
+SCRIPT = """
+import sys
+{script}
+{setup}
+
+go, done = sys.argv[1:]
+steps = compile({timed!r}, "steps", "exec")
+is_main = torch.distributed.get_rank() == 0
+while True:
+    box = [Path(go).read_text() if is_main else None]
+    torch.distributed.broadcast_object_list(box)
+    if box[0] != "go":
+        break
+    exec(steps)
+    if is_main:
+        Path(done).write_text(str(seconds))
+"""
+
+
+class Workload(NamedTuple):
+    """One way to train."""
+
+    name: str
+    setup: str
+    train: str
+    """Trains ``STEPS`` steps."""
+    script: str = ""
+    """What a script needs before, because it has no session."""
+
+    @property
+    def timed(self) -> str:
+        """The cell that trains and measures its seconds."""
+        return TIMED.format(train=self.train)
+
+    def as_script(self) -> str:
+        """The same as a script that obeys orders from a pipe."""
+        return SCRIPT.format(script=self.script, setup=self.setup, timed=self.timed)
+
+
+DATA = """
+import itertools, sysconfig, tempfile, time, torch
 from pathlib import Path
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 corpus = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sources)), dtype=torch.uint8)
 windows = corpus[: len(corpus) // 128 * 128].view(-1, 128)
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=256))
+"""
+ARGUMENTS = f"""
+    tempfile.mkdtemp(), max_steps={STEPS}, per_device_train_batch_size=8, learning_rate=1e-3,
+    logging_steps=5, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+"""
+LOOP = Workload(
+    "training with report() every step",
+    DATA
+    + """
+from torch.utils.data import DataLoader
 
 def collate(rows):
     ids = torch.stack(rows).long()
     return {"input_ids": ids, "labels": ids}
 
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=2,
-    num_attention_heads=4, max_position_embeddings=256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(windows, batch_size=8, shuffle=True, collate_fn=collate)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 batches = itertools.chain.from_iterable(itertools.repeat(loader))
 model.train()
-"""
-STEPS_CELL = f"""
-accelerator.wait_for_everyone()
-begin = time.perf_counter()
+""",
+    f"""
 for batch in itertools.islice(batches, {STEPS}):
     loss = model(**batch).loss
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     report(loss=loss)
-accelerator.wait_for_everyone()
-seconds = time.perf_counter() - begin
-"""
-SCRIPT = f"""
-import sys, torch
+""",
+    """
 from accelerate import Accelerator
 
 accelerator = Accelerator(cpu=True)
-{SETUP}
 
 def report(**scalars):
     pass
+""",
+)
+TRAINER = Workload(
+    "transformers' Trainer",
+    DATA
+    + f"""
+from transformers import Trainer, TrainingArguments
 
-go, done = sys.argv[1:]
-steps = compile({STEPS_CELL!r}, "steps", "exec")
-while True:
-    if accelerator.is_main_process:
-        with open(go) as orders:
-            order = orders.read()
-    else:
-        order = None
-    box = [order]
-    torch.distributed.broadcast_object_list(box)
-    if box[0] != "go":
-        break
-    exec(steps)
-    if accelerator.is_main_process:
-        with open(done, "w") as answers:
-            answers.write(str(seconds))
-"""
+rows = [{{"input_ids": ids, "labels": ids}} for ids in windows[:4000].long()]
+trainer = Trainer(model, TrainingArguments({ARGUMENTS}), train_dataset=rows)
+""",
+    "trainer.train()",
+)
+SFT = Workload(
+    "TRL's SFTTrainer with LoRA",
+    DATA
+    + f"""
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+names = Tokenizer(models.WordLevel({{str(number): number for number in range(256)}}, "0"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=names, eos_token="0", pad_token="0")
+rows = Dataset.from_dict({{"input_ids": windows[:4000].tolist()}})
+lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+trainer = SFTTrainer(
+    model, SFTConfig({ARGUMENTS}), train_dataset=rows, processing_class=tokenizer, peft_config=lora
+)
+""",
+    "trainer.train()",
+)
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """The row about training speed."""
+    """The rows about training speed."""
+    for workload in (LOOP, TRAINER, SFT):
+        yield compared(workload, build)
+
+
+def compared(workload: Workload, build: Path) -> Row:
+    """The row of one way to train."""
     ours: list[float] = []
     theirs: list[float] = []
-    with Kernel(sys.executable) as kernel, launched(build) as script:
+    with Kernel(sys.executable) as kernel, launched(workload, build) as script:
         kernel.run("%load_ext nbdist")
-        kernel.run(f"%%distribute -n 2 --precision no\n{SETUP}")
+        kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
         for number in range(-1, ROUNDS):
-            lap = our_seconds(kernel), script.seconds()
+            lap = our_seconds(kernel, workload), script.seconds()
             if number >= 0:  # the first round warms up
                 ours.append(lap[0])
                 theirs.append(lap[1])
-    yield Row(
-        name="training with report() every step, against accelerate launch",
+    return Row(
+        name=f"{workload.name}, against accelerate launch",
         **paired_ratio(theirs, ours),
         unit="x",
         limit=0.98,
@@ -110,9 +182,9 @@ def measure(build: Path) -> Iterator[Row]:
     )
 
 
-def our_seconds(kernel: Kernel) -> float:
+def our_seconds(kernel: Kernel, workload: Workload) -> float:
     """Seconds of one round on nbdist's ranks, by rank 0's own clock."""
-    kernel.run(f"%%distribute --pull seconds\n{STEPS_CELL}")
+    kernel.run(f"%%distribute --pull seconds\n{workload.timed}")
     return float(kernel.value("seconds"))
 
 
@@ -137,12 +209,12 @@ class Script:
 
 
 @contextmanager
-def launched(build: Path) -> Iterator[Script]:
+def launched(workload: Workload, build: Path) -> Iterator[Script]:
     """The script, started; ended when the block is left."""
     folder = build / "bench-script"
     go, done = pipes(folder)
     file = folder / "train.py"
-    file.write_text(SCRIPT)
+    file.write_text(workload.as_script())
     log: IO[str]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(launch_command(file, str(go), str(done)), stdout=log, stderr=log)

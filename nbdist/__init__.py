@@ -16,9 +16,11 @@ from nbdist.planner import plan
 from nbdist.session import panel_loader as _panel_loader
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from IPython.core.interactiveshell import InteractiveShell
 
-    from nbdist.doctor.report import Diagnosis
+    from nbdist.doctor.diagnosis import Diagnosis
     from nbdist.errors import (
         CellError,
         CellInterrupted,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from nbdist.operations.import_checkpoint import ForeignReport
     from nbdist.operations.load import LoadReport
     from nbdist.operations.switch import SwitchReport
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
     from nbdist.session.checkpoints import Checkpoint, Save
     from nbdist.session.session import Session
@@ -68,6 +70,8 @@ __all__ = [
     "SwitchError",
     "SwitchReport",
     "doctor",
+    "full_parameters",
+    "generate",
     "plan",
     "session",
     "trainer_arguments",
@@ -76,11 +80,11 @@ __all__ = [
 _HOMES = {
     "CellResult": "nbdist.session.cell",
     "Checkpoint": "nbdist.session.checkpoints",
-    "Diagnosis": "nbdist.doctor.report",
+    "Diagnosis": "nbdist.doctor.diagnosis",
     "ExportReport": "nbdist.operations.export",
     "ForeignReport": "nbdist.operations.import_checkpoint",
     "LoadReport": "nbdist.operations.load",
-    "Profile": "nbdist.profiler.report",
+    "Profile": "nbdist.profiler.profile",
     "Save": "nbdist.session.checkpoints",
     "Session": "nbdist.session.session",
     "SwitchReport": "nbdist.operations.switch",
@@ -100,7 +104,7 @@ def trainer_arguments(
     """Return arguments that make Hugging Face's Trainer clip gradients only as set by --clip.
 
     Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. Trainer
-    uses the session's backend without it. Under --auto the backend is chosen here, for `model` and
+    uses the session's options without it. Under --auto the backend is chosen here, for `model` and
     `seq_len`.
 
     Args:
@@ -112,16 +116,74 @@ def trainer_arguments(
         SessionError: not called on a rank.
         OptionError: --auto without a model.
     """
+    _require_rank("trainer_arguments")
+    from nbdist.worker.engines.trainer import trainer_arguments as on_rank
+
+    return on_rank(model, batch_size=batch_size, seq_len=seq_len)
+
+
+def generate(
+    model: Any,
+    inputs: Any,
+    tokenizer: Any = None,
+    *,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Any:
+    """Generate with a transformers model on all ranks, each for a share of the inputs.
+
+    Call it in a cell on all ranks with the same inputs. Every rank gets all results, in the order
+    of the inputs. Dropout is off meanwhile.
+
+    Args:
+        model: a model as `accelerator.prepare()` returned it, under any backend.
+        inputs: a list of texts, the tensors that a tokenizer returns, or a tensor of token ids.
+        tokenizer: encodes and decodes texts.
+        batch_size: number of inputs that a rank generates for at a time. Default: all of its share.
+        **options: as for `model.generate()`, such as max_new_tokens.
+
+    Returns:
+        The texts including the prompts, or for tensors a tensor of padded token ids.
+
+    Raises:
+        SessionError: not called on a rank.
+        OptionError: the cell does not run on all ranks, or the inputs are of another kind.
+    """
+    _require_rank("generate")
+    from nbdist.worker.training.generation import generate as on_rank
+
+    return on_rank(model, inputs, tokenizer, batch_size=batch_size, **options)
+
+
+def full_parameters(model: Any) -> AbstractContextManager[Any]:
+    """Return a context manager that gathers all parameters of a prepared model on every rank.
+
+    Use it in a cell on all ranks: `with nbdist.full_parameters(model) as bare:`. `bare` is the
+    model without its engine. Inside, each rank can read the parameters and call the model by
+    itself. The dtype is the one that the engine gathers in. Changes to the parameters are discarded
+    under FSDP and ZeRO-3. Under DDP, ZeRO-1 and ZeRO-2 nothing needs to be gathered.
+
+    Args:
+        model: a model as `accelerator.prepare()` returned it.
+
+    Raises:
+        SessionError: not called on a rank.
+        OptionError: the cell does not run on all ranks.
+    """
+    _require_rank("full_parameters")
+    from nbdist.worker.training.generation import full_parameters as on_rank
+
+    return on_rank(model)
+
+
+def _require_rank(function: str) -> None:
     import os
 
     from nbdist.errors import SessionError
 
     if "NBDIST_RANK" not in os.environ:
-        msg = "trainer_arguments() works only on ranks. Call it in a %%distribute cell."
+        msg = f"{function}() works only on ranks. Call it in a %%distribute cell."
         raise SessionError(msg)
-    from nbdist.worker.engines.trainer import trainer_arguments as on_rank
-
-    return on_rank(model, batch_size=batch_size, seq_len=seq_len)
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

@@ -26,14 +26,14 @@ def resolve_ranks(
         return tuple(range(world_size))
     if isinstance(ranks, str):
         return parse_ranks(ranks, world_size, option=option)
-    wanted = [ranks] if isinstance(ranks, int) else list(ranks)
-    for rank in wanted:
+    requested = [ranks] if isinstance(ranks, int) else list(ranks)
+    for rank in requested:
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise _malformed(rank, world_size, option)
         _check(rank, world_size, option)
-    if not wanted:
+    if not requested:
         raise _malformed(ranks, world_size, option)
-    return tuple(sorted(set(wanted)))
+    return tuple(sorted(set(requested)))
 
 
 def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple
     Raises:
         OptionError: not of this form, or a rank that is not in the session.
     """
-    wanted: set[int] = set()
+    parsed: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip(" "))
         if match is None:
@@ -52,8 +52,8 @@ def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple
             raise _malformed(text, world_size, option)
         _check(first, world_size, option)
         _check(last, world_size, option)
-        wanted.update(range(first, last + 1))
-    return tuple(sorted(wanted))
+        parsed.update(range(first, last + 1))
+    return tuple(sorted(parsed))
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
@@ -83,8 +83,8 @@ def _check(rank: int, world_size: int, option: str) -> None:
         )
 
 
-def _malformed(given: object, world_size: int, option: str) -> OptionError:
-    text = repr(given)
+def _malformed(value: object, world_size: int, option: str) -> OptionError:
+    text = repr(value)
     text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
     return OptionError(
         f"{option} must be a list of ranks or ranges within {format_ranks(range(world_size))}, got"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.planner import cache
-from tests.faults import table
-from tests.kept import keeper
+from nbdist.planner import user_cache
+from tests.faults import fault_table
+from tests.reused_launcher import reusing_provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ SHARED = Path("/dev/shm")  # noqa: S108 - where torch shares tensors
 def pytest_configure(config: pytest.Config) -> None:
     """`make faults` ends with the table of faults."""
     if config.option.markexpr.startswith("fault"):
-        config.pluginmanager.register(table.Table())
+        config.pluginmanager.register(fault_table.Table())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,10 +38,10 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     A test that sets XDG_CACHE_HOME has its own folder.
     """
-    usual, own = cache.cache_dir, tmp_path_factory.mktemp("cache")
+    usual, own = user_cache.cache_dir, tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
+            user_cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
         )
         yield
 
@@ -50,7 +50,7 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def no_launcher_kept() -> Iterator[None]:
     """At the end, what modules have handed on ends too."""
     yield
-    keeper.close()
+    reusing_provider.close()
 
 
 def eventually(happened: Callable[[], object], *, within_s: float) -> None:
@@ -63,7 +63,10 @@ def eventually(happened: Callable[[], object], *, within_s: float) -> None:
 
 def remains() -> set[str]:
     """What a session could leave: processes, sockets, threads, folders, shared memory."""
-    own, kept = psutil.Process(), keeper.kept.belongings if keeper.kept else set()
+    own, kept = (
+        psutil.Process(),
+        reusing_provider.kept.belongings if reusing_provider.kept else set(),
+    )
     children = [one for one in own.children(recursive=True) if one.pid not in kept]
     processes = {f"process {p.pid} {_name(p)}" for p in children if _alive(p)}
     zombies = {f"zombie {p.pid}" for p in own.children() if not _alive(p)}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ENDED_S = 10.0
 
 
-class Here:
+class LocalNodes:
     """Nodes on this machine, `ranks` on each."""
 
     name = "double"
@@ -147,7 +147,7 @@ class Hosts:
     def _connect_slowly(self) -> None:
         ends = [f"{self.spaces[name]}={address}" for name, address in self.addresses.items()]
         self._link = subprocess.Popen(
-            [sys.executable, "-m", "tests.slow_link", *map(str, self._slow), *ends],
+            [sys.executable, "-m", "tests.slow_network", *map(str, self._slow), *ends],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -171,7 +171,7 @@ class Hosts:
         return ["ip", "netns", "exec", self.spaces[name]]
 
 
-class OnHosts(Here):
+class NodesOnHosts(LocalNodes):
     """Nodes on these hosts; the notebook runs on alpha."""
 
     kernel_address = Hosts.addresses["alpha"]

@@ -14,12 +14,12 @@ import dataclasses
 import io
 import json
 import os
-import resource
 import signal
 import statistics
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -28,7 +28,7 @@ from nbdist import CellInterrupted, Session
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.cluster.rank_channels import RankChannels
 from nbdist.hardware import discovery
-from tests.two_nodes import Here
+from tests.two_nodes import LocalNodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ PRINTING = {
 MB = 1e6
 
 
-class Many(Here):
+class Many(LocalNodes):
     """Nodes with fake ranks."""
 
     module = "benchmarks.simulated_nodes.node"
@@ -58,13 +58,13 @@ class Opened:
     def __init__(self) -> None:
         """Count from now on."""
         self.number = 0
-        whole = RankChannels._take
+        whole = RankChannels._deliver
 
         def take(channels: RankChannels, ranks: Any, channel: Channel, message: Any) -> None:
             self.number += 1
             whole(channels, ranks, channel, message)
 
-        RankChannels._take = take  # type: ignore[method-assign]
+        RankChannels._deliver = take  # type: ignore[method-assign]
 
 
 def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
@@ -111,8 +111,18 @@ def measured(nodes: int, ranks: int, *, cells: int = CELLS) -> dict[str, float]:
         found["sockets"] = sum(
             one.status == psutil.CONN_ESTABLISHED for one in psutil.Process().net_connections("tcp")
         )
-        found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB
+        found["peak_mb"] = peak_bytes() / MB
     return found
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process.
+
+    Not getrusage(): after an exec, its ru_maxrss still counts the memory of the parent process
+    (getrusage(2)), here `make bench` with torch.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if "VmHWM" in line)
 
 
 def timed(work: Callable[[], object]) -> float:

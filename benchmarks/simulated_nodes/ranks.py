@@ -194,11 +194,11 @@ class Ranks:
                         rank.read(channel)
 
     def _take(self, line: messages.LauncherMessage) -> None:
-        if isinstance(line, messages.LaunchRanks):
+        if isinstance(line, messages.LaunchRanksRequest):
             self._generation = line.generation
             for number in range(line.first, line.first + line.local_world_size):
                 self._begin(Rank(self._context, Path(line.run_dir), number))
-        elif isinstance(line, messages.StopRanks):
+        elif isinstance(line, messages.StopRanksRequest):
             for rank in {rank.rank: rank for rank, _ in self._places.values()}.values():
                 rank.close()
             self._places.clear()

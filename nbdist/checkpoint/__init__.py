@@ -4,7 +4,7 @@
          |              ^
          | bytes        | safetensors library
          v              |
-    safetensors_file  reader         a file being written | a folder being read
+    safetensors_writer  reader       a file being written | a folder being read
          |              ^
          v              | verify     manifest.json: the expected files with size and crc32
     storage             |
@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING
 from nbdist.checkpoint.download import CheckpointDownload
 from nbdist.checkpoint.folder_storage import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import (
+    BaseReference,
     CheckpointFile,
     Manifest,
     OptimizerMetadata,
     ParamGroup,
-    RankReport,
+    RankWriteReport,
     TensorMetadata,
     merge_tensors,
 )
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "BaseReference",
     "CheckpointDownload",
     "CheckpointFile",
     "CheckpointReader",
@@ -54,7 +56,7 @@ __all__ = [
     "ParamGroup",
     "PendingCheckpoint",
     "PendingFolderCheckpoint",
-    "RankReport",
+    "RankWriteReport",
     "Storage",
     "TensorMetadata",
     "Url",

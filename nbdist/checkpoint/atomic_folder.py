@@ -107,10 +107,10 @@ def commit(folder: Path, target: Path, *, overwrite: bool) -> None:
     replaced = rename_over(folder, target, aside)
     sync_folder(target.parent)
     if replaced:
-        _keep_foreign(aside, target)
+        _move_other_files(aside, target)
 
 
-def _keep_foreign(aside: Path, target: Path) -> None:
+def _move_other_files(aside: Path, target: Path) -> None:
     """Move files not written by nbdist into the new folder, then remove the old one."""
     for old in aside.iterdir():
         if not _OURS.fullmatch(old.name) and not os.path.lexists(target / old.name):

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
-from nbdist.checkpoint.names import MANIFEST_NAME
+from nbdist.checkpoint.name_validation import MANIFEST_NAME
 from nbdist.checkpoint.reader import crc32_of_file
-from nbdist.checkpoint.safetensors_file import LENGTH_BYTES, MAX_HEADER_BYTES
+from nbdist.checkpoint.safetensors_writer import LENGTH_BYTES, MAX_HEADER_BYTES
 from nbdist.checkpoint.url import translate_errors
 from nbdist.checkpoint.url_storage import read_file
 from nbdist.errors import CheckpointError
@@ -52,7 +52,7 @@ class CheckpointDownload:
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             with translate_errors(f"Cannot download {url} to {folder}"):
-                while not self._once(MANIFEST_NAME, self._download_headers):
+                while not self._create_if_missing(MANIFEST_NAME, self._download_headers):
                     time.sleep(_POLL_S)
             self.manifest = Manifest.from_json((folder / MANIFEST_NAME).read_bytes())
         except BaseException:
@@ -77,7 +77,7 @@ class CheckpointDownload:
             CheckpointError: a file cannot be read, its checksum differs, or the disk is full.
         """
         files = deque(file for file in self.manifest.files if file.name in names)
-        needed = sum(file.size_bytes for file in files if not self._is_here(file))
+        needed = sum(file.size_bytes for file in files if not self._is_downloaded(file))
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise CheckpointError(
@@ -89,7 +89,7 @@ class CheckpointDownload:
         done = skipped = 0
         while files:
             file = files.popleft()
-            if self._once(file.name, partial(self._download, file, on_progress, done)):
+            if self._create_if_missing(file.name, partial(self._download, file, on_progress, done)):
                 done, skipped = done + file.size_bytes, 0
                 continue
             files.append(file)
@@ -101,18 +101,18 @@ class CheckpointDownload:
         """Remove the folder. Several ranks may call this at the same time."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _is_here(self, file: CheckpointFile) -> bool:
+    def _is_downloaded(self, file: CheckpointFile) -> bool:
         lock = self._lock(file.name)
         return lock.exists() and lock.stat().st_size > 0
 
     def _lock(self, name: str) -> Path:
         return self.folder / f".{name}.lock"
 
-    def _once(self, name: str, make: Callable[[], object]) -> bool:
+    def _create_if_missing(self, name: str, make: Callable[[], object]) -> bool:
         """Create a file unless it exists. Return False if another process is creating it."""
         lock = os.open(self._lock(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if not durable_io.try_lock(lock, alone=True):
+            if not durable_io.try_lock(lock, exclusive=True):
                 return False
             if not os.fstat(lock).st_size:
                 make()

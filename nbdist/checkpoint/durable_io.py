@@ -15,7 +15,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.names import LOCK_NAME
+from nbdist.checkpoint.name_validation import LOCK_NAME
 from nbdist.errors import CheckpointError
 from nbdist.hardware.process_identity import OWNER_FILE
 
@@ -135,10 +135,10 @@ def open_regular(name: str, *, folder: int) -> int:
     return fd
 
 
-def try_lock(fd: int, *, alone: bool) -> bool:
+def try_lock(fd: int, *, exclusive: bool) -> bool:
     """Lock an open file, exclusive or shared. Return False if another process holds the lock."""
     try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -164,7 +164,7 @@ def exclusive_lock(root: Path, *, within_s: float = LOCK_TIMEOUT_S) -> Iterator[
     """
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        if not _wait_for_lock(fd, within_s, alone=True):
+        if not _wait_for_lock(fd, within_s, exclusive=True):
             raise CheckpointError(
                 f"Timed out after {within_s:g} s: another process is writing to {root}. Wait for"
                 " its save, or use another folder."
@@ -183,15 +183,15 @@ def shared_lock(root: Path) -> Iterator[None]:
         yield
         return
     try:
-        _wait_for_lock(fd, SHARED_LOCK_TIMEOUT_S, alone=False)
+        _wait_for_lock(fd, SHARED_LOCK_TIMEOUT_S, exclusive=False)
         yield
     finally:
         unlock_and_close(fd)
 
 
-def _wait_for_lock(fd: int, within_s: float, *, alone: bool) -> bool:
+def _wait_for_lock(fd: int, within_s: float, *, exclusive: bool) -> bool:
     deadline = time.monotonic() + within_s
-    while not try_lock(fd, alone=alone):
+    while not try_lock(fd, exclusive=exclusive):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io
-from nbdist.checkpoint.manifest import RankReport
-from nbdist.checkpoint.names import (
+from nbdist.checkpoint.manifest import RankWriteReport
+from nbdist.checkpoint.name_validation import (
     DRAFT_PATTERN,
     MANIFEST_NAME,
     REPLACED_PATTERN,
@@ -39,7 +39,7 @@ from nbdist.checkpoint.names import (
     rank_report_name,
 )
 from nbdist.checkpoint.reader import CheckpointReader
-from nbdist.checkpoint.safetensors_file import SafetensorsWriter
+from nbdist.checkpoint.safetensors_writer import SafetensorsWriter
 from nbdist.checkpoint.storage import PendingCheckpoint, Storage, check_sizes, summarize
 from nbdist.errors import CheckpointError
 from nbdist.hardware import process_identity
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from nbdist.checkpoint.manifest import Manifest
-    from nbdist.checkpoint.safetensors_file import StoredTensor
+    from nbdist.checkpoint.safetensors_writer import StoredTensor
     from nbdist.checkpoint.storage import CheckpointSummary
 
 _MAX_ATTEMPTS = 5
@@ -176,7 +176,7 @@ class FolderStorage(Storage):
         if not path.exists():
             return
         if not overwrite:
-            raise self._taken_error(path)
+            raise self._name_exists_error(path)
         try:
             with CheckpointReader.open_folder(path) as existing:
                 unknown = existing.unknown_files()
@@ -203,8 +203,8 @@ class FolderStorage(Storage):
         try:
             with durable_io.exclusive_lock(self.root):
                 found = [item for item in self._list_locked() if item.path.name == item.name]
-                for summary in self._oldest(found, count, written):
-                    if path := _retire(self.root / summary.name):
+                for summary in self._checkpoints_to_remove(found, count, written):
+                    if path := _rename_for_removal(self.root / summary.name):
                         removed.append(summary.name)
                         garbage.append(path)
         except OSError as error:
@@ -240,7 +240,7 @@ class FolderStorage(Storage):
                 path.rename(own_path)
                 durable_io.sync_folder(root)
             elif path.stat().st_uid == os.getuid() and _summarize(own_path, name):
-                garbage.append(_retire(path))
+                garbage.append(_rename_for_removal(path))
         drafts = [path for path in root.iterdir() if _is_dead_draft(path)]
         return [path for path in garbage if path] + drafts
 
@@ -273,17 +273,17 @@ class PendingFolderCheckpoint(PendingCheckpoint):
             return (self.location / name).read_bytes()
         return None
 
-    def write_failure(self, rank: int, why: str) -> None:
+    def write_failure(self, rank: int, reason: str) -> None:
         """Report that a rank has failed. Falls back to an empty marker file if the disk is full."""
         try:
-            super().write_failure(rank, why)
+            super().write_failure(rank, reason)
         except OSError as error:
             # An empty file needs no disk space; its name carries the errno.
             marker = f"{rank_report_name(rank)}.failed-{error.errno or 0}"
             with suppress(OSError):
                 (self.location / marker).touch()
 
-    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
         wanted = set(ranks)
         reports = super().read_reports(wanted)
@@ -292,7 +292,7 @@ class PendingFolderCheckpoint(PendingCheckpoint):
                 number = path.name.rpartition("-")[2]
                 reason = os.strerror(int(number)) if number.isdecimal() else "no reason given"
                 why = f"rank {rank} cannot write there ({reason}, errno {number})"
-                reports[rank] = RankReport(error=why)
+                reports[rank] = RankWriteReport(error=why)
         return reports
 
     def written_bytes(self) -> int:
@@ -316,14 +316,14 @@ class PendingFolderCheckpoint(PendingCheckpoint):
         if not DRAFT_PATTERN.fullmatch(draft.name) or not draft.is_dir():
             raise CheckpointError(f"{draft} is not a checkpoint draft. Save again.")
         try:
-            self._seal(manifest)
+            self._write_manifest(manifest)
             with durable_io.exclusive_lock(storage.root):
                 storage.check_name_free(name, overwrite=overwrite)
                 aside = path.with_name(f".old-{secrets.token_hex(16)}-{path.name}")
                 replaced = durable_io.rename_over(draft, path, aside)
                 (path / OWNER_FILE).unlink(missing_ok=True)
                 durable_io.sync_folder(storage.root)
-                garbage = _retire(aside) if replaced else None
+                garbage = _rename_for_removal(aside) if replaced else None
         except OSError as error:
             raise CheckpointError(
                 f"Cannot write {path} ({error.strerror}). Free space, or use another folder."
@@ -332,7 +332,7 @@ class PendingFolderCheckpoint(PendingCheckpoint):
             durable_io.remove_folder(garbage)
         return path
 
-    def _seal(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: Manifest) -> None:
         """Compare the files with the manifest, then write the manifest and sync the folder."""
         draft, text = self.location, manifest.to_json()
         for path in list(draft.iterdir()):
@@ -352,7 +352,7 @@ class PendingFolderCheckpoint(PendingCheckpoint):
             durable_io.remove_folder(self.location)
 
 
-def _retire(path: Path) -> Path | None:
+def _rename_for_removal(path: Path) -> Path | None:
     """Rename a checkpoint for removal and delete its manifest; the caller holds the lock.
 
     Returns:
@@ -369,7 +369,7 @@ def _retire(path: Path) -> Path | None:
         # O_RDWR: an exclusive lock on NFS requires a descriptor open for writing.
         fd = os.open(path / MANIFEST_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if not durable_io.try_lock(fd, alone=True):
+            if not durable_io.try_lock(fd, exclusive=True):
                 return None  # a process is reading it
             ProcessIdentity.current_process().write_owner_file(path)
             renamed = path.with_name(f".tmp-{secrets.token_hex(16)}")

@@ -25,11 +25,12 @@ from pydantic import (
     ValidationError,
 )
 
-from nbdist.checkpoint.names import is_data_file_name, printable
+from nbdist.checkpoint.name_validation import is_data_file_name, printable
 from nbdist.errors import CheckpointError
 
-FORMAT_VERSION: Final = 1
-"""Increased when an older nbdist cannot read newer checkpoints."""
+FORMAT_VERSION: Final = 2
+"""Increased when an older nbdist cannot read newer checkpoints. Format 1 has neither references nor
+state dicts of optimizers."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 32
 """Deepest nesting of a value that nbdist does not interpret."""
@@ -226,6 +227,21 @@ class OptimizerMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BaseReference:
+    """Tensors that are stored by reference to the safetensors files of a base model."""
+
+    __pydantic_config__ = _STRICT
+
+    name: Text
+    """Repository, or absolute path of a folder."""
+    revision: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
+    """Commit of the repository; "" for a folder."""
+    tensors: Mapping[Text, Annotated[tuple[Text, ...], Field(min_length=1)]]
+    """Key in the checkpoint -> names of the tensors in the files whose elements it consists of, in
+    this order. Its digest is in `keys`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Metadata of a checkpoint."""
 
@@ -245,7 +261,12 @@ class Manifest:
     """Package -> version at the time of saving. Always includes "nbdist"."""
     aliases: Mapping[Text, Text] = field(default_factory=dict)
     """Additional key of a tied tensor -> key under which it is stored."""
+    bases: tuple[BaseReference, ...] = ()
+    """Base models of tensors that are stored by reference."""
     optimizers: tuple[OptimizerMetadata, ...] = ()
+    state_dicts: tuple[JsonValue, ...] = ()
+    """State dicts of optimizers that cannot be resharded, without tensors; of each rank, or only of
+    rank 0 if they are equal on all ranks."""
     schedulers: tuple[JsonValue, ...] = ()
     rng: tuple[JsonValue, ...] = ()
     """RNG states of Python and NumPy of each rank. Those of torch are in a file."""
@@ -255,12 +276,17 @@ class Manifest:
     created: Time = field(default_factory=lambda: datetime.now(UTC))
     id: SaveId = field(default_factory=lambda: secrets.token_hex(16))
     """Unique ID of the save. Saving again under the same name creates another ID."""
-    format: Literal[1] = FORMAT_VERSION
+    format: Literal[1, 2] = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
         """Total size of the files, without the manifest."""
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def referenced(self) -> dict[str, BaseReference]:
+        """Key -> base model, for tensors that are stored by reference."""
+        return {key: base for base in self.bases for key in base.tensors}
 
     def to_json(self) -> bytes:
         """Return the content of `manifest.json`.
@@ -274,7 +300,7 @@ class Manifest:
             _parse_manifest(text)  # fail on saving rather than on loading
         except ValueError as error:
             raise CheckpointError(
-                f"Cannot write the manifest: {_problem(error)}. Use only numbers and strings there."
+                f"Cannot write the manifest: {_reason(error)}. Use only numbers and strings there."
             ) from error
         return text
 
@@ -289,12 +315,12 @@ class Manifest:
             return _parse_manifest(text)
         except ValueError as error:
             raise CheckpointError(
-                f"Invalid manifest: {_problem(error)}. Load another checkpoint."
+                f"Invalid manifest: {_reason(error)}. Load another checkpoint."
             ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
+class RankWriteReport:
     """Report of a rank in a draft, when it has written its files or has failed."""
 
     __pydantic_config__ = _STRICT
@@ -306,9 +332,9 @@ class RankReport:
     """Why the rank failed, or ""."""
 
     @classmethod
-    def of_failure(cls, why: str) -> Self:
+    def from_failure(cls, reason: str) -> Self:
         """Return the report of a rank that failed."""
-        text = "".join(char if char.isprintable() else " " for char in why)
+        text = "".join(char if char.isprintable() else " " for char in reason)
         return cls(error=text[:MAX_TEXT_CHARS] or "?")
 
     def to_json(self) -> bytes:
@@ -316,16 +342,16 @@ class RankReport:
         return _to_json(self)
 
     @classmethod
-    def from_json(cls, text: bytes) -> "RankReport | None":
+    def from_json(cls, text: bytes) -> "RankWriteReport | None":
         """Parse a report, or return None if it is incomplete."""
         try:
-            report: RankReport = _adapter(cls).validate_json(text)
+            report: RankWriteReport = _type_adapter(cls).validate_json(text)
         except ValidationError:
             return None
         return report
 
 
-def merge_tensors(reports: Iterable[RankReport]) -> dict[str, TensorMetadata]:
+def merge_tensors(reports: Iterable[RankWriteReport]) -> dict[str, TensorMetadata]:
     """Merge the tensors of all reports. The digest of a tensor is the sum over its parts."""
     merged: dict[str, TensorMetadata] = {}
     for report in reports:
@@ -338,7 +364,7 @@ def merge_tensors(reports: Iterable[RankReport]) -> dict[str, TensorMetadata]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FormatOnly:
+class _ManifestFormat:
     """The fields that manifests of all versions have."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
@@ -347,18 +373,18 @@ class _FormatOnly:
     versions: Any = None
 
 
-_adapters: dict[type, TypeAdapter[Any]] = {}
+_type_adapters: dict[type, TypeAdapter[Any]] = {}
 
 
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _type_adapter(kind: type) -> TypeAdapter[Any]:
     # Built on first use: it takes milliseconds, and most sessions read no checkpoint.
-    if kind not in _adapters:
-        _adapters[kind] = TypeAdapter(kind)
-    return _adapters[kind]
+    if kind not in _type_adapters:
+        _type_adapters[kind] = TypeAdapter(kind)
+    return _type_adapters[kind]
 
 
-def _to_json(value: Manifest | RankReport) -> bytes:
-    tree = _adapter(type(value)).dump_python(value, by_alias=True)
+def _to_json(value: Manifest | RankWriteReport) -> bytes:
+    tree = _type_adapter(type(value)).dump_python(value, by_alias=True)
     # The depth of a value counts from its field: those of parameter groups are the deepest.
     encoded = to_json_value(tree, "", depth=-_FIELD_DEPTH)
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False).encode()
@@ -368,7 +394,7 @@ def _parse_manifest(text: bytes) -> Manifest:
     if len(text) > MAX_BYTES:
         raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
     # The format comes first, since other versions have other fields.
-    head: _FormatOnly = _adapter(_FormatOnly).validate_json(text)
+    head: _ManifestFormat = _type_adapter(_ManifestFormat).validate_json(text)
     if head.format > FORMAT_VERSION:
         version = head.versions.get("nbdist") if isinstance(head.versions, dict) else None
         suffix = ""
@@ -378,11 +404,13 @@ def _parse_manifest(text: bytes) -> Manifest:
             f"The checkpoint was written by a newer nbdist{suffix} in format {head.format}."
             f" This nbdist reads format {FORMAT_VERSION}. Upgrade nbdist."
         )
-    manifest: Manifest = _adapter(Manifest).validate_json(text)
+    manifest: Manifest = _type_adapter(Manifest).validate_json(text)
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"files lists {printable(twice)} twice")
+    if unknown := manifest.referenced.keys() - manifest.keys.keys():
+        raise ValueError(f"bases lists {printable(min(unknown))}, which is not in keys")
     for alias, target in manifest.aliases.items():
         if target not in manifest.keys or alias in manifest.keys:
             raise ValueError(
@@ -392,7 +420,7 @@ def _parse_manifest(text: bytes) -> Manifest:
     return manifest
 
 
-def _problem(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     """Describe an error on one line: the path in the document, the rule, and what was given."""
     if not isinstance(error, ValidationError):
         return str(error)

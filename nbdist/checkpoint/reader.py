@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
-from nbdist.checkpoint.names import MANIFEST_NAME, printable
+from nbdist.checkpoint.name_validation import MANIFEST_NAME, printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class CheckpointReader:
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             lock = durable_io.open_regular(MANIFEST_NAME, folder=folder)
-            if not durable_io.try_lock(lock, alone=False) or not os.fstat(lock).st_nlink:
+            if not durable_io.try_lock(lock, exclusive=False) or not os.fstat(lock).st_nlink:
                 message = f"{path} is being removed. Load another checkpoint."
                 raise CheckpointError(message)  # noqa: TRY301 - closed below like after any error
             # A second descriptor: closing it leaves the locked one open.
@@ -123,10 +123,10 @@ class CheckpointReader:
 
 def _no_checkpoint(path: Path, error: OSError) -> str:
     if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}:
-        why = "not a complete nbdist checkpoint"
+        reason = "not a complete nbdist checkpoint"
     else:
-        why = f"it cannot be read ({error.strerror})"
-    return f"Cannot load {printable(str(path))}: {why}. Use a checkpoint that nbdist lists."
+        reason = f"it cannot be read ({error.strerror})"
+    return f"Cannot load {printable(str(path))}: {reason}. Use a checkpoint that nbdist lists."
 
 
 def verify_files(
@@ -154,7 +154,7 @@ def verify_files(
     with CheckpointReader.open_folder(folder) as opened:
         if unknown := opened.unknown_files():
             raise CheckpointError(
-                f"{opened.path} contains {_list(unknown)}, which was not written by nbdist. Move"
+                f"{opened.path} contains {_join(unknown)}, which was not written by nbdist. Move"
                 " it elsewhere."
             )
         for file in opened.manifest.files:
@@ -226,11 +226,11 @@ def _compare_checksums(
         on_progress(sum(done))
     if bad:
         raise CheckpointError(
-            f"Checksum mismatch in {opened.path}: {_list(bad)}"
+            f"Checksum mismatch in {opened.path}: {_join(bad)}"
             f" {'is' if len(bad) == 1 else 'are'} corrupt. Load another checkpoint."
         )
 
 
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(printable, names[:_MAX_LISTED])) + more
+def _join(names: list[str]) -> str:
+    suffix = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(printable, names[:_MAX_LISTED])) + suffix

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, ClassVar
 
-from nbdist.checkpoint.manifest import RankReport
-from nbdist.checkpoint.names import printable, rank_report_name
+from nbdist.checkpoint.manifest import RankWriteReport
+from nbdist.checkpoint.name_validation import printable, rank_report_name
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
-    from nbdist.checkpoint.safetensors_file import SafetensorsWriter, StoredTensor
+    from nbdist.checkpoint.safetensors_writer import SafetensorsWriter, StoredTensor
     from nbdist.checkpoint.url import Url
 
 _MAX_LISTED = 10
@@ -108,20 +108,22 @@ class PendingCheckpoint(ABC):
             files: the files that it has written.
             keys: tensors of which it has written a part; the digest is of that part.
         """
-        report = RankReport(files=tuple(files), keys=keys)
+        report = RankWriteReport(files=tuple(files), keys=keys)
         self.write_small_file(rank_report_name(rank), report.to_json())
 
-    def write_failure(self, rank: int, why: str) -> None:
+    def write_failure(self, rank: int, reason: str) -> None:
         """Report that a rank has failed."""
-        self.write_small_file(rank_report_name(rank), RankReport.of_failure(why).to_json())
+        self.write_small_file(
+            rank_report_name(rank), RankWriteReport.from_failure(reason).to_json()
+        )
 
-    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
         reports = {}
         for rank in ranks:
             text = self.read_small_file(rank_report_name(rank))
             # A file that is still being written is not valid JSON.
-            report = None if text is None else RankReport.from_json(text)
+            report = None if text is None else RankWriteReport.from_json(text)
             if report is not None:
                 reports[rank] = report
         return reports
@@ -178,7 +180,7 @@ class Storage(ABC):
             CheckpointError: `count` is less than 1, or the location cannot be written.
         """
 
-    def _oldest(
+    def _checkpoints_to_remove(
         self, found: Sequence[CheckpointSummary], count: int, written: str | None
     ) -> list[CheckpointSummary]:
         """Return what `remove_oldest` removes of a list that is sorted by age."""
@@ -187,7 +189,7 @@ class Storage(ABC):
         # The sort is stable: `written` goes last, the others keep their order.
         return sorted(found, key=lambda summary: summary.name == written)[:-count]
 
-    def _taken_error(self, path: Path | Url) -> CheckpointError:
+    def _name_exists_error(self, path: Path | Url) -> CheckpointError:
         return CheckpointError(
             f"{path} exists. Save under another name, or use --overwrite (overwrite=True) to"
             " replace it."
@@ -196,8 +198,8 @@ class Storage(ABC):
     def _missing_error(self, name: str, available: Sequence[str]) -> CheckpointError:
         """Build the error for a name that does not exist; it lists up to 10 names that do."""
         names = ", ".join(available[::-1][:_MAX_LISTED])
-        more = ", ..." if len(available) > _MAX_LISTED else ""
-        others = f"Available: {names}{more}." if available else "It contains no checkpoints."
+        suffix = ", ..." if len(available) > _MAX_LISTED else ""
+        others = f"Available: {names}{suffix}." if available else "It contains no checkpoints."
         return CheckpointError(f"No checkpoint {name} in {self.root}. {others}")
 
 

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint.manifest import MAX_BYTES, Manifest
-from nbdist.checkpoint.names import (
+from nbdist.checkpoint.name_validation import (
     MANIFEST_NAME,
     check_name,
     is_checkpoint_name,
     is_rank_report_name,
     rank_report_name,
 )
-from nbdist.checkpoint.safetensors_file import SafetensorsWriter
+from nbdist.checkpoint.safetensors_writer import SafetensorsWriter
 from nbdist.checkpoint.storage import PendingCheckpoint, Storage, check_sizes, summarize
 from nbdist.checkpoint.url import Url, translate_errors
 from nbdist.errors import CheckpointError
@@ -38,8 +38,8 @@ from nbdist.hardware.process_identity import ABANDONED_AFTER_S, OWNER_FILE, Proc
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from nbdist.checkpoint.manifest import RankReport
-    from nbdist.checkpoint.safetensors_file import StoredTensor
+    from nbdist.checkpoint.manifest import RankWriteReport
+    from nbdist.checkpoint.safetensors_writer import StoredTensor
     from nbdist.checkpoint.storage import CheckpointSummary
 
 _SAVED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9a-f]{32})/(?P<file>[^/]+)")
@@ -133,7 +133,7 @@ class UrlStorage(Storage):
         """Remove the oldest checkpoints except for `count`; return the removed names."""
         saves = self._saves()
         found = [summarize(save.url, save.name, m) for save, m in self._complete(saves)]
-        oldest = self._oldest(found, count, written)
+        oldest = self._checkpoints_to_remove(found, count, written)
         with translate_errors(f"Cannot remove old checkpoints at {self.root}"):
             for save in saves:
                 if any(save.url == summary.path for summary in oldest):
@@ -160,7 +160,7 @@ class UrlStorage(Storage):
         """
         existing = self._saves() if saves is None else saves
         if self._complete(save for save in existing if save.name == name):
-            raise self._taken_error(self.root / name)
+            raise self._name_exists_error(self.root / name)
 
     def _complete(self, saves: Iterable[_SavedFiles]) -> list[tuple[_SavedFiles, Manifest]]:
         """Return the newest complete save of each name, newest last."""
@@ -273,16 +273,16 @@ class PendingUrlCheckpoint(PendingCheckpoint):
         """Read a small file."""
         return read_file(self.location / name)
 
-    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
+    def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
         # File systems raise different errors for a file that does not exist: list them first.
         files = _list_files(self.location)
         return super().read_reports(rank for rank in ranks if rank_report_name(rank) in files)
 
-    def write_failure(self, rank: int, why: str) -> None:
+    def write_failure(self, rank: int, reason: str) -> None:
         """Report that a rank has failed. Errors are ignored."""
         with suppress(CheckpointError):
-            super().write_failure(rank, why)
+            super().write_failure(rank, reason)
 
     def written_bytes(self) -> int | None:
         """Return None: most object stores do not show partly written files."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 CHECKED_PACKAGES = ("python", "torch", "nbdist")
-"""Names as in ``bootstrap.software_versions``.
+"""Names as in ``node_bootstrap.software_versions``.
 
 Cells, messages and tensors are exchanged between the nodes: different versions fail late and
 obscurely.
@@ -74,13 +74,13 @@ def allocated_nodes(
     descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
 ) -> list[AllocatedNode]:
     """Return nodes from their descriptions by ``NodeBootstrap.describe_node``."""
-    each = distribution.ranks_per_node
+    per_node = distribution.ranks_per_node
     return [
         AllocatedNode(
             name=name,
             address=node["address"],
-            ranks=each,
-            gpus=tuple(node["gpus"][:each]) if distribution.kind == "cuda" else (),
+            ranks=per_node,
+            gpus=tuple(node["gpus"][:per_node]) if distribution.kind == "cuda" else (),
             versions=node["versions"],
         )
         for name, node in zip(names, descriptions, strict=True)
@@ -92,33 +92,33 @@ def format_count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def requested_counts(wanted: AllocationRequest) -> tuple[int | None, int | None]:
+def requested_counts(request: AllocationRequest) -> tuple[int | None, int | None]:
     """Return the number of nodes and of ranks on each, as far as the options specify them.
 
     Raises:
         OptionError: contradictory options.
     """
-    nproc, nodes = wanted.nproc, wanted.nodes
-    each = wanted.gpus_per_node if wanted.kind == "cuda" else None
-    if each is None:
-        return nodes, _whole(nproc, nodes, f"--nodes {nodes}")
+    nproc, nodes = request.nproc, request.nodes
+    per_node = request.gpus_per_node if request.kind == "cuda" else None
+    if per_node is None:
+        return nodes, _divide_evenly(nproc, nodes, f"--nodes {nodes}")
     if nodes is None:
-        return _whole(nproc, each, f"--gpus-per-node {each}"), each
-    if nproc is not None and nproc != nodes * each:
+        return _divide_evenly(nproc, per_node, f"--gpus-per-node {per_node}"), per_node
+    if nproc is not None and nproc != nodes * per_node:
         raise OptionError(
-            f"-n {nproc} contradicts --nodes {nodes} --gpus-per-node {each}, which are"
-            f" {nodes * each} ranks. Leave one of the three out."
+            f"-n {nproc} contradicts --nodes {nodes} --gpus-per-node {per_node}, which are"
+            f" {nodes * per_node} ranks. Leave one of the three out."
         )
-    return nodes, each
+    return nodes, per_node
 
 
-def _whole(nproc: int | None, parts: int | None, option: str) -> int | None:
+def _divide_evenly(nproc: int | None, parts: int | None, option: str) -> int | None:
     """Divide the ranks evenly; raise if that is not possible."""
     if nproc is None or parts is None:
         return None
     if nproc % parts:
-        near = [n for n in (nproc // parts * parts, (nproc // parts + 1) * parts) if n]
-        use = " or ".join(f"-n {n}" for n in near)
+        nearest_counts = [n for n in (nproc // parts * parts, (nproc // parts + 1) * parts) if n]
+        use = " or ".join(f"-n {n}" for n in nearest_counts)
         raise OptionError(
             f"-n {nproc} cannot be spread evenly with {option}: every node gets the same number"
             f" of ranks. Use {use}."
@@ -127,12 +127,12 @@ def _whole(nproc: int | None, parts: int | None, option: str) -> int | None:
 
 
 def fit_to_nodes(
-    wanted: AllocationRequest, available: Mapping[str, int], cluster: str
+    request: AllocationRequest, available: Mapping[str, int], cluster: str
 ) -> RankDistribution:
     """Distribute ranks over nodes with limited numbers of devices.
 
     Args:
-        wanted: the requested numbers.
+        request: the requested numbers.
         available: number of GPUs, or of CPUs for CPU ranks, by name of the node.
         cluster: name of the cluster in messages: "The Ray cluster at 10.0.0.1".
 
@@ -140,56 +140,60 @@ def fit_to_nodes(
         OptionError: contradictory options.
         StartError: not enough devices; the message names what exists and what would fit.
     """
-    nodes, each = requested_counts(wanted)
+    nodes, per_node = requested_counts(request)
     sizes = sorted((size for size in available.values() if size > 0), reverse=True)
-    spread = _spread(wanted, nodes, each, sizes)
-    if spread is None:
-        raise StartError(_too_few(wanted, nodes, each, available, cluster))
-    return spread
+    distribution = _first_fitting_distribution(request, nodes, per_node, sizes)
+    if distribution is None:
+        raise StartError(_not_enough_devices_message(request, nodes, per_node, available, cluster))
+    return distribution
 
 
-def _spread(
-    wanted: AllocationRequest, nodes: int | None, each: int | None, sizes: list[int]
+def _first_fitting_distribution(
+    request: AllocationRequest, nodes: int | None, per_node: int | None, sizes: list[int]
 ) -> RankDistribution | None:
     """Return the first distribution that fits; `sizes` are in descending order."""
-    default = None if wanted.kind == "cuda" else 1  # ranks per node: all GPUs, one CPU rank
+    default = None if request.kind == "cuda" else 1  # ranks per node: all GPUs, one CPU rank
     for count in [nodes] if nodes is not None else range(1, len(sizes) + 1):
         if count > len(sizes):
             break
-        least, ranks = sizes[count - 1], each
-        if wanted.nproc is not None and ranks is None:
-            if wanted.nproc % count:
+        least, ranks = sizes[count - 1], per_node
+        if request.nproc is not None and ranks is None:
+            if request.nproc % count:
                 continue
-            ranks = wanted.nproc // count
+            ranks = request.nproc // count
         elif (
-            wanted.nproc is None and nodes is None and max(sizes[count:], default=0) >= (each or 1)
+            request.nproc is None
+            and nodes is None
+            and max(sizes[count:], default=0) >= (per_node or 1)
         ):
             continue  # the number of nodes is free: use all that fit
         ranks = ranks or default or least
-        if ranks <= least and (wanted.nproc in {None, ranks * count}):
-            return RankDistribution(wanted.kind, count, ranks)
+        if ranks <= least and (request.nproc in {None, ranks * count}):
+            return RankDistribution(request.kind, count, ranks)
     return None
 
 
-def _too_few(
-    wanted: AllocationRequest,
+def _not_enough_devices_message(
+    request: AllocationRequest,
     nodes: int | None,
-    each: int | None,
+    per_node: int | None,
     available: Mapping[str, int],
     cluster: str,
 ) -> str:
-    unit = "GPU" if wanted.kind == "cuda" else "CPU"
-    request = format_count(wanted.nproc, "rank") if wanted.nproc else "ranks"
+    unit = "GPU" if request.kind == "cuda" else "CPU"
+    request_text = format_count(request.nproc, "rank") if request.nproc else "ranks"
     if nodes is not None:
-        request += f" on {format_count(nodes, 'node')}"
-    if each is not None:
-        request += f" with {format_count(each, unit)} each"
+        request_text += f" on {format_count(nodes, 'node')}"
+    if per_node is not None:
+        request_text += f" with {format_count(per_node, unit)} each"
     listed = ", ".join(f"{size} on {name}" for name, size in available.items() if size) or "none"
     has = f"{cluster} has {format_count(sum(available.values()), unit)} ({listed})"
-    return f"{has}, not enough for {request}. {_granted(wanted.kind, available)}."
+    return (
+        f"{has}, not enough for {request_text}. {_largest_request_hint(request.kind, available)}."
+    )
 
 
-def _granted(kind: DeviceType, available: Mapping[str, int]) -> str:
+def _largest_request_hint(kind: DeviceType, available: Mapping[str, int]) -> str:
     """Return a hint with the largest number of ranks that can be spread evenly."""
     sizes = sorted(available.values(), reverse=True)
     best = max(range(1, len(sizes) + 1), key=lambda n: n * sizes[n - 1], default=0)
@@ -199,12 +203,14 @@ def _granted(kind: DeviceType, available: Mapping[str, int]) -> str:
             if kind == "cpu"
             else "Use --gpus-per-node 0 for CPU ranks"
         )
-    each = sizes[best - 1]
-    words = f"--gpus-per-node {each}" if kind == "cuda" else f"-n {best * each}"
+    per_node = sizes[best - 1]
+    words = f"--gpus-per-node {per_node}" if kind == "cuda" else f"-n {best * per_node}"
     return f"Use --nodes {best} {words} or less"
 
 
-def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> None:
+def check_versions(
+    kernel_versions: Mapping[str, str], nodes_to_check: Sequence[AllocatedNode]
+) -> None:
     """Raise if a node's versions differ from the notebook's.
 
     Python's micro version may differ; torch's build ("+cu130", "+cpu") may not.
@@ -214,9 +220,9 @@ def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> 
     """
     lines = []
     for name in CHECKED_PACKAGES:
-        found: dict[str, list[str]] = {here.get(name, "none"): [NOTEBOOK_NAME]}
-        for place in places:
-            found.setdefault(place.versions.get(name, "none"), []).append(place.name)
+        found: dict[str, list[str]] = {kernel_versions.get(name, "none"): [NOTEBOOK_NAME]}
+        for node in nodes_to_check:
+            found.setdefault(node.versions.get(name, "none"), []).append(node.name)
         # of Python, the micro version is not compared
         num_parts = 2 if name == "python" else None
         if len({".".join(version.split(".")[:num_parts]) for version in found}) > 1:
@@ -230,10 +236,10 @@ def check_versions(here: Mapping[str, str], places: Sequence[AllocatedNode]) -> 
         raise StartError(msg)
 
 
-def format_names(nodes: Sequence[str], most: int = 4) -> str:
+def format_names(nodes: Sequence[str], max_names: int = 4) -> str:
     """Return the first few names of nodes: "alpha, beta and 3 more"."""
-    more = len(nodes) - most
-    return ", ".join(nodes[:most]) + (f" and {more} more" if more > 0 else "")
+    more = len(nodes) - max_names
+    return ", ".join(nodes[:max_names]) + (f" and {more} more" if more > 0 else "")
 
 
 class Cluster(Protocol):
@@ -247,7 +253,7 @@ class Cluster(Protocol):
         """Address of this machine for the nodes. Only there the agent server listens."""
 
     def allocate_nodes(
-        self, wanted: AllocationRequest, progress: Callable[[str], None]
+        self, request: AllocationRequest, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
         """Reserve nodes; report waiting in a queue to `progress`.
 

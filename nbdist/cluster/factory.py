@@ -19,12 +19,14 @@ CLUSTER_OPTIONS = (*NODE_OPTIONS, *SLURM_OPTIONS)
 _RAY = re.compile(r"ray(?:://(auto|[\w.-]+(?::\d{1,5})?|\[[0-9a-fA-F:]+\](?::\d{1,5})?))?")
 
 
-def create_cluster(on: str, given: Mapping[str, object]) -> RayCluster | SlurmCluster | None:
+def create_cluster(
+    on: str, cluster_options: Mapping[str, object]
+) -> RayCluster | SlurmCluster | None:
     """Create the cluster, without connecting to it; None for this machine.
 
     Args:
         on: the value of `--on`.
-        given: the ``CLUSTER_OPTIONS`` that were given.
+        cluster_options: the ``CLUSTER_OPTIONS`` that were given.
 
     Raises:
         OptionError: unknown cluster, or an option that it does not support.
@@ -32,18 +34,20 @@ def create_cluster(on: str, given: Mapping[str, object]) -> RayCluster | SlurmCl
     ray = _RAY.fullmatch(on)
     if ray is None and on not in {"local", "slurm"}:
         raise OptionError(f"Unknown --on {on!r}. Use local, ray, ray://HOST:PORT or slurm.")
-    _refuse(given, SLURM_OPTIONS if on != "slurm" else (), "--on slurm")
-    _refuse(given, NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm")
-    interface = str(given.get("interface") or "")
+    _reject_options(cluster_options, SLURM_OPTIONS if on != "slurm" else (), "--on slurm")
+    _reject_options(
+        cluster_options, NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm"
+    )
+    interface = str(cluster_options.get("interface") or "")
     if ray:
         return RayCluster(ray[1] or "", interface)
     if on == "slurm":
-        options = {name: str(given.get(name) or "") for name in SLURM_OPTIONS}
+        options = {name: str(cluster_options.get(name) or "") for name in SLURM_OPTIONS}
         return SlurmCluster(interface=interface, **options)
     return None
 
 
-def _refuse(given: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
-    unsupported = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is not None]
+def _reject_options(options: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
+    unsupported = [f"--{name.replace('_', '-')}" for name in names if options.get(name) is not None]
     if unsupported:
         raise OptionError(f"{', '.join(unsupported)} can be used with {where} only. Leave it out.")

@@ -12,20 +12,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from nbdist.cluster.protocol import KeyValueRequest
+    from nbdist.cluster.protocol import KeyValueMessage
 
 
 class SendReply(Protocol):
     """Sends a reply to a node."""
 
-    def __call__(self, index: int, message: KeyValueRequest, *frames: bytes) -> None:
+    def __call__(self, index: int, message: KeyValueMessage, *frames: bytes) -> None:
         """Send the reply; the frames are the requester and at most one value."""
 
 
 @dataclass(slots=True)
-class _BlockedRequest:
+class _WaitingRequest:
     node: int
-    request: KeyValueRequest
+    request: KeyValueMessage
     ident: bytes
     until: float
 
@@ -40,16 +40,16 @@ class KeyValueStore:
     def __init__(self, reply: SendReply) -> None:
         self._reply = reply
         self._values: dict[str, bytes] = {}
-        self._waiting: list[_BlockedRequest] = []
+        self._waiting: list[_WaitingRequest] = []
         self._lock = threading.Lock()
 
-    def answer_request(self, node: int, request: KeyValueRequest, frames: list[bytes]) -> None:
+    def answer_request(self, node: int, request: KeyValueMessage, frames: list[bytes]) -> None:
         """Answer a request, or keep it until its keys are set."""
         ident, *values = frames
         with self._lock:
             if request.op in {"get", "wait"} and not self._has(request.keys):
                 until = time.monotonic() + request.seconds
-                self._waiting.append(_BlockedRequest(node, request, ident, until))
+                self._waiting.append(_WaitingRequest(node, request, ident, until))
                 return
             self._execute(node, request, ident, values)
             ready = [blocked for blocked in self._waiting if self._has(blocked.request.keys)]
@@ -61,9 +61,9 @@ class KeyValueStore:
         """Answer requests that have timed out with an error."""
         now = time.monotonic()
         with self._lock:
-            late = [blocked for blocked in self._waiting if blocked.until < now]
+            expired = [blocked for blocked in self._waiting if blocked.until < now]
             self._waiting = [blocked for blocked in self._waiting if blocked.until >= now]
-        for blocked in late:
+        for blocked in expired:
             request = blocked.request
             keys = [key for key in request.keys if key not in self._values]
             error = f"timed out after {request.seconds:.0f} s waiting for {', '.join(keys)}"
@@ -73,7 +73,7 @@ class KeyValueStore:
         return all(key in self._values for key in keys)
 
     def _execute(
-        self, node: int, request: KeyValueRequest, ident: bytes, values: list[bytes]
+        self, node: int, request: KeyValueMessage, ident: bytes, values: list[bytes]
     ) -> None:
         """Execute a request and reply with a number and at most one value."""
         number, result = 0, list[bytes]()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.interfaces import EXITED, CrashArtifacts
+from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 
@@ -125,7 +125,7 @@ def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict
         launcher: the launcher's pid. Only it and its children are signalled.
     """
     files = {name: messages.stacks_file(folder, name) for name in pids}
-    texts = {name: _unable(pid, launcher, files[name]) for name, pid in pids.items()}
+    texts = {name: _signal_error(pid, launcher, files[name]) for name, pid in pids.items()}
     able = [name for name, reason in texts.items() if not reason]
     files = {name: files[name] for name in able}
     before = {name: _size(file) for name, file in files.items()}
@@ -145,7 +145,7 @@ def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict
     return texts
 
 
-def _unable(pid: int, launcher: int, file: Path) -> str:
+def _signal_error(pid: int, launcher: int, file: Path) -> str:
     """Return why a process cannot be signalled; "" if it can."""
     if not file.exists():
         return f"process {pid} is still starting"  # the signal would end it
@@ -166,7 +166,7 @@ def _size(file: Path) -> int:
     return file.stat().st_size
 
 
-class ProcessLog:
+class ProcessLogTail:
     """Keeps the end of the output written to `write_fd`."""
 
     def __init__(self, *, limit: int = MAX_LOG_BYTES) -> None:
@@ -177,7 +177,7 @@ class ProcessLog:
         self._reading, self.write_fd = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._reading, False)
-        self._thread = threading.Thread(target=self._drain, name="nbdist-log", daemon=True)
+        self._thread = threading.Thread(target=self._read_until_end, name="nbdist-log", daemon=True)
         self._thread.start()
 
     def close_write_end(self) -> None:
@@ -186,7 +186,7 @@ class ProcessLog:
 
     def tail(self, max_bytes: int = MAX_LOG_BYTES) -> str:
         """Return the end of the output so far, limited to `max_bytes`."""
-        self._take()
+        self._read_available()
         with self._lock:
             last = bytes(self._kept[-min(max_bytes, self._limit) :])
         return last.decode(errors="replace")
@@ -200,20 +200,20 @@ class ProcessLog:
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
 
-    def _drain(self) -> None:
+    def _read_until_end(self) -> None:
         poll = select.poll()  # select() supports no descriptor above 1023
         poll.register(self._reading, select.POLLIN)
         poll.register(self._ending, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll()}
-            if not self._take() or self._ending in ready:
+            if not self._read_available() or self._ending in ready:
                 break
         with self._lock:
             os.close(self._reading)
             self._reading = -1
         os.close(self._ending)
 
-    def _take(self) -> bool:
+    def _read_available(self) -> bool:
         """Read available output into the buffer; return False at the end of the pipe."""
         with self._lock:
             if self._reading < 0:

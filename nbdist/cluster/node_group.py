@@ -25,11 +25,16 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from nbdist.cluster import protocol
-from nbdist.cluster.agent_server import CLOSE_S, AgentServer
+from nbdist.cluster.agent_connections import CLOSE_S, AgentConnections
 from nbdist.cluster.allocation import AllocationRequest
-from nbdist.cluster.interfaces import EXITED, CrashArtifacts, ProcessStatus
 from nbdist.cluster.kv_store import KeyValueStore
-from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME, foreign_file_message, ignore_message
+from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts, ProcessStatus
+from nbdist.cluster.local_launcher import (
+    LAUNCHER_GONE,
+    LAUNCHER_NAME,
+    foreign_file_message,
+    ignore_message,
+)
 from nbdist.cluster.protocol import (
     CHUNK_BYTES,
     LEASE_S,
@@ -42,14 +47,14 @@ from nbdist.cluster.rank_channels import BUSY_POLL_MS, QUIET_POLL_MS, RankChanne
 from nbdist.cluster.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
 from nbdist.hardware.discovery import Machine, SessionNode
-from nbdist.hardware.telemetry import UsageSnapshot
+from nbdist.hardware.telemetry import NodeUsage
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
-    from nbdist.cluster.interfaces import RankProcessInfo, TransferCallback
+    from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
 
     AgentResult = tuple[Any, list[bytes]]
@@ -117,7 +122,7 @@ class NodeChannels(RankChannels):
         """Start the reader thread."""
         super().__init__(key, reader)
         self._group, self._generation = group, generation
-        self._inbox: SimpleQueue[tuple[Node, protocol.RankMessages, list[bytes]] | None] = (
+        self._inbox: SimpleQueue[tuple[Node, protocol.MessagesFromRanks, list[bytes]] | None] = (
             SimpleQueue()
         )
         self._closing = False
@@ -125,14 +130,14 @@ class NodeChannels(RankChannels):
         self._thread.start()
 
     def add_messages(
-        self, node: Node, messages: protocol.RankMessages, frames: list[bytes]
+        self, node: Node, messages: protocol.MessagesFromRanks, frames: list[bytes]
     ) -> None:
         """Queue messages of a node's ranks, on the agent server's thread."""
         self._inbox.put((node, messages, frames))
 
     def wake(self) -> None:
         """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
-        self._group.agent_server.wake()
+        self._group.agent_connections.wake()
         self._inbox.put(None)
 
     def close(self) -> None:
@@ -147,9 +152,9 @@ class NodeChannels(RankChannels):
         by_node: dict[Node, list[int]] = {}
         for rank in ranks:
             by_node.setdefault(self._group.node_by_rank[rank], []).append(rank)
-        for node, theirs in by_node.items():  # once per node
-            message = protocol.RankRequestFrames(theirs, channel, self._generation)
-            self._group.agent_server.queue_message(node.index, message, *frames)
+        for node, node_ranks in by_node.items():  # once per node
+            message = protocol.RequestToRanks(node_ranks, channel, self._generation)
+            self._group.agent_connections.queue_message(node.index, message, *frames)
 
     def _serve(self) -> None:
         timeout_s, due = 0.0, time.monotonic()
@@ -161,10 +166,10 @@ class NodeChannels(RankChannels):
                 if item is not None:
                     self._open(*item)
             if woken or time.monotonic() >= due:
-                timeout_s = (BUSY_POLL_MS if self._idle() else QUIET_POLL_MS) / 1000
+                timeout_s = (BUSY_POLL_MS if self._run_idle_work() else QUIET_POLL_MS) / 1000
                 due = time.monotonic() + timeout_s
 
-    def _open(self, node: Node, messages: protocol.RankMessages, frames: list[bytes]) -> None:
+    def _open(self, node: Node, messages: protocol.MessagesFromRanks, frames: list[bytes]) -> None:
         """Verify and handle the messages of a node's ranks; log invalid ones and continue."""
         remaining = iter(frames)
         try:
@@ -174,7 +179,7 @@ class NodeChannels(RankChannels):
                     log.warning("node %d: dropped a message of other nodes' ranks", node.index)
                     continue
                 message = self._signer.verify_message(signed) if signed else None
-                self._take(tuple(ranks), cast("Channel", channel), message)
+                self._deliver(tuple(ranks), cast("Channel", channel), message)
         except (ValueError, TypeError):
             log.exception("node %d: dropped malformed messages", node.index)
 
@@ -195,7 +200,7 @@ class NodeGroup:
         self.node_by_rank: dict[int, Node] = {}
         """Of the last start."""
         self.run_dir = RunDir.create()
-        self.agent_server: AgentServer
+        self.agent_connections: AgentConnections
         self._store: KeyValueStore
         """Of the last start."""
         self._cluster = cluster
@@ -219,24 +224,24 @@ class NodeGroup:
 
     # -- life
 
-    def start(self, wanted: AllocationRequest, progress: Callable[[str], None]) -> None:
+    def start(self, request: AllocationRequest, progress: Callable[[str], None]) -> None:
         """Allocate nodes and wait until an agent has connected from each.
 
         Raises:
             StartError: no nodes, or an agent does not connect; nothing stays reserved.
         """
-        places = self._cluster.allocate_nodes(wanted, progress)
+        places = self._cluster.allocate_nodes(request, progress)
         self.nodes = [Node(index, place) for index, place in enumerate(places)]
         got = sum(place.ranks for place in places)
-        if wanted.nproc is not None and got < wanted.nproc:
-            msg = f"Requested {wanted.nproc} ranks, but {self._cluster.name} provides {got}."
+        if request.nproc is not None and got < request.nproc:
+            msg = f"Requested {request.nproc} ranks, but {self._cluster.name} provides {got}."
             raise StartError(msg)
-        self.agent_server = AgentServer(
+        self.agent_connections = AgentConnections(
             self._cluster.kernel_address,
-            take=self._on_agent_message,
-            on_gone=self._on_connection_end,
+            on_message=self._on_agent_message,
+            on_disconnect=self._on_connection_end,
         )
-        self._store = KeyValueStore(self.agent_server.send)
+        self._store = KeyValueStore(self.agent_connections.send)
         for target, name in (
             (self._handle_events, "nbdist-link"),
             (self._poll_cluster, "nbdist-cluster"),
@@ -247,10 +252,10 @@ class NodeGroup:
         progress(f"starting agents on {len(self.nodes)} nodes")
         tickets = []
         for node in self.nodes:
-            public, secret = self.agent_server.create_node_keys(node.index)
-            ticket = protocol.AgentTicket(
-                hub=self.agent_server.address,
-                hub_key=self.agent_server.public_key,
+            public, secret = self.agent_connections.create_node_keys(node.index)
+            ticket = protocol.AgentCredentials(
+                hub=self.agent_connections.address,
+                hub_key=self.agent_connections.public_key,
                 public=public,
                 secret=secret,
                 index=node.index,
@@ -271,7 +276,7 @@ class NodeGroup:
             if time.monotonic() > deadline:
                 msg = (
                     f"The agent of {', '.join(missing)} did not connect to this machine at"
-                    f" {self.agent_server.address} within {AGENT_START_TIMEOUT_S:.0f} s."
+                    f" {self.agent_connections.address} within {AGENT_START_TIMEOUT_S:.0f} s."
                     " The nodes must be able to connect to that address:"
                     " check the network and its firewalls."
                 )
@@ -290,8 +295,8 @@ class NodeGroup:
 
     def can_start(self, kind: DeviceType, world_size: int) -> bool:
         """Return True if these nodes can start this many ranks of this kind."""
-        room = sum(node.place.ranks for node in self.nodes)
-        return self.is_alive and self.kind == kind and world_size <= room
+        num_slots = sum(node.place.ranks for node in self.nodes)
+        return self.is_alive and self.kind == kind and world_size <= num_slots
 
     def close(self) -> None:
         """End agents, launchers and ranks, and release the nodes."""
@@ -317,11 +322,11 @@ class NodeGroup:
         if self._threads:
             for node in self.nodes:
                 if node.hello is not None:
-                    self.agent_server.send(node.index, protocol.StopAgent())
+                    self.agent_connections.send(node.index, protocol.StopAgentRequest())
             deadline = time.monotonic() + END_S
             while any(node.is_connected for node in self.nodes) and time.monotonic() < deadline:
                 threading.Event().wait(0.02)
-            self.agent_server.close()
+            self.agent_connections.close()
         self._events.put(None)
         self._ends.set()
         for thread in self._threads:
@@ -331,14 +336,14 @@ class NodeGroup:
     # -- LauncherGroup
 
     def launch(
-        self, launch: messages.LaunchRanks, key: str, reader: MessageListener
+        self, launch: messages.LaunchRanksRequest, key: str, reader: MessageListener
     ) -> RankChannels:
         """Start ranks on all nodes, in node order."""
-        for node, ranks in zip(self.nodes, self._shares(launch.world_size), strict=True):
+        for node, ranks in zip(self.nodes, self._ranks_per_node(launch.world_size), strict=True):
             node.ranks, node.ended = ranks, None
         self.node_by_rank = {rank: node for node in self.nodes for rank in node.ranks}
         self._generation = launch.generation
-        self._store = KeyValueStore(self.agent_server.send)
+        self._store = KeyValueStore(self.agent_connections.send)
         self._channels = NodeChannels(self, launch.generation, key.encode(), reader)
         used = self._used_nodes()
         for number, node in enumerate(used):
@@ -351,13 +356,13 @@ class NodeGroup:
                 node=number,
                 nodes=len(used),
             )
-            self.agent_server.queue_message(
-                node.index, protocol.LaunchRanks(asdict(theirs), key, node.place.address)
+            self.agent_connections.queue_message(
+                node.index, protocol.LaunchNodeRanksRequest(asdict(theirs), key, node.place.address)
             )
-        self.agent_server.wake()
+        self.agent_connections.wake()
         return self._channels
 
-    def _shares(self, world_size: int) -> list[range]:
+    def _ranks_per_node(self, world_size: int) -> list[range]:
         """Ranks that each node gets."""
         shares, first = [], 0
         for node in self.nodes:
@@ -372,7 +377,7 @@ class NodeGroup:
     def nodes_for(self, world_size: int) -> list[SessionNode]:
         """Return the machines of this many ranks with their hardware."""
         found = []
-        for node, ranks in zip(self.nodes, self._shares(world_size), strict=True):
+        for node, ranks in zip(self.nodes, self._ranks_per_node(world_size), strict=True):
             if not ranks or node.hello is None:
                 continue
             machine = Machine.from_json(node.hello.machine)
@@ -384,21 +389,21 @@ class NodeGroup:
             found.append(SessionNode(node.place.name, tuple(ranks), machine))
         return found
 
-    def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:
         """Return the usage of the ranks' nodes that respond in time."""
-        found = self._answers("now", {node: {} for node in self._used_nodes()}, within_s)
-        return {node.place.name: UsageSnapshot.from_json(usage) for node, usage in found.items()}
+        found = self._request_many("now", {node: {} for node in self._used_nodes()}, within_s)
+        return {node.place.name: NodeUsage.from_json(usage) for node, usage in found.items()}
 
     def send(self, message: messages.LauncherMessage) -> None:
         """Send a message to all connected launchers."""
-        self._send_to_all(protocol.LauncherLine(messages.encode_line(message).decode()))
+        self._send_to_all(protocol.LauncherLinkMessage(messages.encode_line(message).decode()))
 
     def _send_to_all(self, message: protocol.Message) -> None:
         """Send a message to all connected agents."""
         for node in self.nodes:
             if node.is_connected:
-                self.agent_server.queue_message(node.index, message)
-        self.agent_server.wake()
+                self.agent_connections.queue_message(node.index, message)
+        self.agent_connections.wake()
 
     def resume_stopped(self) -> None:
         """Do nothing: an agent resumes its launcher before it stops the ranks."""
@@ -444,7 +449,7 @@ class NodeGroup:
             if theirs or launchers:
                 requests[node] = {"pids": theirs, "launchers": launchers}
         stacks = {f"rank{rank}": f"{self.node_of(rank)} does not respond" for rank in pids}
-        for node, found in self._answers("stacks", requests).items():
+        for node, found in self._request_many("stacks", requests).items():
             own = found.pop("launcher", None)
             stacks |= found
             if own is not None:
@@ -454,7 +459,7 @@ class NodeGroup:
     def crash_artifacts(self) -> CrashArtifacts:
         """Return the crash artifacts of the last ranks, from their nodes."""
         left = CrashArtifacts()
-        for found in self._answers("left", {node: {} for node in self._used_nodes()}).values():
+        for found in self._request_many("left", {node: {} for node in self._used_nodes()}).values():
             left.crashes.update({int(rank): text for rank, text in found["crashes"].items()})
             left.notes.extend((rank, text) for rank, text in found["notes"])
         return left
@@ -466,7 +471,7 @@ class NodeGroup:
         connected: dict[Node, dict[str, Any]] = {
             node: {} for node in self.nodes if node.is_connected
         }
-        found = self._answers("log", connected)
+        found = self._request_many("log", connected)
         return "\n".join(f"-- {node.place.name} --\n{log}" for node, log in found.items() if log)
 
     # -- files
@@ -488,15 +493,15 @@ class NodeGroup:
         """Copy a file once to each node of these ranks."""
         paths: dict[Node, str] = {}
         try:
-            given = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
+            arguments = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
             for node in dict.fromkeys(self.node_by_rank[rank] for rank in ranks):
-                paths[node] = self._answer(self._ask(node, "receive", given))
+                paths[node] = self._wait_for_reply(self._request(node, "receive", arguments))
             self._transfer(file, paths, on_progress)
             yield {rank: paths[self.node_by_rank[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for node, path in paths.items():
-                self._ask(node, "remove", {"path": path}).cancel()  # the reply is not needed
+                self._request(node, "remove", {"path": path}).cancel()  # the reply is not needed
 
     def _transfer(
         self, file: Path, paths: Mapping[Node, str], on_progress: TransferCallback
@@ -507,9 +512,9 @@ class NodeGroup:
         with file.open("rb") as source:
             while (chunk := source.read(CHUNK_BYTES)) or in_flight:
                 for node, path in paths.items() if chunk else ():
-                    in_flight.append(self._ask(node, "chunk", {"path": path}, chunk))
+                    in_flight.append(self._request(node, "chunk", {"path": path}, chunk))
                 while in_flight and (not chunk or len(in_flight) >= MAX_UNREAD_CHUNKS * len(paths)):
-                    written, _ = self._transferred(in_flight.popleft())
+                    written, _ = self._wait_for_transfer_step(in_flight.popleft())
                     done += written
                     on_progress(done, total)
 
@@ -518,7 +523,7 @@ class NodeGroup:
         if str(Path(path).parent) not in self.payload_folders(rank):
             raise PayloadError(foreign_file_message(path))
         node = self.node_by_rank[rank]
-        size: int = self._answer(self._ask(node, "size", {"path": path}))
+        size: int = self._wait_for_reply(self._request(node, "size", {"path": path}))
         preferred, other = self.staging_folders
         has_room = shutil.disk_usage(preferred).free > size + MIN_FREE_BYTES
         file = (preferred if has_room else other) / f"{secrets.token_hex(8)}.payload"
@@ -529,16 +534,16 @@ class NodeGroup:
             with file.open("wb") as sink:
                 while sink.tell() < size:
                     for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS - len(in_flight)):
-                        given = {"path": path, "offset": offset}
-                        in_flight.append(self._ask(node, "read", given))
-                    _, frames = self._transferred(in_flight.popleft())
+                        arguments = {"path": path, "offset": offset}
+                        in_flight.append(self._request(node, "read", arguments))
+                    _, frames = self._wait_for_transfer_step(in_flight.popleft())
                     sink.write(frames[0])
                     on_progress(sink.tell(), size)
         except BaseException:
             file.unlink(missing_ok=True)
             raise
         finally:
-            self._ask(node, "remove", {"path": path}).cancel()
+            self._request(node, "remove", {"path": path}).cancel()
         return file
 
     def make_private_folders(self) -> list[Path]:
@@ -564,18 +569,18 @@ class NodeGroup:
         except OSError as error:
             msg = f"Cannot write to {folder}: {error.strerror}."
             raise CheckpointError(msg) from error
-        given = {"path": str(trial), "text": text}
+        arguments = {"path": str(trial), "text": text}
         deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
         try:
             for node in self._used_nodes():
-                while why := self._answer(self._ask(node, "sees", given)):
+                while problem := self._wait_for_reply(self._request(node, "sees", arguments)):
                     if time.monotonic() > deadline:
-                        raise CheckpointError(f"{node.title}: {why}. {SHARED_FOLDER_HINT}.")
+                        raise CheckpointError(f"{node.title}: {problem}. {SHARED_FOLDER_HINT}.")
                     self._ends.wait(SHARED_POLL_S)  # network file systems show it with a delay
         finally:
             trial.unlink(missing_ok=True)
 
-    def check_shared_folder_async(self, folder: Path, complain: Callable[[str], object]) -> None:
+    def check_shared_folder_async(self, folder: Path, on_warning: Callable[[str], object]) -> None:
         """Check the folder in the background: network file systems show it with a delay."""
 
         def look() -> None:
@@ -583,7 +588,7 @@ class NodeGroup:
             try:
                 self.check_shared_folder(existing)
             except CheckpointError as error:
-                complain(str(error))
+                on_warning(str(error))
             except SessionError:
                 return  # the nodes are lost
 
@@ -593,8 +598,8 @@ class NodeGroup:
 
     # -- requests to agents
 
-    def _ask(
-        self, node: Node, what: str, given: dict[str, Any] | None = None, *frames: bytes
+    def _request(
+        self, node: Node, kind: str, arguments: dict[str, Any] | None = None, *frames: bytes
     ) -> Future[AgentResult]:
         """Send a request to an agent; a failed one raises SessionError."""
         number = next(self._numbers)
@@ -604,11 +609,11 @@ class NodeGroup:
         if node.lost is not None:
             reply.set_exception(SessionError(node.lost))
         else:
-            query = protocol.AgentQuery(number, what, given or {})
-            self.agent_server.send(node.index, query, *frames)
+            query = protocol.AgentRequest(number, kind, arguments or {})
+            self.agent_connections.send(node.index, query, *frames)
         return reply
 
-    def _answer(self, reply: Future[AgentResult]) -> Any:
+    def _wait_for_reply(self, reply: Future[AgentResult]) -> Any:
         """Wait for the value of a reply; raises SessionError for an error or a timeout."""
         try:
             return reply.result(REQUEST_TIMEOUT_S)[0]
@@ -617,14 +622,16 @@ class NodeGroup:
             msg = f"A node did not respond within {REQUEST_TIMEOUT_S:.0f} s."
             raise SessionError(msg) from None
 
-    def _answers(
+    def _request_many(
         self,
-        what: str,
+        kind: str,
         requests: Mapping[Node, dict[str, Any]],
         within_s: float = REQUEST_TIMEOUT_S,
     ) -> dict[Node, Any]:
         """Send a request to several agents; return the replies by node, without failed ones."""
-        replies = {node: self._ask(node, what, given) for node, given in requests.items()}
+        replies = {
+            node: self._request(node, kind, arguments) for node, arguments in requests.items()
+        }
         futures.wait(replies.values(), within_s)
         found = {}
         for node, reply in replies.items():
@@ -633,7 +640,7 @@ class NodeGroup:
                 found[node] = reply.result()[0]
         return found
 
-    def _transferred(self, reply: Future[AgentResult]) -> AgentResult:
+    def _wait_for_transfer_step(self, reply: Future[AgentResult]) -> AgentResult:
         """Wait for the next step of a file transfer."""
         try:
             return reply.result(TRANSFER_TIMEOUT_S)
@@ -649,19 +656,19 @@ class NodeGroup:
         """Detach the channels and let the agents close the ranks' sockets."""
         if self._channels is channels:
             self._channels = None
-            self._send_to_all(protocol.CloseRankSockets())
+            self._send_to_all(protocol.CloseRankSocketsRequest())
 
     def _on_agent_message(self, index: int, message: protocol.Message, frames: list[bytes]) -> None:
         node = self.nodes[index]
         match message:
-            case protocol.RankMessages(generation=self._generation):
+            case protocol.MessagesFromRanks(generation=self._generation):
                 channels = self._channels
                 if channels is not None:
                     channels.add_messages(node, message, frames)
-            case protocol.LauncherLine(text=text):
+            case protocol.LauncherLinkMessage(text=text):
                 line = messages.decode_line(text.encode())
                 self._events.put(lambda: self._on_launcher_message(node, line))
-            case protocol.KeyValueRequest():
+            case protocol.KeyValueMessage():
                 self._store.answer_request(index, message, frames)
             case protocol.AgentReply():
                 reply = node.requests.get(message.id)
@@ -675,11 +682,11 @@ class NodeGroup:
             case protocol.AgentHello():
                 node.hello = message
 
-    def _on_connection_end(self, index: int, why: str) -> None:
+    def _on_connection_end(self, index: int, reason: str) -> None:
         node = self.nodes[index]
         if not self._closing:
-            why = self._cluster.lost_nodes().get(index, why)
-            self._events.put(lambda: self._lose_node(node, why))
+            reason = self._cluster.lost_nodes().get(index, reason)
+            self._events.put(lambda: self._lose_node(node, reason))
         elif node.lost is None:
             node.lost = ""
 
@@ -695,9 +702,9 @@ class NodeGroup:
     def _poll_cluster(self) -> None:
         """Poll the cluster for lost nodes, and the store for timeouts."""
         while not self._closing:
-            for index, why in self._cluster.lost_nodes().items():
+            for index, reason in self._cluster.lost_nodes().items():
                 if self.nodes[index].lost is None:
-                    self._events.put(functools.partial(self._lose_node, self.nodes[index], why))
+                    self._events.put(functools.partial(self._lose_node, self.nodes[index], reason))
             self._store.expire_requests()
             self._ends.wait(POLL_INTERVAL_S)
 
@@ -724,7 +731,7 @@ class NodeGroup:
         """Handle the end of one node's ranks: end the others, report once all have ended."""
         if all(other.ended is None for other in self.nodes):
             self._first_end = ended
-            self.send(messages.StopRanks())
+            self.send(messages.StopRanksRequest())
         node.ended = ended
         codes = self._first_end.exitcodes
         for other in self._used_nodes():
@@ -734,12 +741,12 @@ class NodeGroup:
         self.listener(replace(self._first_end, exitcodes=codes))
 
     def _lose_node(
-        self, node: Node, why: str, ended: messages.AllRanksExited | None = None
+        self, node: Node, reason: str, ended: messages.AllRanksExited | None = None
     ) -> None:
         """Handle the loss of a node or its launcher: end everything."""
         if node.lost is not None or self._closing:
             return
-        node.lost = why or "lost its launcher, which ended"
+        node.lost = reason or "lost its launcher, which ended"
         failure = f"{node.title} {node.lost}"
         self._failure = self._failure or failure
         for reply in list(node.requests.values()):

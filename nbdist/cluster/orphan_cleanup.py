@@ -117,7 +117,7 @@ def remove_orphans_async() -> None:
     threading.Thread(target=sweep, name="nbdist-leftovers", daemon=True).start()
 
 
-def kill_processes(is_meant: Callable[[int], bool]) -> set[int]:
+def kill_processes(should_kill: Callable[[int], bool]) -> set[int]:
     """Kill all matching processes and wait for their end; return those that cannot be killed.
 
     Repeats the search, since a process may have forked another one before its end.
@@ -127,15 +127,15 @@ def kill_processes(is_meant: Callable[[int], bool]) -> set[int]:
         meant = {
             pid: process_identity.process_start_ticks(pid)
             for pid in process_identity.visible_pids()
-            if is_meant(pid)
+            if should_kill(pid)
         }
         if not meant:
             return set()
         for pid in meant:
-            _kill(pid, is_meant)
+            _kill(pid, should_kill)
         while any(map(_is_running, meant.items())) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    return {pid for pid in process_identity.visible_pids() if is_meant(pid)}
+    return {pid for pid in process_identity.visible_pids() if should_kill(pid)}
 
 
 def launcher_process_filter(folder: Path) -> Callable[[int], bool]:
@@ -155,7 +155,7 @@ def kernel_descendants() -> list[int]:
     ]
 
 
-def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
+def _kill(pid: int, should_kill: Callable[[int], bool]) -> None:
     """Kill one process if it still matches.
 
     The check is repeated once a file descriptor of the process is held, so that its id cannot be
@@ -164,20 +164,20 @@ def _kill(pid: int, is_meant: Callable[[int], bool]) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is protected
         try:
-            held = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
+            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
         except ProcessLookupError:
             raise
         except OSError:
-            held = None
-        if held is None:
-            if is_meant(pid):
+            pidfd = None
+        if pidfd is None:
+            if should_kill(pid):
                 os.kill(pid, signal.SIGKILL)
             return
         try:
-            if is_meant(pid):
-                signal.pidfd_send_signal(held, signal.SIGKILL)
+            if should_kill(pid):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
-            os.close(held)
+            os.close(pidfd)
 
 
 def _is_running(process: tuple[int, int]) -> bool:

@@ -1,21 +1,21 @@
-"""Messages between the kernel's agent server and the agents of the nodes.
+"""Messages between the kernel and the agents of the nodes.
 
 Each node has one encrypted connection (CurveZMQ over TCP). A message is a JSON text followed by any
 number of binary frames.
 
-    AgentHello         agent -> kernel  agent started: its folders, versions and hardware
-    LauncherLine       both ways        a line of the link between kernel and launcher
-    LaunchRanks        kernel -> agent  start ranks: the launch request and the signing key
-    CloseRankSockets   kernel -> agent  close the sockets of the ranks
-    RankRequestFrames  kernel -> agent  a signed message to some ranks
-    RankMessages       agent -> kernel  signed messages of ranks (`agent/relay.py`)
-    KeyValueRequest    both ways        a rank's request to the key-value store, and the reply
-    ProcessStates      agent -> kernel  processes that are stopped or have exited
-    AgentQuery         kernel -> agent  files, stacks, logs, memory; one or several replies
-    AgentReply         agent -> kernel  reply or error
-    Heartbeat          both ways        the sender is alive
-    StopAgent          kernel -> agent  end the launcher, the ranks and the agent
-    AgentExited        agent -> kernel  the agent ends, with the reason
+    AgentHello               agent -> kernel  agent started: its folders, versions and hardware
+    LauncherLinkMessage      both ways        a line of the link between kernel and launcher
+    LaunchNodeRanksRequest   kernel -> agent  start ranks: the launch request and the signing key
+    CloseRankSocketsRequest  kernel -> agent  close the sockets of the ranks
+    RequestToRanks           kernel -> agent  a signed message to some ranks
+    MessagesFromRanks        agent -> kernel  signed messages of ranks (`agent/message_merger.py`)
+    KeyValueMessage          both ways        a rank's request to the key-value store, or the reply
+    ProcessStates            agent -> kernel  processes that are stopped or have exited
+    AgentRequest             kernel -> agent  files, stacks, logs, memory; one or several replies
+    AgentReply               agent -> kernel  reply or error
+    Heartbeat                both ways        the sender is alive
+    StopAgentRequest         kernel -> agent  end the launcher, the ranks and the agent
+    AgentExited              agent -> kernel  the agent ends, with the reason
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHARED_FOLDER_HINT = "All nodes must see the folder: use one on a shared disk"
 
 
 @dataclass(frozen=True, slots=True)
-class AgentTicket:
+class AgentCredentials:
     """Credentials and settings with which an agent connects to the kernel. A secret."""
 
     hub: str
@@ -67,7 +67,7 @@ class AgentTicket:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> AgentTicket:
+    def from_json(cls, text: str) -> AgentCredentials:
         """Rebuild from `to_json()`.
 
         Raises:
@@ -96,14 +96,14 @@ class AgentHello:
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherLine:
+class LauncherLinkMessage:
     """A line of the link between kernel and launcher."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchRanks:
+class LaunchNodeRanksRequest:
     """Start ranks: `fields` of the launch message, in which the agent fills in its folders."""
 
     fields: dict[str, Any]
@@ -114,12 +114,12 @@ class LaunchRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseRankSockets:
+class CloseRankSocketsRequest:
     """Close the sockets of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankRequestFrames:
+class RequestToRanks:
     """A message to some ranks of a node."""
 
     ranks: list[int]
@@ -128,7 +128,7 @@ class RankRequestFrames:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMessages:
+class MessagesFromRanks:
     """Messages of a node's ranks, in the frames."""
 
     generation: int
@@ -140,7 +140,7 @@ class RankMessages:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyValueRequest:
+class KeyValueMessage:
     """Request to the key-value store, or its reply. The frames hold the requester and values."""
 
     op: str
@@ -163,7 +163,7 @@ class ProcessStates:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentQuery:
+class AgentRequest:
     """Request to the agent itself."""
 
     id: int
@@ -187,7 +187,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAgent:
+class StopAgentRequest:
     """End the launcher, the ranks and the agent."""
 
 
@@ -200,17 +200,17 @@ class AgentExited:
 
 Message = (
     AgentHello
-    | LauncherLine
-    | LaunchRanks
-    | CloseRankSockets
-    | RankRequestFrames
-    | RankMessages
-    | KeyValueRequest
+    | LauncherLinkMessage
+    | LaunchNodeRanksRequest
+    | CloseRankSocketsRequest
+    | RequestToRanks
+    | MessagesFromRanks
+    | KeyValueMessage
     | ProcessStates
-    | AgentQuery
+    | AgentRequest
     | AgentReply
     | Heartbeat
-    | StopAgent
+    | StopAgentRequest
     | AgentExited
 )
 _TYPES = {cls.__name__: cls for cls in get_args(Message)}

@@ -52,7 +52,7 @@ class MessageListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RankConnection:
+class RankConnectionInfo:
     """Addresses of a rank's sockets, as in its connection file."""
 
     path: str
@@ -67,7 +67,7 @@ class RankConnection:
 
 def write_connections(
     folder: Path, *, world_size: int, key: bytes, first: int = 0
-) -> list[RankConnection]:
+) -> list[RankConnectionInfo]:
     """Write a connection file (0600) for every rank; `jupyter console --existing` reads them.
 
     Args:
@@ -84,7 +84,7 @@ def write_connections(
         )
         numbers: Mapping[str, Any] = written
         ports = {channel: int(numbers[f"{channel}_port"]) for channel in CHANNELS}
-        connections.append(RankConnection(path, ports, key))
+        connections.append(RankConnectionInfo(path, ports, key))
     return connections
 
 
@@ -129,7 +129,7 @@ class RankChannels(ABC):
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
         """Queue frames to some ranks."""
 
-    def _idle(self) -> bool:
+    def _run_idle_work(self) -> bool:
         """Run the reader's periodic work; log errors, so that messages are still read."""
         try:
             busy, self._idle_failed = self._reader.on_idle(), False
@@ -140,7 +140,7 @@ class RankChannels(ABC):
                 log.exception("periodic work of the session failed")
         return busy
 
-    def _take(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
+    def _deliver(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
         """Pass a message to the reader, None for an unsigned one; log errors and continue."""
         if message is None:
             if not self._unsigned_logged:
@@ -155,7 +155,7 @@ class RankChannels(ABC):
 
 
 def connect_socket(
-    context: zmq.Context[Any], connection: RankConnection, channel: Channel
+    context: zmq.Context[Any], connection: RankConnectionInfo, channel: Channel
 ) -> zmq.Socket[bytes]:
     """Connect to a rank. ZMQ retries until the rank has bound its sockets."""
     socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
@@ -200,7 +200,7 @@ class PollWaker:
 class LocalRankChannels(RankChannels):
     """Channels to ranks on this machine."""
 
-    def __init__(self, connections: list[RankConnection], reader: MessageListener) -> None:
+    def __init__(self, connections: list[RankConnectionInfo], reader: MessageListener) -> None:
         """Connect. ZMQ retries until the ranks have bound their sockets."""
         super().__init__(connections[0].key, reader)
         self._context = zmq.Context()
@@ -210,7 +210,7 @@ class LocalRankChannels(RankChannels):
             for rank, connection in enumerate(connections)
             for channel in CHANNELS
         }
-        self._alarm = PollWaker(self._context)
+        self._waker = PollWaker(self._context)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
@@ -220,7 +220,7 @@ class LocalRankChannels(RankChannels):
 
     def wake(self) -> None:
         """Wake the reader thread to send queued requests and call the reader's `on_idle`."""
-        self._alarm.wake()
+        self._waker.wake()
 
     def close(self) -> None:
         """End the reader thread and close all sockets."""
@@ -232,28 +232,28 @@ class LocalRankChannels(RankChannels):
     def _serve(self) -> None:
         poller = zmq.Poller()
         places = {socket: place for place, socket in self._sockets.items()}
-        for socket in (*places, self._alarm.socket):
+        for socket in (*places, self._waker.socket):
             poller.register(socket, zmq.POLLIN)
         timeout, idle_due = 0, time.monotonic()
         while not self._closing:
             ready = dict(poller.poll(timeout))
-            if self._alarm.socket in ready:
-                self._alarm.clear()
+            if self._waker.socket in ready:
+                self._waker.clear()
             while self._outbox:
                 rank, channel, frames = self._outbox.popleft()
                 self._sockets[rank, channel].send_multipart(frames)
             for socket in ready.keys() & places.keys():
                 self._read(socket, *places[socket])
-            if not ready or time.monotonic() >= idle_due or self._alarm.socket in ready:
-                timeout = BUSY_POLL_MS if self._idle() else QUIET_POLL_MS
+            if not ready or time.monotonic() >= idle_due or self._waker.socket in ready:
+                timeout = BUSY_POLL_MS if self._run_idle_work() else QUIET_POLL_MS
                 idle_due = time.monotonic() + timeout / 1000
         for socket in places:
             socket.close(0)
-        self._alarm.close()
+        self._waker.close()
         self._context.term()
 
     def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read
             while True:
                 frames = socket.recv_multipart(zmq.DONTWAIT)
-                self._take((rank,), channel, self._signer.verify_message(frames))
+                self._deliver((rank,), channel, self._signer.verify_message(frames))

@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nbdist.cluster import bootstrap
+from nbdist.cluster import node_bootstrap
 from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
@@ -41,7 +41,7 @@ ANSWER_S = 3.0
 """Timeout of a connection."""
 ACTORS_S = 90.0
 """Timeout of the actors' start, in which Ray copies nbdist's code to the nodes."""
-END_S = bootstrap.END_S + 2.0
+END_S = node_bootstrap.END_S + 2.0
 POLL_S = 0.5
 LOG_IN_ERROR = 300
 EXCLUDED_UPLOADS = ["checkpoints", ".git", ".venv", "node_modules"]
@@ -72,7 +72,7 @@ class RayCluster:
         self._interface = interface
         self._lock = threading.RLock()
         """Protects the reservation, which a thread releases when nodes die."""
-        self._ours = False
+        self._is_connection_owner = False
         """True if nbdist made the connection, not the user."""
         self._group: Any = None
         self._actors: list[Any] = []
@@ -106,17 +106,17 @@ class RayCluster:
             OptionError: contradictory options.
             StartError: no cluster, or not enough resources; the message names what exists.
         """
-        with self._connected():
+        with self._connection():
             gpus = self._resources("GPU")
             cpu = gpus_per_node == 0 or (gpus_per_node is None and not any(gpus.values()))
-            wanted = AllocationRequest(
+            request = AllocationRequest(
                 kind="cpu" if cpu else "cuda", nproc=nproc, nodes=nodes, gpus_per_node=gpus_per_node
             )
-            return fit_to_nodes(wanted, self._resources("CPU") if cpu else gpus, self._title())
+            return fit_to_nodes(request, self._resources("CPU") if cpu else gpus, self._title())
 
     def num_available_nodes(self, kind: DeviceType, each: int, nodes: int) -> int:
         """Return the number of reachable nodes with room for `each` ranks, at most `nodes`."""
-        with self._connected():
+        with self._connection():
             self._unreachable.clear()
             # Ray notices up to a minute later that a node's raylet accepts no connection. Outside
             # the cluster nodes may be unreachable anyway.
@@ -127,8 +127,10 @@ class RayCluster:
                 except OSError:
                     self._unreachable.add(address)
             resource = "GPU" if kind == "cuda" else "CPU"
-            room = [n for n in self._alive_nodes() if n["Resources"].get(resource, 0) >= each]
-            return min(len(room), nodes)
+            nodes_with_resources = [
+                n for n in self._alive_nodes() if n["Resources"].get(resource, 0) >= each
+            ]
+            return min(len(nodes_with_resources), nodes)
 
     def _alive_nodes(self) -> list[dict[str, Any]]:
         """Nodes that Ray lists as alive, without those that did not respond."""
@@ -137,11 +139,13 @@ class RayCluster:
 
     def _resources(self, kind: str) -> dict[str, int]:
         """Amount of a resource on each living node, by name."""
-        living = self._alive_nodes()
-        names = _unique_names([(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in living])
+        alive_nodes = self._alive_nodes()
+        names = _unique_names(
+            [(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in alive_nodes]
+        )
         return {
             name: int(node["Resources"].get(kind, 0))
-            for name, node in zip(names, living, strict=True)
+            for name, node in zip(names, alive_nodes, strict=True)
         }
 
     def _title(self) -> str:
@@ -150,7 +154,7 @@ class RayCluster:
     # -- the connection
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
+    def _connection(self) -> Iterator[None]:
         """Hold the lock and a connection; disconnect on an error if nothing is reserved."""
         with self._lock:
             self._connect()
@@ -197,8 +201,8 @@ class RayCluster:
                 configure_logging=False,
             )
         except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            raise StartError(self._refused(error)) from error
-        self._ours, RayCluster.connected_to = True, self._address
+            raise StartError(self._connection_error(error)) from error
+        self._is_connection_owner, RayCluster.connected_to = True, self._address
         try:
             is_local = ipaddress.ip_address(self.kernel_address).is_loopback
         except ValueError:
@@ -211,11 +215,11 @@ class RayCluster:
             warnings.warn(msg, RuntimeWarning, stacklevel=2)
 
     def _disconnect(self) -> None:
-        if self._ours:
-            self._ours, self._copied, RayCluster.connected_to = False, False, ""
+        if self._is_connection_owner:
+            self._is_connection_owner, self._copied, RayCluster.connected_to = False, False, ""
             _ray().shutdown()
 
-    def _refused(self, error: Exception) -> str:
+    def _connection_error(self, error: Exception) -> str:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         if "ray[client]" in str(error):
             return f"--on ray://{self._address} needs Ray's client: pip install 'ray[client]'."
@@ -242,13 +246,13 @@ class RayCluster:
     def kernel_address(self) -> str:
         """Address of this machine for the nodes."""
         if self._interface:
-            return bootstrap.interface_address(self._interface)
+            return node_bootstrap.interface_address(self._interface)
         if self._client:
-            return bootstrap.local_address_toward(self._address.rpartition(":")[0].strip("[]"))
+            return node_bootstrap.local_address_toward(self._address.rpartition(":")[0].strip("[]"))
         return str(_ray().util.get_node_ip_address())
 
     def allocate_nodes(
-        self, wanted: AllocationRequest, progress: Callable[[str], None]
+        self, request: AllocationRequest, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
         """Reserve nodes and start an actor on each; wait while the resources are in use.
 
@@ -256,17 +260,19 @@ class RayCluster:
             StartError: not enough resources, the nodes do not respond, or versions differ;
                 nothing stays reserved.
         """
-        with self._connected():
+        with self._connection():
             try:
                 self._causes.clear()
                 spread = self.distribution or self.distribute_ranks(
-                    wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
+                    request.nproc,
+                    request.nodes,
+                    0 if request.kind == "cpu" else request.gpus_per_node,
                 )
                 self._reserve(spread, progress)
-                self._places = self._number(spread, progress)
+                self._places = self._start_actors(spread, progress)
                 if self._nodes_without_folder and not self._copied:
-                    self._bring_folder(spread, progress)
-                check_versions(bootstrap.software_versions(), self._places)
+                    self._ship_folder(spread, progress)
+                check_versions(node_bootstrap.software_versions(), self._places)
             except BaseException:
                 self.close()
                 raise
@@ -280,22 +286,22 @@ class RayCluster:
         bundles: list[dict[str, float]] = [bundle] * spread.num_nodes
         if self._unreachable:  # Ray would still use these nodes
             resource = next(reversed(bundle))
-            room = [
+            nodes_with_resources = [
                 n
                 for n in self._alive_nodes()
                 if n["Resources"].get(resource, 0) >= spread.ranks_per_node
             ]
-            pins = [f"node:{node['NodeManagerAddress']}" for node in room]
+            pins = [f"node:{node['NodeManagerAddress']}" for node in nodes_with_resources]
             bundles = [{**bundle, pin: 0.001} for pin in pins[: spread.num_nodes]] or bundles
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         since = time.monotonic()
         while not self._group.wait(POLL_S):
-            waited = time.monotonic() - since
-            if waited > POLL_S:
+            waited_s = time.monotonic() - since
+            if waited_s > POLL_S:
                 size = spread.describe()
-                progress(f"waiting for Ray to free {size}, now in use by others ({waited:.0f} s)")
+                progress(f"waiting for Ray to free {size}, now in use by others ({waited_s:.0f} s)")
 
-    def _number(
+    def _start_actors(
         self, spread: RankDistribution, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
         """Start the actors and number their nodes, this machine first: Ray's order is undefined."""
@@ -309,7 +315,7 @@ class RayCluster:
             max_restarts=0,
             max_task_retries=0,
             max_concurrency=4,  # other calls are answered while run() is active
-        )(bootstrap.NodeBootstrap)
+        )(node_bootstrap.NodeBootstrap)
         actors = [
             node.options(scheduling_strategy=Bundle(self._group, i)).remote()
             for i in range(spread.num_nodes)
@@ -321,7 +327,7 @@ class RayCluster:
             found = list(_ray().get(calls, timeout=ACTORS_S))
         except _ray().exceptions.RayError as error:
             raise StartError(f"A Ray node does not respond: {error_cause(error)}.") from error
-        bootstrap.check_nodes(found)
+        node_bootstrap.check_nodes(found)
         self._nodes_without_folder = [node for node in found if not node["has_folder"]]
         order = sorted(
             range(len(found)),
@@ -331,16 +337,16 @@ class RayCluster:
         names = _unique_names([(node["host"], node["address"]) for node in found])
         return allocated_nodes(found, names, spread)
 
-    def _bring_folder(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
+    def _ship_folder(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
         """Reconnect so that Ray copies the notebook's folder to each node."""
-        if not self._ours:  # the folder can only be set when connecting
-            bootstrap.check_folder(self._nodes_without_folder, str(Path.cwd()))
+        if not self._is_connection_owner:  # the folder can only be set when connecting
+            node_bootstrap.check_folder(self._nodes_without_folder, str(Path.cwd()))
         progress("Ray is copying the notebook's folder to nodes that do not share it")
         self.disconnect()
         self._connect(Path.cwd())
         self._copied = True
         self._reserve(spread, progress)
-        self._places = self._number(spread, progress)
+        self._places = self._start_actors(spread, progress)
 
     def start_agents(self, tickets: Sequence[str]) -> None:
         """Run the agents as children of the actors; the ticket is an argument of the call."""
@@ -360,7 +366,7 @@ class RayCluster:
                 except ray.exceptions.RayError as error:
                     cause = error_cause(error)
                 self._causes.setdefault(self._runs[run], cause)
-        return {place: f"is lost: {why}" for place, why in self._causes.items()}
+        return {place: f"is lost: {reason}" for place, reason in self._causes.items()}
 
     def close(self) -> None:
         """End the agents and the actors and release the nodes; keep the connection."""
@@ -371,10 +377,12 @@ class RayCluster:
             from ray.util.placement_group import remove_placement_group
 
             ray, actors = _ray(), self._actors
-            living = [actor for index, actor in enumerate(actors) if index not in self._causes]
+            remaining_actors = [
+                actor for index, actor in enumerate(actors) if index not in self._causes
+            ]
             self._actors, self._runs = [], {}
             with contextlib.suppress(ray.exceptions.RayError):  # an actor may be lost
-                ends = [actor.end.remote() for actor in living]
+                ends = [actor.end.remote() for actor in remaining_actors]
                 if ends:
                     ray.wait(ends, num_returns=len(ends), timeout=END_S)
                 for actor in actors:

@@ -92,12 +92,12 @@ class RunDir:
         Raises:
             OSError: no space, or the path is outside the folders.
         """
-        with self._own(path).open("ab") as file:
+        with self._check_own_path(path).open("ab") as file:
             return file.write(chunk)
 
     def remove_file(self, path: str) -> bool:
         """Remove a file; return whether it existed."""
-        file = self._own(path)
+        file = self._check_own_path(path)
         existed = file.exists()
         file.unlink(missing_ok=True)
         return existed
@@ -108,7 +108,7 @@ class RunDir:
         Raises:
             OSError: no such file, or the path is outside the folders.
         """
-        return self._own(path).stat().st_size
+        return self._check_own_path(path).stat().st_size
 
     def read_chunk(self, path: str, offset: int) -> bytes:
         """Read one chunk of a file.
@@ -116,11 +116,11 @@ class RunDir:
         Raises:
             OSError: no such file, or the path is outside the folders.
         """
-        with self._own(path).open("rb") as file:
+        with self._check_own_path(path).open("rb") as file:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
-    def _own(self, path: str) -> Path:
+    def _check_own_path(self, path: str) -> Path:
         """Return the path if it is in the session's folders.
 
         Raises:
@@ -175,8 +175,10 @@ def _socket_folders() -> list[Path]:
 
 
 def _bulk_folders() -> list[Path]:
-    room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= MIN_PAYLOAD_BYTES
-    return [*([SHARED_MEMORY] if room else []), Path(tempfile.gettempdir())]
+    has_shared_memory = (
+        SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= MIN_PAYLOAD_BYTES
+    )
+    return [*([SHARED_MEMORY] if has_shared_memory else []), Path(tempfile.gettempdir())]
 
 
 def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = None) -> Path:
@@ -187,7 +189,7 @@ def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = 
             reasons.append(f"{folder}: too long for a Unix socket ({max_bytes} bytes)")
             continue
         try:
-            return _made_in(folder)
+            return _create_private_folder(folder)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
     msg = (
@@ -197,17 +199,17 @@ def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = 
     raise StartError(msg)
 
 
-def _made_in(folder: Path) -> Path:
+def _create_private_folder(folder: Path) -> Path:
     """Create a private folder with its owner file; remove it if that fails."""
-    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp uses mode 0700
+    created = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))  # mkdtemp uses mode 0700
     try:
-        process_identity.ProcessIdentity.current_process().write_owner_file(made)
+        process_identity.ProcessIdentity.current_process().write_owner_file(created)
     except OSError:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(created, ignore_errors=True)
         raise
-    if process_identity.is_private(made):
-        return made
-    shutil.rmtree(made, ignore_errors=True)
+    if process_identity.is_private(created):
+        return created
+    shutil.rmtree(created, ignore_errors=True)
     raise OSError(errno.EPERM, "its file system does not keep folders private")
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import bootstrap
+from nbdist.cluster import node_bootstrap
 from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TASKS_S = 90.0
 """Timeout of the tasks' first reply, once the job runs."""
-CLOSE_S = bootstrap.END_S + 2.0
+CLOSE_S = node_bootstrap.END_S + 2.0
 READ_S = 1.0
 """Time to read the last output of a process that has ended."""
 POLL_S = 0.5
@@ -92,8 +92,8 @@ class SlurmCluster:
                 " for example --time 1:00:00."
             )
         self._allocation = os.environ.get("SLURM_JOB_ID", "")
-        given = {"partition": partition, "time": time, "account": account}
-        self._job_options = {name: value for name, value in given.items() if value}
+        job_options = {"partition": partition, "time": time, "account": account}
+        self._job_options = {name: value for name, value in job_options.items() if value}
         if self._allocation and self._job_options:
             named = " and ".join(f"--{name}" for name in self._job_options)
             raise OptionError(
@@ -127,14 +127,16 @@ class SlurmCluster:
         if nodes is None and nproc is None and self._allocation:
             nodes = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
         kind: Any = "cuda" if gpus_per_node else "cpu"
-        wanted = AllocationRequest(kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=gpus_per_node)
-        count, each = requested_counts(wanted)
+        request = AllocationRequest(
+            kind=kind, nproc=nproc, nodes=nodes, gpus_per_node=gpus_per_node
+        )
+        count, each = requested_counts(request)
         if count is None and each is None and nproc is None:
             raise OptionError(
                 "--on slurm needs the number of ranks. Use -n N, or --nodes N with"
                 " --gpus-per-node N."
             )
-        _found_srun()
+        _find_srun()
         count = count or 1
         return RankDistribution(kind, count, each or (nproc // count if nproc else 1))
 
@@ -151,14 +153,14 @@ class SlurmCluster:
 
     def _unresponsive_nodes(self, nodes: int, progress: Callable[[str], None]) -> list[str]:
         """Nodes to exclude: the last used ones that do not respond. Waits if they are needed."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         while self._places:
             known, silent = self._query_nodes()
             if not silent & known or len(known - silent) >= nodes:
                 return sorted(silent)
             progress(
                 f"waiting for {' and '.join(sorted(silent & known))}: slurmd does not respond"
-                f" ({time.monotonic() - began:.0f} s); interrupt the cell to stop waiting"
+                f" ({time.monotonic() - start_time:.0f} s); interrupt the cell to stop waiting"
             )
             time.sleep(ASK_QUEUE_S)
         return []
@@ -167,11 +169,11 @@ class SlurmCluster:
     def kernel_address(self) -> str:
         """Address of this machine for the nodes."""
         if self._interface:
-            return bootstrap.interface_address(self._interface)
+            return node_bootstrap.interface_address(self._interface)
         return self._kernel_address
 
     def allocate_nodes(
-        self, wanted: AllocationRequest, progress: Callable[[str], None]
+        self, request: AllocationRequest, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
         """Start one task on each node; report waiting in the queue.
 
@@ -179,14 +181,14 @@ class SlurmCluster:
             StartError: Slurm's error message, or versions differ. Nothing stays reserved.
         """
         spread = self.distribution or self.distribute_ranks(
-            wanted.nproc, wanted.nodes, 0 if wanted.kind == "cpu" else wanted.gpus_per_node
+            request.nproc, request.nodes, 0 if request.kind == "cpu" else request.gpus_per_node
         )
         self.close()
         avoided = self._unresponsive_nodes(spread.num_nodes, progress)
         try:
             self._srun = SrunProcess(self._command(spread, avoided), self._environ())
-            self._places = self._number(spread, self._srun, progress)
-            check_versions(bootstrap.software_versions(), self._places)
+            self._places = self._number_nodes(spread, self._srun, progress)
+            check_versions(node_bootstrap.software_versions(), self._places)
         except BaseException:
             self.close()
             raise
@@ -210,24 +212,24 @@ class SlurmCluster:
         arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
         flags = ["--no-kill", *(["--overlap"] if self._allocation else [])]
         return [
-            _found_srun(),
+            _find_srun(),
             *arguments,
             *flags,
             sys.executable,
             "-P",
             "-m",
-            "nbdist.cluster.bootstrap",
+            "nbdist.cluster.node_bootstrap",
         ]
 
     def _environ(self) -> dict[str, str]:
         """Environment without this notebook's own job step, whose settings srun would use."""
-        environ = bootstrap.agent_environment(os.environ)
+        environ = node_bootstrap.agent_environment(os.environ)
         slurms = {name: v for name, v in os.environ.items() if name.startswith("SLURM_")}
         if self._allocation:
             slurms = {name: v for name, v in slurms.items() if name in _ALLOCATION_VARIABLES}
         return environ | slurms
 
-    def _number(
+    def _number_nodes(
         self, spread: RankDistribution, srun: SrunProcess, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
         """Read the nodes' descriptions and number the nodes, this machine first."""
@@ -235,8 +237,8 @@ class SlurmCluster:
         with contextlib.suppress(StartError):  # srun's error is reported below
             srun.send(about=["", self._interface, folder])
         found = self._collect_answers(srun, "about", spread.num_nodes, progress)
-        bootstrap.check_nodes(found.values())
-        bootstrap.check_folder(found.values(), folder)
+        node_bootstrap.check_nodes(found.values())
+        node_bootstrap.check_folder(found.values(), folder)
         self._kernel_address = next(iter(found.values()))["toward"]
         self._tasks = sorted(
             found, key=lambda task: (found[task]["address"] != self.kernel_address, task)
@@ -248,18 +250,18 @@ class SlurmCluster:
         self, srun: SrunProcess, what: str, count: int, progress: Callable[[str], None]
     ) -> dict[int, Any]:
         """Return an answer of every task. Waits in the queue without a timeout."""
-        queue, answers = JobQueueStatus(srun, progress), dict[int, Any]()
+        queue, answers = QueuedJobMonitor(srun, progress), dict[int, Any]()
         while len(answers) < count:
             answer = srun.next_answer(POLL_S)
             if answer is not None and what in answer:
                 answers[answer["task"]] = answer[what]
             elif srun.exit_code is not None and answer is None:
                 raise StartError(
-                    self._refused(srun.last_output() or f"code {srun.exit_code} of srun")
+                    self._slurm_error(srun.last_output() or f"code {srun.exit_code} of srun")
                 )
             elif queue.is_waiting():
                 if queue.reason in UNSATISFIABLE_REASONS:
-                    raise StartError(self._refused(f"the request exceeds {queue.reason}"))
+                    raise StartError(self._slurm_error(f"the request exceeds {queue.reason}"))
             elif queue.seconds_since_waiting() > TASKS_S:
                 raise StartError(
                     f"{count - len(answers)} of {format_count(count, 'Slurm task')} did not respond"
@@ -267,7 +269,7 @@ class SlurmCluster:
                 )
         return answers
 
-    def _refused(self, words: str) -> str:
+    def _slurm_error(self, message: str) -> str:
         """Return an error with Slurm's message and the available nodes."""
         command = ["sinfo", "--noheader"]
         command += ["--format", "%P: %D nodes, %c CPUs and %G on each, %l"]
@@ -275,7 +277,7 @@ class SlurmCluster:
             command.append(f"--partition={self._job_options['partition']}")
         listed = run_slurm_command(*command)
         has = "; ".join(line.replace("(null)", "no GPUs") for line in listed.splitlines())
-        return f"Slurm rejected the request: {words}. Available: {has or 'no such partition'}."
+        return f"Slurm rejected the request: {message}. Available: {has or 'no such partition'}."
 
     def start_agents(self, tickets: Sequence[str]) -> None:
         """Send each task its ticket over srun's stdin."""
@@ -310,7 +312,7 @@ class SlurmCluster:
     disconnect = close
 
 
-def _found_srun() -> str:
+def _find_srun() -> str:
     """Return the path of srun.
 
     Raises:
@@ -415,10 +417,10 @@ class SrunProcess:
 
     def _read_answers(self) -> None:
         for line in self._process.stdout or ():
-            marked = line.find(bootstrap.STDOUT_MARKER)
+            marked = line.find(node_bootstrap.STDOUT_MARKER)
             if marked < 0:
                 continue  # output of a site's scripts
-            answer = json.loads(line[marked + len(bootstrap.STDOUT_MARKER) :])
+            answer = json.loads(line[marked + len(node_bootstrap.STDOUT_MARKER) :])
             self._has_answered = True
             if "ended" in answer:
                 with self._lock:
@@ -440,7 +442,7 @@ class SrunProcess:
                     self._failed[failed[1]] = "Slurm reported a node failure"
 
 
-class JobQueueStatus:
+class QueuedJobMonitor:
     """Polls and reports the state of a queued job."""
 
     def __init__(self, srun: SrunProcess, progress: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ from nbdist.display.elements import (
     legend,
     lines,
 )
-from nbdist.display.units import (
+from nbdist.display.number_formatting import (
     format_age,
     format_bytes,
     format_duration,
@@ -118,7 +118,7 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> Html:
             "others": any(device["others_bytes"] for device in devices),
         },
     )
-    return join([html_table(header, _grouped(devices, headings, _device), _DEVICE_TEXT), key])
+    return join([html_table(header, _rows_by_node(devices, headings, _device), _DEVICE_TEXT), key])
 
 
 def _device(device: DeviceView) -> Html:
@@ -240,8 +240,8 @@ def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> Htm
     shown = sort_curve_names(name for name in curves if len(curves[name]))
     pieces = [_curve(name, curves[name], marks) for name in shown[:MAX_CURVES]]
     num_hidden = len(shown) - MAX_CURVES
-    more = f"and {num_hidden} more: nbdist.session().metrics" if num_hidden > 0 else ""
-    return join([*pieces, lines([more])])
+    hidden_note = f"and {num_hidden} more: nbdist.session().metrics" if num_hidden > 0 else ""
+    return join([*pieces, lines([hidden_note])])
 
 
 def _curve(name: str, points: Points, marks: Sequence[EventMarkView]) -> Html:
@@ -284,7 +284,7 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
             path.append(f"{pen}{across(step):.1f} {down:.1f}")
             pen = "L"
         else:
-            signs.append(_sign(across(step), value))
+            signs.append(_marker_path(across(step), value))
             pen = "M"
     dashed = "".join(
         f"<path d='M{across(mark):.1f} {_TOP}V{bottom}' stroke='{MUTED_COLOR}'"
@@ -307,7 +307,7 @@ def _svg(steps: Sequence[float], values: Sequence[float], marks: Sequence[float]
     )
 
 
-def _sign(x: float, value: float) -> str:
+def _marker_path(x: float, value: float) -> str:
     """Path of a cross for NaN, or of a triangle that points towards an infinite value."""
     bottom, top = HEIGHT - _BOTTOM - 4, _TOP + 4
     if math.isnan(value):
@@ -323,7 +323,7 @@ def _sign(x: float, value: float) -> str:
 def _ranks(ranks: Sequence[RankView]) -> Html:
     header = ["rank", "state", "pid", "device", "at", "last line"]
     headings = {rank["node"]: rank["node"] for rank in ranks}
-    table = html_table(header, _grouped(ranks, headings, _rank), _RANK_TEXT)
+    table = html_table(header, _rows_by_node(ranks, headings, _rank), _RANK_TEXT)
     return element("details", element("summary", f"{len(ranks)} ranks"), table)
 
 
@@ -334,7 +334,7 @@ def _rank(rank: RankView) -> Html:
     return html_row(cells, _RANK_TEXT)
 
 
-def _grouped(
+def _rows_by_node(
     views: Sequence[_OnNode], headings: Mapping[str, str], row: Callable[[_OnNode], Html]
 ) -> list[Html]:
     """Rows below the headings of their nodes. The views are in the order of the nodes."""

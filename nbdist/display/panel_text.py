@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nbdist.display.elements import text_bar
-from nbdist.display.units import (
+from nbdist.display.number_formatting import (
     NON_FINITE_SYMBOLS,
     format_age,
     format_bytes,
@@ -107,7 +107,7 @@ def _curves(curves: Mapping[str, Points]) -> Iterator[str]:
         steps, _, values = curves[name].T.tolist()
         key = non_finite_legend(values)
         last = f"{values[-1]:.6g} at step {steps[-1]:.0f}{f' ({key})' if key else ''}"
-        yield f"  {name:<14} {_spark(values)} {last}"
+        yield f"  {name:<14} {_sparkline(values)} {last}"
     if len(shown) > _MAX_ROWS:
         yield f"  and {len(shown) - _MAX_ROWS} more: nbdist.session().metrics"
 
@@ -164,10 +164,10 @@ def render_profile(profile: ProfileView) -> Iterator[str]:
     top = max((rank["step_s"] for rank in profile["ranks"]), default=0.0)
     for rank in profile["ranks"]:
         slowest = " (slowest)" if rank["straggler"] else ""
-        more = f"; {rank['figures']}" if rank["figures"] else ""
+        figures = f"; {rank['figures']}" if rank["figures"] else ""
         yield (
             f"  rank {rank['rank']}{slowest:<10} [{_letter_bar(rank, top)}]"
-            f" {format_duration(rank['step_s'])}: {step_parts_text(rank)}{more}"
+            f" {format_duration(rank['step_s'])}: {step_parts_text(rank)}{figures}"
         )
     for number, advice in enumerate(profile["advice"], 1):
         yield f"  {number}. {advice['title']}: {advice['text']}"
@@ -185,7 +185,7 @@ def _letter_bar(rank: ProfiledRank, top: float) -> str:
     return drawn.ljust(_WIDE_BAR, ".")
 
 
-def _spark(values: list[float]) -> str:
+def _sparkline(values: list[float]) -> str:
     """A curve as one line of block characters, with symbols for non-finite values."""
     stride = max(1, math.ceil(len(values) / _SPARK_WIDTH))
     stretches = [values[begin : begin + stride] for begin in range(0, len(values), stride)]

@@ -15,7 +15,12 @@ from nbdist.display.elements import (
     lines,
     text_bar,
 )
-from nbdist.display.units import format_count, format_gib, format_seconds, memory_part_text
+from nbdist.display.number_formatting import (
+    format_count,
+    format_gib,
+    format_seconds,
+    memory_part_text,
+)
 from nbdist.planner.model_spec import Workload, num_params, num_trainable_params
 from nbdist.planner.step_time import threshold_text
 
@@ -61,15 +66,17 @@ def explanation(plan: PlanTable) -> list[str]:
     """Return the choice and the reasons for it, in at most eight lines."""
     best = plan.best
     if best is None:
-        return [f"nothing fits: {heading(plan)}", *plan.advice[:4], *_others(plan)][:8]
+        return [f"nothing fits: {heading(plan)}", *plan.advice[:4], *_best_of_other_backends(plan)][
+            :8
+        ]
     free = format_gib(plan.question.cluster.smallest_device.free_bytes, unit=True)
     used = f"{format_gib(best.device_bytes)} of {free} at the {best.peak_moment}"
     return [
         f"{best.variant}: {best.why}",
         f"  {heading(plan)}",
         f"  {used}: {memory_parts_text(best)}",
-        *(f"  {sentence}" for sentence in _closing(plan)),
-        *_others(plan),
+        *(f"  {sentence}" for sentence in _summary_sentence(plan)),
+        *_best_of_other_backends(plan),
     ][:8]
 
 
@@ -79,7 +86,7 @@ def memory_parts_text(row: PlanRow) -> str:
     return ", ".join(memory_part_text(part, size) for part, size in largest if size)
 
 
-def _closing(plan: PlanTable) -> Iterator[str]:
+def _summary_sentence(plan: PlanTable) -> Iterator[str]:
     """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
     best, request = plan.best, plan.question
     if best is None or best.cost is None:
@@ -109,23 +116,25 @@ def measurement_sources(plan: PlanTable) -> str:
     by_day: dict[str, list[str]] = {}
     for item, day in days.items():
         by_day.setdefault(day, []).append(item)
-    measured = [f"{_and(items)} measured here ({day})" for day, items in by_day.items() if day]
-    catalogue = [f"{_and(by_day[''])} from the catalogue"] if "" in by_day else []
+    measured = [
+        f"{_join_with_and(items)} measured here ({day})" for day, items in by_day.items() if day
+    ]
+    catalogue = [f"{_join_with_and(by_day[''])} from the catalogue"] if "" in by_day else []
     hint = ""
     if not measured and cluster.measurement_store is not None:
         hint = " (%nbdist profile --calibrate measures them here)"
     return f"sources: {'; '.join([*measured, *catalogue])}{hint}"
 
 
-def _and(words: Sequence[str]) -> str:
-    *first, last = words
+def _join_with_and(items: Sequence[str]) -> str:
+    *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _others(plan: PlanTable) -> Iterator[str]:
+def _best_of_other_backends(plan: PlanTable) -> Iterator[str]:
     """One line for each of the best rows of other backends."""
-    taken = _kind(plan.best) if plan.best else None
-    different = [row for row in summary_rows(plan) if _kind(row) != taken]
+    best_key = _row_key(plan.best) if plan.best else None
+    different = [row for row in summary_rows(plan) if _row_key(row) != best_key]
     for row in different[:MAX_OTHER_ROWS]:
         yield f"  {row.variant}: {row.why}"
 
@@ -136,24 +145,24 @@ def summary_rows(plan: PlanTable) -> list[PlanRow]:
     A backend with replicas across nodes counts as a separate backend.
     """
     shown: dict[tuple[tuple[str, str], str], PlanRow] = {}
-    for row in sorted(plan.rows, key=_order):
-        shown.setdefault((_kind(row), row.options.offload_device), row)
-    rows = sorted(shown.values(), key=_order)
+    for row in sorted(plan.rows, key=_sort_key):
+        shown.setdefault((_row_key(row), row.options.offload_device), row)
+    rows = sorted(shown.values(), key=_sort_key)
     if plan.best is None:
         return rows
-    same = [row for row in plan.rows if _same(row, plan.best)]
-    return same + [row for row in rows if not _same(row, plan.best)]
+    same = [row for row in plan.rows if _is_same_row(row, plan.best)]
+    return same + [row for row in rows if not _is_same_row(row, plan.best)]
 
 
-def _kind(row: PlanRow) -> tuple[str, str]:
+def _row_key(row: PlanRow) -> tuple[str, str]:
     return row.backend, row.options.replicate_across
 
 
-def _same(row: PlanRow, other: PlanRow) -> bool:
+def _is_same_row(row: PlanRow, other: PlanRow) -> bool:
     return (row.options, row.batch_size) == (other.options, other.batch_size)
 
 
-def _order(row: PlanRow) -> tuple[bool, float, int]:
+def _sort_key(row: PlanRow) -> tuple[bool, float, int]:
     """Sort key: rows that fit by speed, then the others by memory."""
     return (not row.fits, -row.tokens_per_s if row.fits else 0.0, row.device_bytes)
 
@@ -171,7 +180,7 @@ def render_text(plan: PlanTable) -> str:
     if hidden:
         shown += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
     if plan.best is not None:
-        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in _closing(plan))]
+        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in _summary_sentence(plan))]
     shown += ["", "nothing fits; these changes would make it fit:"] if plan.advice else []
     shown += [f"  {sentence}" for sentence in plan.advice]
     return "\n".join(shown)
@@ -179,7 +188,7 @@ def render_text(plan: PlanTable) -> str:
 
 def _line(row: PlanRow, plan: PlanTable) -> str:
     free = plan.question.cluster.smallest_device.free_bytes
-    mark = ">" if plan.best is not None and _same(row, plan.best) else " "
+    mark = ">" if plan.best is not None and _is_same_row(row, plan.best) else " "
     size = f" b{row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
     bar = over = used = ""
     if row.cost is not None:
@@ -204,7 +213,7 @@ def render_html(plan: PlanTable) -> str:
     all_rows = element(
         "details",
         element("summary", f"all {len(plan.rows)} variants"),
-        _table(plan, sorted(plan.rows, key=_order)),
+        _table(plan, sorted(plan.rows, key=_sort_key)),
     )
     return element(
         "div",
@@ -213,7 +222,7 @@ def render_html(plan: PlanTable) -> str:
         lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
         _table(plan, rows),
         legend(MEMORY_COLORS, used),
-        lines(_closing(plan)),
+        lines(_summary_sentence(plan)),
         all_rows,
         style="font-size:12px;line-height:1.35",
     )
@@ -232,7 +241,7 @@ def _table(plan: PlanTable, rows: Sequence[PlanRow]) -> Html:
 
 
 def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
-    is_best = plan.best is not None and _same(row, plan.best)
+    is_best = plan.best is not None and _is_same_row(row, plan.best)
     style = _BEST_STYLE if is_best else "" if row.fits else "opacity:.62"
     size = f", micro-batch {row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
     if row.cost is None:

@@ -1,7 +1,7 @@
 """`%nbdist doctor`: checks of the machine, each with a remedy.
 
 Runs in the notebook kernel, with or without a session. Imports no torch, starts no ranks and
-changes nothing. Each module checks one topic and yields findings; `report` collects them.
+changes nothing. Each module checks one topic and yields findings; `diagnosis` collects them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbdist.doctor.report import Diagnosis
+    from nbdist.doctor.diagnosis import Diagnosis
 
 
 def doctor(*, run: bool = False) -> Diagnosis:
@@ -21,6 +21,6 @@ def doctor(*, run: bool = False) -> Diagnosis:
     Args:
         run: check the training run instead: its last errors and its last profile.
     """
-    from nbdist.doctor.report import diagnose_machine, diagnose_run
+    from nbdist.doctor.diagnosis import diagnose_machine, diagnose_run
 
     return diagnose_run() if run else diagnose_machine()

@@ -40,19 +40,21 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
     stale = sorted(environ.keys() - remove_launch_variables(environ).keys())
     names = [name for name in stale if not name.startswith(("JPY_", "NBDIST_"))]
     if names:
-        says = f"set by another launcher and not passed to the ranks: {summarize_list(names, 8)}"
+        message = f"set by another launcher and not passed to the ranks: {summarize_list(names, 8)}"
         yield note(
-            TOPIC, says, "no action needed, unless you also use another launcher in this notebook"
+            TOPIC,
+            message,
+            "no action needed, unless you also use another launcher in this notebook",
         )
     for name, effect in SLOW_VARIABLES.items():
         if environ.get(name, "").upper() not in _OFF:
-            says = f"{redacted_variable(name, environ[name])}: {effect}"
-            yield note(TOPIC, says, f"unset {name} if you do not need it")
+            message = f"{redacted_variable(name, environ[name])}: {effect}"
+            yield note(TOPIC, message, f"unset {name} if you do not need it")
     for name in sorted(OVERWRITTEN_VARIABLES & environ.keys()):
-        says = (
+        message = (
             f"{redacted_variable(name, environ[name])} has no effect on ranks: nbdist sets its own"
         )
-        yield note(TOPIC, says, "no action needed")
+        yield note(TOPIC, message, "no action needed")
     handled = {*stale, *SLOW_VARIABLES, *OVERWRITTEN_VARIABLES}
     others = [
         name
@@ -61,8 +63,8 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
     ]
     if others:
         variables = (redacted_variable(name, environ[name]) for name in others)
-        says = f"ranks inherit {summarize_list(variables, 8)}"
-        yield note(TOPIC, says, "unset those that you do not need before you start Jupyter")
+        message = f"ranks inherit {summarize_list(variables, 8)}"
+        yield note(TOPIC, message, "unset those that you do not need before you start Jupyter")
     secrets = sum(map(is_secret_name, environ))
     yield ok(TOPIC, f"{len(environ)} variables, {secrets} of them hidden because of their names")
 
@@ -84,8 +86,10 @@ def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
     names = f", {redacted_variable('RAY_ADDRESS', address)}" if address else ""
     yield ok("clusters", f"Ray {version} for --on ray{names}")
     if address and environ.get("RAY_AUTH_MODE") != "token":
-        says = "RAY_AUTH_MODE is not token: anyone who can reach the Ray cluster can run code on it"
-        yield note("clusters", says, "start the cluster and Jupyter with RAY_AUTH_MODE=token")
+        message = (
+            "RAY_AUTH_MODE is not token: anyone who can reach the Ray cluster can run code on it"
+        )
+        yield note("clusters", message, "start the cluster and Jupyter with RAY_AUTH_MODE=token")
 
 
 def _slurm(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -60,11 +60,15 @@ def redacted_variable(name: str, value: str) -> str:
     return f"{name}={text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + '...'}"
 
 
-def summarize_list(things: Iterable[object], most: int = 4) -> str:
+def summarize_list(things: Iterable[object], max_items: int = 4) -> str:
     """List the first items and count the others: "a, b and 3 more"."""
     names = [str(item) for item in things]
-    more = len(names) - most
-    return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"
+    num_hidden = len(names) - max_items
+    return (
+        ", ".join(names)
+        if num_hidden <= 0
+        else f"{', '.join(names[:max_items])} and {num_hidden} more"
+    )
 
 
 def is_writable(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.doctor.finding import note, ok, problem, summarize_list
 from nbdist.hardware import discovery
 
@@ -39,8 +39,8 @@ def check_gpus(
     nvml = nvml or discovery.import_pynvml()
     cpu_ranks = f"a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks"
     if nvml is None and driver.exists():
-        says = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
-        yield problem(TOPIC, says, "pip install nvidia-ml-py")
+        message = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
+        yield problem(TOPIC, message, "pip install nvidia-ml-py")
         return
     if nvml is None:
         yield ok(TOPIC, f"none; {cpu_ranks}")
@@ -60,9 +60,9 @@ def check_gpus(
             yield ok(TOPIC, f"none and no NVIDIA driver; {cpu_ranks}")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        says = "this notebook's own process has initialized CUDA and holds GPU memory"
+        message = "this notebook's own process has initialized CUDA and holds GPU memory"
         do = "the ranks are not affected; restart the kernel to free the memory"
-        yield note(TOPIC, says, do)
+        yield note(TOPIC, message, do)
 
 
 def _visible(
@@ -74,19 +74,19 @@ def _visible(
     elif not installed:
         yield ok(TOPIC, f"none; a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks")
     for warning in found.warnings:
-        says, _, do = warning.partition("; ")
-        yield problem(TOPIC, says, do)
+        message, _, do = warning.partition("; ")
+        yield problem(TOPIC, message, do)
     if len(found.gpus) < installed and visible is not None:
-        says = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
+        message = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
         make = note if found.gpus or not visible else problem
-        yield make(TOPIC, says, "if this is not intended, unset it before you start Jupyter")
+        yield make(TOPIC, message, "if this is not intended, unset it before you start Jupyter")
 
 
 def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Iterator[Finding]:
     topic = f"GPU {index}"
     handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    says = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} free"
+    message = f"{format_bytes(memory.free)} of {format_bytes(memory.total)} free"
     try:
         holders = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -98,9 +98,9 @@ def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Ite
     ]
     if others:
         do = "end the processes that you no longer need, or exclude this GPU with --gpus"
-        yield note(topic, f"{says}; held by {summarize_list(others)}", do)
+        yield note(topic, f"{message}; held by {summarize_list(others)}", do)
     else:
-        yield ok(topic, f"{says}; held by this session" if holders else says)
+        yield ok(topic, f"{message}; held by this session" if holders else message)
     if refused := discovery.refusal(nvml, gpu, own=own):
         yield problem(topic, refused.says, refused.do)
 

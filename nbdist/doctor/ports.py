@@ -34,21 +34,21 @@ def check_ports(pids: Iterable[int] = ()) -> Iterator[Finding]:
     else:
         yield ok("loopback", f"{LOOPBACK} works")
     if session := exposed_listeners(pids):
-        says = (
+        message = (
             "the session listens on addresses that other machines can reach:"
             f" {summarize_list(session)}"
         )
         do = "close it if code in a cell opened it; otherwise report this as a bug of nbdist"
-        yield problem("ports", says, do)
+        yield problem("ports", message, do)
     else:
         yield ok("ports", "launcher and ranks listen on loopback only")
     if kernel := exposed_listeners([os.getpid()]):
-        says = (
+        message = (
             f"this kernel listens on addresses that other machines can reach:"
             f" {summarize_list(kernel)}"
         )
         do = "opened by Jupyter or a library: start kernels with ip 127.0.0.1"
-        yield note("ports", says, do)
+        yield note("ports", message, do)
 
 
 def loopback_error() -> str:

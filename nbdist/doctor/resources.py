@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.cluster import launcher_process, run_dir
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.doctor.finding import is_writable, note, ok, problem
 from nbdist.hardware import discovery
 
@@ -43,7 +43,7 @@ def check_resources(
         checkpoints: checkpoint folder. Default: that of a new session.
     """
     ranks = ranks or len(discovery.discover_machine().gpus) or discovery.DEFAULT_CPU_RANKS
-    yield check_shared_memory(_room(run_dir.SHARED_MEMORY))
+    yield check_shared_memory(_disk_space(run_dir.SHARED_MEMORY))
     yield check_file_descriptors(
         launcher_process.descriptor_limit(), launcher_process.descriptors_needed(ranks), ranks
     )
@@ -55,56 +55,58 @@ def check_resources(
     yield check_socket_folder(run_dir.private_folder_roots())
 
 
-def check_shared_memory(room: DiskSpace | None) -> Finding:
+def check_shared_memory(space: DiskSpace | None) -> Finding:
     """Check shared memory, which DataLoader workers, push and pull use."""
     topic, where = "shared memory", run_dir.SHARED_MEMORY
-    if room is None:
-        says = f"{where} is missing: DataLoader workers fail, push and pull are slower"
-        return problem(topic, says, "mount a tmpfs there")
-    says = f"{format_bytes(room.free_bytes)} of {format_bytes(room.total_bytes)} free in {where}"
+    if space is None:
+        message = f"{where} is missing: DataLoader workers fail, push and pull are slower"
+        return problem(topic, message, "mount a tmpfs there")
+    message = (
+        f"{format_bytes(space.free_bytes)} of {format_bytes(space.total_bytes)} free in {where}"
+    )
     grow = "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir, Memory)"
-    if room.total_bytes < MIN_SHM_BYTES:
-        return problem(topic, f"{says}: DataLoader workers die of a bus error", grow)
-    if room.free_bytes < run_dir.MIN_PAYLOAD_BYTES:
-        return note(topic, f"{says}: push and pull use the temp folder, which is slower", grow)
-    return ok(topic, says)
+    if space.total_bytes < MIN_SHM_BYTES:
+        return problem(topic, f"{message}: DataLoader workers die of a bus error", grow)
+    if space.free_bytes < run_dir.MIN_PAYLOAD_BYTES:
+        return note(topic, f"{message}: push and pull use the temp folder, which is slower", grow)
+    return ok(topic, message)
 
 
 def check_file_descriptors(limit: int, need: int, ranks: int) -> Finding:
     """Check the limit of open files: the kernel opens sockets for each rank, a rank many files."""
-    says = f"at most {limit} per process; {ranks} ranks need {need}"
+    message = f"at most {limit} per process; {ranks} ranks need {need}"
     do = "run `ulimit -n 4096` in the shell that starts Jupyter"
     if limit < need:
-        return problem("descriptors", says, do)
+        return problem("descriptors", message, do)
     if limit < DEFAULT_DESCRIPTOR_LIMIT:
-        return note("descriptors", f"{says}, not counting DataLoaders and data files", do)
-    return ok("descriptors", says)
+        return note("descriptors", f"{message}, not counting DataLoaders and data files", do)
+    return ok("descriptors", message)
 
 
 def check_host_memory(free: int, total: int, ranks: int) -> Finding:
     """Check the free memory of the host or container."""
-    says = f"{format_bytes(free)} of {format_bytes(total)} free on this machine or container"
+    message = f"{format_bytes(free)} of {format_bytes(total)} free on this machine or container"
     need = ranks * BASE_BYTES_PER_RANK
     if free < need:
-        says = f"{says}; {ranks} ranks need about {format_bytes(need)} without a model"
+        message = f"{message}; {ranks} ranks need about {format_bytes(need)} without a model"
         do = "end other programs, raise the container's limit, or use fewer ranks"
-        return problem("memory", says, do)
-    return ok("memory", says)
+        return problem("memory", message, do)
+    return ok("memory", message)
 
 
 def check_disk_space(topic: str, folder: Path) -> Finding:
     """Check the disk of a folder, which may not exist yet."""
-    room = _room(folder)
-    if room is None or not is_writable(folder):
+    space = _disk_space(folder)
+    if space is None or not is_writable(folder):
         return problem(topic, f"{folder} is not writable", "choose another folder")
-    says = f"{format_bytes(room.free_bytes)} free in {folder}"
-    if room.free_bytes < LITTLE_DISK:
+    message = f"{format_bytes(space.free_bytes)} free in {folder}"
+    if space.free_bytes < LITTLE_DISK:
         return problem(
-            topic, says, "free disk space: a checkpoint takes at least 12 bytes per parameter"
+            topic, message, "free disk space: a checkpoint takes at least 12 bytes per parameter"
         )
-    if room.free_bytes < SOME_DISK:
-        return note(topic, says, "a checkpoint of a model with 1 B parameters takes 12 GB")
-    return ok(topic, says)
+    if space.free_bytes < SOME_DISK:
+        return note(topic, message, "a checkpoint of a model with 1 B parameters takes 12 GB")
+    return ok(topic, message)
 
 
 def check_socket_folder(folders: list[Path]) -> Finding:
@@ -119,7 +121,7 @@ def check_socket_folder(folders: list[Path]) -> Finding:
     return ok("private folders", f"in {best}, mode 0700")
 
 
-def _room(folder: Path) -> DiskSpace | None:
+def _disk_space(folder: Path) -> DiskSpace | None:
     """Disk space at the folder, or at its nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -78,7 +78,7 @@ def check_versions(
         f"{name} {version}" if version else f"no {name}" for name, version in versions.items()
     ]
     yield ok("versions", ", ".join([python, *packages]))
-    yield from _unfit(version_of, required)
+    yield from _unmet_requirements(version_of, required)
     yield from _known_bad(versions)
     yield from _wrong_build(version_of, gpus, driver_cuda)
 
@@ -91,7 +91,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _unfit(version_of: Callable[[str], str | None], required: Sequence[str]) -> Iterator[Finding]:
+def _unmet_requirements(
+    version_of: Callable[[str], str | None], required: Sequence[str]
+) -> Iterator[Finding]:
     """Requirements that are missing or have another version."""
     for line in required:
         try:
@@ -150,8 +152,10 @@ def _wrong_build(
         return
     cuda = _cuda_of(torch, version_of)
     if cuda is not None and driver_cuda is not None and driver_cuda < cuda:
-        says = f"torch {torch} is built for CUDA {cuda}, but the driver supports CUDA {driver_cuda}"
-        yield problem("versions", says, f"upgrade the driver, or {choose}")
+        message = (
+            f"torch {torch} is built for CUDA {cuda}, but the driver supports CUDA {driver_cuda}"
+        )
+        yield problem("versions", message, f"upgrade the driver, or {choose}")
 
 
 def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
@@ -204,11 +208,11 @@ def check_compilers(
         yield ok("compilers", f"{tools} are installed, for --offload")
     locks = deepspeed_requirements.stale_build_locks() if locks is None else locks
     if locks:
-        says = (
+        message = (
             "left by killed builds; the next build of these ops waits forever:"
             f" {summarize_list(locks)}"
         )
-        yield note("build locks", says, f"rm {' '.join(map(str, locks))}")
+        yield note("build locks", message, f"rm {' '.join(map(str, locks))}")
 
 
 def check_notebook(
@@ -227,13 +231,13 @@ def check_notebook(
     built = assets.has_built_assets() if built is None else built
     instead = "%nbdist panel shows a static page instead"
     if missing:
-        says = f"{', '.join(missing)} not installed: {instead}"
-        yield note("panel", says, f"pip install {' '.join(missing)}, and restart the kernel")
+        message = f"{', '.join(missing)} not installed: {instead}"
+        yield note("panel", message, f"pip install {' '.join(missing)}, and restart the kernel")
     elif not built:
         do = "reinstall nbdist without NBDIST_SKIP_FRONTEND"
         yield note("panel", f"the front end is not built: {instead}", do)
     else:
-        says = "live in trusted notebooks (File > Trust Notebook); a static page elsewhere"
-        yield ok("panel", says)
+        message = "live in trusted notebooks (File > Trust Notebook); a static page elsewhere"
+        yield ok("panel", message)
     if "ipykernel" not in sys.modules:
         yield ok("kernel", "none: this is a script, not a notebook")

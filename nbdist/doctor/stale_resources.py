@@ -34,14 +34,14 @@ def check_stale_resources(
         "shared tensors": found.shared_memory_files,
     }
     if found:
-        says = "; ".join(
+        message = "; ".join(
             f"{name}: {summarize_list(resources)}" for name, resources in kinds.items() if resources
         )
         do = "no action needed: the next start (%load_ext, %%distribute) removes them"
-        yield note(TOPIC, f"left by killed sessions: {says}", do)
+        yield note(TOPIC, f"left by killed sessions: {message}", do)
     else:
         yield ok(TOPIC, "none")
-    unknown = [path for path in shm.glob("nccl-*") if _is_mine(path)]
+    unknown = [path for path in shm.glob("nccl-*") if _is_owned_by_user(path)]
     unknown += [
         path
         for root in run_dir.private_folder_roots()
@@ -50,11 +50,11 @@ def check_stale_resources(
     ]
     unknown = process_identity.filter_unused(unknown)
     if unknown:
-        says = f"the owner of these is not visible from here: {summarize_list(unknown)}"
+        message = f"the owner of these is not visible from here: {summarize_list(unknown)}"
         do = (
             "if none of your processes runs in another container or on another machine, remove them"
         )
-        yield note(TOPIC, says, do)
+        yield note(TOPIC, message, do)
 
 
 def _unknown(folder: Path) -> bool:
@@ -63,7 +63,7 @@ def _unknown(folder: Path) -> bool:
     return owner is not None and not owner.is_checkable
 
 
-def _is_mine(path: Path) -> bool:
+def _is_owned_by_user(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid()
     except OSError:

@@ -84,8 +84,8 @@ def check_training(session: Session | None) -> Iterator[Finding]:
         was, is_now = profiled.describe(), session.options.describe()
         now = f"{was}, and the engine is now {is_now}"
         subject = now if was != is_now else f"{was} with other config"
-        says = f"the last profile is of {subject}: only the last errors were checked"
-        yield note(TOPIC, says, again)
+        message = f"the last profile is of {subject}: only the last errors were checked"
+        yield note(TOPIC, message, again)
     else:
         yield from profile_findings(profile)
 
@@ -170,12 +170,12 @@ def check_errors(run: RunErrors) -> Iterator[Finding]:
         " --activation-checkpointing"
     )
     if pinned and run.options.offload_device != "none":
-        says = f"cannot pin more host memory: {pinned}"
-        yield problem("pinned memory", says, _unpinned(run) or advice)
+        message = f"cannot pin more host memory: {pinned}"
+        yield problem("pinned memory", message, _unpinned(run) or advice)
     elif gathers and run.find(_OUT_OF_MEMORY, gathers):
-        says = f"out of memory during the all-gather of parameters: {out_of_memory}"
+        message = f"out of memory during the all-gather of parameters: {out_of_memory}"
         changed = _smaller_gathers(run)
-        yield problem("all_gather", says, run.switch_line(changed) or advice)
+        yield problem("all_gather", message, run.switch_line(changed) or advice)
     elif out_of_memory:
         yield problem("memory", out_of_memory, advice)
 
@@ -203,15 +203,15 @@ def _smaller_gathers(run: RunErrors) -> dict[str, Any]:
         zero = (run.options.deepspeed_config or {}).get("zero_optimization") or {}
         # zero/partitioned_param_coordinator.py prefetches below a number of live parameters;
         # zero/stage_1_and_2.py gathers updated weights in pieces.
-        wanted = {"allgather_bucket_size": BUCKET // 10, "reduce_bucket_size": BUCKET // 10}
+        sizes = {"allgather_bucket_size": BUCKET // 10, "reduce_bucket_size": BUCKET // 10}
         if level == 3:  # noqa: PLR2004 - the stage that shards parameters
-            wanted = {
+            sizes = {
                 "stage3_max_live_parameters": LIVE // 10,
                 "stage3_max_reuse_distance": LIVE // 10,
                 "stage3_prefetch_bucket_size": PREFETCH // 5,
             }
-        halves = {key: config_number(zero.get(key), 2 * wanted[key]) // 2 for key in wanted}
-        return {"zero_optimization": {key: min(wanted[key], halves[key]) for key in wanted}}
+        halves = {key: config_number(zero.get(key), 2 * sizes[key]) // 2 for key in sizes}
+        return {"zero_optimization": {key: min(sizes[key], halves[key]) for key in sizes}}
     # Units smaller than the current ones, which did not fit. Without a profile one per layer.
     current = int((run.options.fsdp_config or {}).get("min_num_params") or 0)
     limits = [MAX_UNIT, run.model.largest_unit // _LAYERS if run.model else 0]

@@ -21,8 +21,8 @@ STALE_S = 1800.0
 
 def cache_dir() -> Path:
     """Return the folder for files kept between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
-    if given := os.environ.get("NBDIST_CACHE_DIR"):
-        return Path(given).expanduser()
+    if folder_variable := os.environ.get("NBDIST_CACHE_DIR"):
+        return Path(folder_variable).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
 
 
@@ -69,9 +69,9 @@ def stale_build_locks() -> list[Path]:
     torch 2.13 waits forever for such a lock. nbdist builds in its own folder, under a lock that the
     operating system releases with its holder.
     """
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    extensions_dir = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    root = Path(given).expanduser() if given else cache / "torch_extensions"
+    root = Path(extensions_dir).expanduser() if extensions_dir else cache / "torch_extensions"
     locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
     stale = []
     for lock in sorted(locks):

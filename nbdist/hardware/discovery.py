@@ -81,11 +81,11 @@ class Machine:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Rebuild from `to_json()`."""
-        gpus = (Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in given["gpus"])
-        warnings = tuple(given.get("warnings", ()))
-        return cls(**{**given, "gpus": tuple(gpus), "warnings": warnings})
+        gpus = (Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in fields["gpus"])
+        warnings = tuple(fields.get("warnings", ()))
+        return cls(**{**fields, "gpus": tuple(gpus), "warnings": warnings})
 
     def describe(self) -> str:
         """Return a short summary: "4 x NVIDIA A100 80GB, NVLink", "no GPU: 2 CPU ranks"."""
@@ -153,16 +153,18 @@ def discover_machine(
     """
     nvml = nvml or import_pynvml()
     key = nvml, environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
-    seen = _answers.get(key, _Seen())
+    seen = _answers.get(key, _NvmlQueryResult())
     if nvml and key not in _answers:
         try:
             with open_nvml(nvml):
-                seen = _seen(*key)
+                seen = _query_gpus(*key)
             if not seen.failures:
                 _answers[key] = seen
         except nvml.NVMLError as error:
-            why = f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
-            seen = _Seen(failures=(why,) if driver.exists() else ())
+            reason = (
+                f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
+            )
+            seen = _NvmlQueryResult(failures=(reason,) if driver.exists() else ())
     return Machine(
         seen.gpus,
         seen.link,
@@ -203,7 +205,7 @@ def _num_cpus() -> int:
     return os.cpu_count() or 1
 
 
-class _Seen(NamedTuple):
+class _NvmlQueryResult(NamedTuple):
     """Result of an NVML query."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -213,7 +215,7 @@ class _Seen(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-_answers: dict[tuple[Any, str | None, str | None], _Seen] = {}
+_answers: dict[tuple[Any, str | None, str | None], _NvmlQueryResult] = {}
 """Successful queries by module and environment."""
 
 
@@ -232,9 +234,9 @@ def open_nvml(nvml: Any) -> Iterator[None]:
         nvml.nvmlShutdown()
 
 
-def _seen(nvml: Any, visible: str | None, order: str | None) -> _Seen:
+def _query_gpus(nvml: Any, visible: str | None, order: str | None) -> _NvmlQueryResult:
     """Return the working visible GPUs, their interconnect, and messages about the others."""
-    boards, failures = _boards(nvml)
+    boards, failures = _gpu_handles(nvml)
     chosen = _visible(nvml, visible, boards)
     problems = [failures[index] for index in failures if visible is None or index in chosen]
     handles, gpus = [], []
@@ -245,23 +247,23 @@ def _seen(nvml: Any, visible: str | None, order: str | None) -> _Seen:
             gpus.append(_gpu(nvml, handle))
             handles.append(handle)
         except nvml.NVMLError as error:
-            problems.append(_left_out(name, error))
+            problems.append(_excluded_gpu_message(name, error))
     if len({gpu.uuid for gpu in gpus}) < len(gpus):  # CUDA shows no GPU if one is listed twice
-        return _Seen(failures=tuple(problems))
-    notes = _assumed(nvml, visible, order, boards)
+        return _NvmlQueryResult(failures=tuple(problems))
+    notes = _device_order_warning(nvml, visible, order, boards)
     instances = [i for i, gpu in enumerate(gpus) if gpu.is_instance]
     if instances and len(gpus) > 1:
         # CUDA shows a process a single compute instance, and no whole GPU beside it
-        kept = instances[0]
+        first = instances[0]
         notes.append(
-            f"{gpus[kept].name} is the only one of {len(gpus)} devices that is used: CUDA shows a"
+            f"{gpus[first].name} is the only one of {len(gpus)} devices that is used: CUDA shows a"
             " single MIG instance to a process; select another with CUDA_VISIBLE_DEVICES"
         )
-        handles, gpus = [handles[kept]], [gpus[kept]]
-    return _Seen(tuple(gpus), _link(nvml, handles), tuple(problems), tuple(notes))
+        handles, gpus = [handles[first]], [gpus[first]]
+    return _NvmlQueryResult(tuple(gpus), _link(nvml, handles), tuple(problems), tuple(notes))
 
 
-def _boards(nvml: Any) -> tuple[list[Any], dict[int | str, str]]:
+def _gpu_handles(nvml: Any) -> tuple[list[Any], dict[int | str, str]]:
     """Handles in NVML order, None for a GPU that fails, and a message for each failure."""
     handles: list[Any] = []
     failures: dict[int | str, str] = {}
@@ -270,13 +272,13 @@ def _boards(nvml: Any) -> tuple[list[Any], dict[int | str, str]]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             nvml.nvmlDeviceGetUUID(handle)
         except nvml.NVMLError as error:
-            failures[index] = _left_out(index, error)
+            failures[index] = _excluded_gpu_message(index, error)
             handle = None
         handles.append(handle)
     return handles, failures
 
 
-def _left_out(name: int | str, error: Exception) -> str:
+def _excluded_gpu_message(name: int | str, error: Exception) -> str:
     gpu = f"GPU {name}" if isinstance(name, int) else name
     return f"{gpu} fails ({error}) and is not used; run nvidia-smi"
 
@@ -316,7 +318,9 @@ def _by_uuid(nvml: Any, entry: str, boards: Sequence[Any]) -> Any:
     return same[0] if entry.startswith("GPU-") and len(same) == 1 else None
 
 
-def _assumed(nvml: Any, visible: str | None, order: str | None, boards: Sequence[Any]) -> list[str]:
+def _device_order_warning(
+    nvml: Any, visible: str | None, order: str | None, boards: Sequence[Any]
+) -> list[str]:
     """Return a warning if CUDA may number the GPUs in a different order than assumed here."""
     # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, and does not
     # document how it ranks them.
@@ -348,7 +352,7 @@ def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
         return by_uuid
     try:
         with open_nvml(nvml):
-            boards, failures = _boards(nvml)
+            boards, failures = _gpu_handles(nvml)
             if failures or any(_in_mig_mode(nvml, board) for board in boards):
                 return by_uuid
             numbers = {nvml.nvmlDeviceGetUUID(board): i for i, board in enumerate(boards)}
@@ -468,14 +472,14 @@ def hides_processes(running: Sequence[Any] | None, own: Collection[int]) -> bool
     return not all(psutil.pid_exists(process.pid) for process in running)
 
 
-class Refusal(NamedTuple):
+class GpuRefusal(NamedTuple):
     """The reason why a GPU accepts no further process, and the remedy."""
 
     says: str
     do: str
 
 
-def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None:
+def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> GpuRefusal | None:
     """Check a GPU's compute mode; None if ranks can use the GPU.
 
     Args:
@@ -491,7 +495,7 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
         return None  # not reported on some MIG instances
     ask = f"ask the administrator to run: nvidia-smi -i {gpu.uuid} -c DEFAULT"
     if mode == nvml.NVML_COMPUTEMODE_PROHIBITED:
-        return Refusal("its compute mode is PROHIBITED", ask)
+        return GpuRefusal("its compute mode is PROHIBITED", ask)
     import psutil  # as in `process_name`
 
     others = [pid for pid in running if pid not in own]
@@ -503,8 +507,8 @@ def refusal(nvml: Any, gpu: Gpu, *, own: Collection[int] = ()) -> Refusal | None
     # in a container NVML reports a different pid for this process
     if os.getpid() in others or (uses_cuda and not any(map(psutil.pid_exists, others))):
         do = "restart the kernel and use CUDA in %%distribute cells only"
-        return Refusal(f"{says} this notebook's own process uses it", do)
-    return Refusal(f"{says} {', '.join(map(process_name, others))} uses it", ask)
+        return GpuRefusal(f"{says} this notebook's own process uses it", do)
+    return GpuRefusal(f"{says} {', '.join(map(process_name, others))} uses it", ask)
 
 
 def process_name(pid: int) -> str:

@@ -61,7 +61,11 @@ class ProcessIdentity:
         """Return the identity of the current process."""
         pid = os.getpid()
         return cls(
-            pid=pid, started=process_start_ticks(pid), uid=os.getuid(), boot=_boot(), space=_space()
+            pid=pid,
+            started=process_start_ticks(pid),
+            uid=os.getuid(),
+            boot=_boot_id(),
+            space=_pid_namespace(),
         )
 
     @classmethod
@@ -71,10 +75,10 @@ class ProcessIdentity:
             tree = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        wanted = {field.name: str if field.type == "str" else int for field in fields(cls)}
-        if type(tree) is not dict or tree.keys() != wanted.keys():
+        field_types = {field.name: str if field.type == "str" else int for field in fields(cls)}
+        if type(tree) is not dict or tree.keys() != field_types.keys():
             return None
-        if any(type(tree[name]) is not kind for name, kind in wanted.items()):
+        if any(type(tree[name]) is not kind for name, kind in field_types.items()):
             return None
         return cls(**tree)
 
@@ -89,7 +93,7 @@ class ProcessIdentity:
     @property
     def is_checkable(self) -> bool:
         """True if it is of this user, boot and PID namespace."""
-        me = os.getuid(), _boot(), _space()
+        me = os.getuid(), _boot_id(), _pid_namespace()
         return (self.uid, self.boot, self.space) == me
 
     @property
@@ -157,15 +161,15 @@ def remove_folder(folder: Path) -> None:
 
 def record_linked_folder(folder: Path, other: Path) -> None:
     """Record a further private folder in a private folder so that both can be found later."""
-    with (folder / _OTHER_FOLDERS_FILE).open("a", errors="surrogateescape") as noted:
-        noted.write(f"{other}\n")
+    with (folder / _OTHER_FOLDERS_FILE).open("a", errors="surrogateescape") as file:
+        file.write(f"{other}\n")
 
 
 def linked_folders(folder: Path) -> list[Path]:
     """Return the folders recorded in a private one; check the owner of each before use."""
     with contextlib.suppress(OSError):
-        noted = (folder / _OTHER_FOLDERS_FILE).read_text(errors="surrogateescape")
-        return [Path(line) for line in noted.splitlines()]
+        lines = (folder / _OTHER_FOLDERS_FILE).read_text(errors="surrogateescape")
+        return [Path(line) for line in lines.splitlines()]
     return []
 
 
@@ -207,14 +211,14 @@ def visible_pids() -> list[int]:
     return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208 - no paths
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return os.uname().nodename
 
 
-def _space() -> str:
+def _pid_namespace() -> str:
     try:
         return str((_PROC / "self/ns/pid").readlink())
     except OSError:

@@ -62,7 +62,7 @@ class GpuReading:
 
 
 @dataclass(frozen=True, slots=True)
-class UsageSnapshot:
+class NodeUsage:
     """State of a node at one moment."""
 
     host_free_bytes: int
@@ -82,13 +82,13 @@ class UsageSnapshot:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Rebuild from `to_json()`."""
         readings = {
             int(rank): GpuReading(**{**reading, "holders": tuple(reading["holders"])})
-            for rank, reading in given["readings"].items()
+            for rank, reading in fields["readings"].items()
         }
-        return cls(int(given["host_free_bytes"]), readings)
+        return cls(int(fields["host_free_bytes"]), readings)
 
 
 class GpuMonitor:
@@ -117,10 +117,12 @@ class GpuMonitor:
         Args:
             devices: for each rank the UUID of its GPU, or "" for a CPU rank, and its processes.
         """
-        wanted = [(uuid, set(own)) for uuid, own in devices]
-        living = {pid for _, own in wanted for pid in own}
-        self._processes = {pid: self._processes[pid] for pid in living & self._processes.keys()}
-        return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in wanted]
+        pids_by_gpu = [(uuid, set(own)) for uuid, own in devices]
+        session_pids = {pid for _, own in pids_by_gpu for pid in own}
+        self._processes = {
+            pid: self._processes[pid] for pid in session_pids & self._processes.keys()
+        }
+        return [self._gpu(uuid, own) if uuid else self._process(own) for uuid, own in pids_by_gpu]
 
     def _driver(self) -> Any:
         """Return NVML, initialised; None if it is missing or does not respond."""
@@ -230,7 +232,7 @@ def _memory_by_owner(
     }
 
 
-class UsageMonitor:
+class NodeUsageMonitor:
     """Measures a node's usage for its agent, one request at a time, on its own thread.
 
     NVML can be slow, and the agent's main thread forwards messages. NVML is closed after some idle
@@ -279,7 +281,7 @@ class UsageMonitor:
             devices = [(uuid, () if pid is None else (pid,)) for uuid, pid in ranks.values()]
             try:
                 readings = dict(zip(ranks, self._monitor.read_gpus(devices), strict=True))
-                usage = UsageSnapshot(discovery.host_free_memory_bytes(), readings)
+                usage = NodeUsage(discovery.host_free_memory_bytes(), readings)
                 self._on_result(number, usage.to_json())
             except Exception:  # a driver reset must not end the thread
                 log.exception("cannot read the devices")

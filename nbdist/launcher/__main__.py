@@ -1,8 +1,8 @@
 """Entry point of the launcher: `python -m nbdist.launcher LINK_FD RUN_DIR`.
 
 The main thread imports the libraries and forks ranks on request: forking and torch elastic's signal
-handlers need the main thread. A second thread reads the link. It ends the ranks on ``StopRanks``,
-and everything when the kernel ends.
+handlers need the main thread. A second thread reads the link. It ends the ranks on
+``StopRanksRequest``, and everything when the kernel ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = logging.getLogger("nbdist.launcher")
 """Writes to stderr, which is the launcher's log."""
 
 
-def next_launch(link: KernelLink) -> messages.LaunchRanks:
+def next_launch(link: KernelLink) -> messages.LaunchRanksRequest:
     """Wait for a launch request; import further libraries while idle."""
     # An import delays the next request by seconds, so wait a moment first: a restart ends the
     # ranks and requests new ones right after.
@@ -76,7 +76,7 @@ def next_launch(link: KernelLink) -> messages.LaunchRanks:
 def main() -> None:
     """Serve launch requests until the kernel ends."""
     started = time.monotonic()
-    device_visibility.hide()
+    device_visibility.hide_gpus()
     # Ray 2.60 starts workers with SIGINT blocked, and children inherit the mask
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     crash_dump.install_crash_dump(sys.argv[2], "launcher")
@@ -89,13 +89,13 @@ def main() -> None:
     process_identity.record_forked_pids(run_dir)
     for name in CORE_IMPORTS:
         importlib.import_module(name)
-    from nbdist.launcher import fork
+    from nbdist.launcher import fork_ranks
 
     link.send(messages.LauncherReady(time.monotonic() - started))
     while True:
         launch = next_launch(link)
         try:
-            ended = fork.run_ranks(launch, link)
+            ended = fork_ranks.run_ranks(launch, link)
         except Exception as error:
             log.exception("cannot start the ranks")
             ended = messages.AllRanksExited(

@@ -23,8 +23,8 @@ def install_crash_dump(folder: str | Path, name: str) -> None:
 
     A rank calls it again after the fork to use its own files.
     """
-    crash = _own_file(messages.crash_file(folder, name))
-    stacks = _own_file(messages.stacks_file(folder, name))
+    crash = _open_private_file(messages.crash_file(folder, name))
+    stacks = _open_private_file(messages.stacks_file(folder, name))
     faulthandler.enable(crash)
     faulthandler.register(messages.STACKS_SIGNAL, stacks, all_threads=True, chain=False)
     for file in _files:
@@ -32,7 +32,7 @@ def install_crash_dump(folder: str | Path, name: str) -> None:
     _files[:] = [crash, stacks]
 
 
-def _own_file(path: Path) -> TextIO:
+def _open_private_file(path: Path) -> TextIO:
     """Open a file with mode 0600, whatever the umask."""
     path.touch(mode=0o600)
     return path.open("w")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def hide() -> None:
+def hide_gpus() -> None:
     """Hide all GPUs from this process."""
     os.environ[VISIBLE] = ""
     # torch 2.13: without it is_available() calls cuInit, which breaks forked processes
@@ -30,7 +30,7 @@ def shown(uuids: Sequence[str] | None) -> dict[str, str]:
     """Return environment variables that show a process these GPUs of this machine.
 
     Args:
-        uuids: as in ``LaunchRanks.devices``; None for CPU ranks.
+        uuids: as in ``LaunchRanksRequest.devices``; None for CPU ranks.
     """
     if not uuids:
         return {VISIBLE: ""}

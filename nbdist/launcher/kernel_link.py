@@ -37,7 +37,7 @@ class KernelLink:
         self._own = tuple(folders)
         self._ending = False
         self._pid = os.getpid()
-        self.launch_queue: SimpleQueue[messages.LaunchRanks] = SimpleQueue()
+        self.launch_queue: SimpleQueue[messages.LaunchRanksRequest] = SimpleQueue()
         threading.Thread(target=self._read, name="link", daemon=True).start()
 
     def send(self, message: messages.LauncherMessage) -> None:
@@ -65,14 +65,14 @@ class KernelLink:
         with self._socket.makefile("rb") as lines:
             for line in lines:
                 message = messages.decode_line(line)
-                if isinstance(message, messages.LaunchRanks):
+                if isinstance(message, messages.LaunchRanksRequest):
                     self.launch_queue.put(message)
-                elif isinstance(message, messages.StopRanks):
+                elif isinstance(message, messages.StopRanksRequest):
                     if stuck := process_tree.end_descendants():
                         # torch elastic would wait for them; the kernel starts another launcher
                         log.error("cannot kill these processes: %s", stuck)
                         os._exit(1)
-                elif isinstance(message, messages.CleanupFolder):
+                elif isinstance(message, messages.CleanupFolderRequest):
                     self._folders = [folder for folder in self._folders if folder != message.folder]
                     self._folders += [message.folder] if message.remove else []
         # The kernel has ended.

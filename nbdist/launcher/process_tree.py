@@ -43,17 +43,17 @@ def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
     Returns:
         Processes that cannot be killed: they are blocked in a system call.
     """
-    living: list[psutil.Process] = []
+    running: list[psutil.Process] = []
     for number in (signal.SIGTERM, signal.SIGKILL):
         # list again: the children of a dead rank are now children of the launcher
-        living = [process for process in _descendants() if _alive(process)]
-        for process in living:
+        running = [process for process in _descendants() if _alive(process)]
+        for process in running:
             _signal(process, number)
             _signal(process, signal.SIGCONT)  # a stopped process gets SIGTERM when continued
         deadline = time.monotonic() + grace_s
-        while any(map(_alive, living)) and time.monotonic() < deadline:
+        while any(map(_alive, running)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    return [process.pid for process in living if _alive(process)]
+    return [process.pid for process in running if _alive(process)]
 
 
 def reap_orphans() -> None:

@@ -15,7 +15,7 @@ from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
 
 
-class SessionArguments(ArgDecorator):
+class SessionArgumentsDecorator(ArgDecorator):
     """Decorates a magic whose line takes every option of a session."""
 
     def add_to_parser(self, parser: MagicArgumentParser, group: object) -> None:  # noqa: ARG002
@@ -108,6 +108,9 @@ def save_parser() -> MagicArgumentParser:
         "--keep", type=int, metavar="N", help="keep only the newest N, once this one is complete"
     )
     parser.add_argument("--wait", action="store_true", help="return when the checkpoint is on disk")
+    parser.add_argument(
+        "--full", action="store_true", help="store the frozen parameters of a base model too"
+    )
     _add_folder(parser)
     return parser
 
@@ -122,6 +125,9 @@ def load_parser() -> MagicArgumentParser:
         "--weights-only",
         action="store_true",
         help="do not load optimizer, scheduler and data loaders",
+    )
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="start with new optimizer state"
     )
     parser.add_argument(
         "--trust", action="store_true", help="allow code in files that nbdist did not write to run"
@@ -261,8 +267,8 @@ def parse_names(names: str) -> list[str]:
     Raises:
         OptionError: no name, or one that is not an identifier.
     """
-    wanted = names.replace(",", " ").split()
-    wrong = [name for name in wanted if not name.isidentifier()]
-    if wrong or not wanted:
+    parsed = names.replace(",", " ").split()
+    wrong = [name for name in parsed if not name.isidentifier()]
+    if wrong or not parsed:
         raise OptionError(f"Expected variable names such as a,b, got {names!r}.")
-    return wanted
+    return parsed

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 from IPython.display import display
-from traitlets import Bunch, Enum, Int, TraitError, Unicode, validate
+from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
 from nbdist import strategies
 from nbdist._version import __version__
-from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
 from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, plan
-from nbdist.magics.arguments import SessionArguments
+from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
@@ -38,7 +38,7 @@ _Method = TypeVar("_Method", bound="Callable[..., None]")
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class MagicCommand:
     """A command of `%nbdist`."""
 
     run: Callable[[NbDist, Any], None]
@@ -50,7 +50,7 @@ class Command:
     """Options that tab completion offers."""
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, MagicCommand] = {}
 
 
 def command(
@@ -64,7 +64,7 @@ def command(
 
     def register(method: _Method) -> _Method:
         own = flags if parser is None else tuple(arguments.option_flags(parser()))
-        COMMANDS[name] = Command(method, parser, required, own)
+        COMMANDS[name] = MagicCommand(method, parser, required, own)
         return method
 
     return register
@@ -83,6 +83,9 @@ class NbDist(Magics):
     on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
         config=True
     )
+    sharded_load = Bool(
+        default_value=True, help="Load from_pretrained models as shards with fsdp, fsdp1, zero3."
+    ).tag(config=True)
     checkpoints = Unicode(
         None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)
@@ -108,13 +111,13 @@ class NbDist(Magics):
 
     @validate("checkpoints")
     def _validate_checkpoint_dir(self, proposal: Bunch) -> str | None:
-        given: str | None = proposal.value
+        folder: str | None = proposal.value
         try:
-            if given is not None:
-                session_checkpoints.check_root(given)
+            if folder is not None:
+                session_checkpoints.check_root(folder)
         except NbdistError as error:
             raise TraitError(f"The 'checkpoints' trait: {error}") from None
-        return given
+        return folder
 
     def _move_checkpoints(self, change: Bunch) -> None:
         session = current_session()
@@ -129,9 +132,8 @@ class NbDist(Magics):
                 " option of %%distribute to change this one"
             )
 
-    @no_var_expand
     @magic_arguments("%distribute")
-    @SessionArguments()
+    @SessionArgumentsDecorator()
     @argument("--ranks", metavar="LIST", help="run on these ranks only, such as 0,2-3")
     @argument(
         "--push",
@@ -199,7 +201,6 @@ class NbDist(Magics):
         if options.pull:
             self.bind_pulled(session, options.pull)
 
-    @no_var_expand
     @line_magic
     def nbdist(self, line: str) -> None:
         """Inspect and control the session: `%nbdist COMMAND`.
@@ -250,13 +251,13 @@ class NbDist(Magics):
         session = current_session()
         if session is not None and options.on is not None and options.on != session.on:
             # Created first: if it fails, the current session keeps running.
-            moved = self.new_session(changes)
+            switched = self.new_session(changes)
             print(
                 f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
                 " ranks are lost"
             )
             session.stop()
-            return moved.start()
+            return switched.start()
         if session is None:
             return self.new_session(changes).start()
         differing = session.differing(**changes)
@@ -299,18 +300,20 @@ class NbDist(Magics):
         Raises:
             OptionError: a variable is not defined.
         """
-        wanted = arguments.parse_names(names)
-        missing = [name for name in wanted if name not in self.shell.user_ns]
+        requested = arguments.parse_names(names)
+        missing = [name for name in requested if name not in self.shell.user_ns]
         if missing:
             msg = f"The notebook has no variable {', '.join(missing)}. Define it before pushing it."
             raise OptionError(msg)
-        return {name: self.shell.user_ns[name] for name in wanted}
+        return {name: self.shell.user_ns[name] for name in requested}
 
     def bind_pulled(self, session: Session, names: str) -> None:
         """Copy variables of rank 0 to the notebook."""
-        wanted = arguments.parse_names(names)
-        values = session.pull(*wanted)
-        self.shell.push(dict(zip(wanted, values if len(wanted) > 1 else [values], strict=True)))
+        requested = arguments.parse_names(names)
+        values = session.pull(*requested)
+        self.shell.push(
+            dict(zip(requested, values if len(requested) > 1 else [values], strict=True))
+        )
 
     # -- commands
 
@@ -405,7 +408,12 @@ class NbDist(Magics):
     def save_command(self, options: argparse.Namespace) -> None:
         """Write a checkpoint in the background."""
         save = self.require_session().save(
-            options.name, options.overwrite, options.keep, options.wait, folder=options.dir
+            options.name,
+            options.overwrite,
+            options.keep,
+            options.wait,
+            folder=options.dir,
+            full=options.full,
         )
         print(save)
         if not save.done:
@@ -418,6 +426,7 @@ class NbDist(Magics):
             self.require_session().load(
                 options.name,
                 weights_only=options.weights_only,
+                reset_optimizer=options.reset_optimizer,
                 folder=options.dir,
                 trust=options.trust,
             )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from IPython.core.magic_arguments import MagicArgumentParser
 
+    from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.result import Plan
-    from nbdist.planner.validation import PlanValidation
     from nbdist.session.session import Session
 
 _SIZE = re.compile(r"[0-9]{1,9}")
@@ -61,7 +61,14 @@ def plan_parser() -> MagicArgumentParser:
     add("--batch-size", metavar="LIST", help="micro-batch size per rank, or several: 1,2,4")
     add("--seq-len", type=int, metavar="N", help="tokens per sample")
     add("--precision", choices=strategies.PRECISIONS, help="default: bf16")
-    add("--optimizer", metavar="NAME", help="adamw, adamw_8bit, sgd, adafactor, ...")
+    add("--optimizer", metavar="NAME", help="adamw, adamw_8bit, adafactor, muon, ...")
+    add("--lora", type=int, metavar="RANK", help="train PEFT adapters of this rank only")
+    add(
+        "--target-modules",
+        metavar="LIST",
+        help="linear layers with an adapter, such as q_proj,v_proj or all-linear",
+    )
+    add("--quantize", metavar="METHOD", help="frozen weights in nf4 or int8; needs --lora")
     add("--offload", metavar="WHERE", help="only plans with this offload: none, cpu, nvme")
     add("--offload-params", action="store_true", default=None, help="only plans with it")
     add(
@@ -77,7 +84,7 @@ def plan_parser() -> MagicArgumentParser:
 
 def run_plan_command(
     options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
-) -> Plan | PlanValidation:
+) -> Plan | MeasuredComparison:
     """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
 
     Args:
@@ -90,10 +97,10 @@ def run_plan_command(
         PlanError: the model or the devices cannot be planned for.
     """
     if options.check:
-        return planner.compare_with_measured(_needed(session))
+        return planner.compare_with_measured(_require_session(session))
     arguments = _arguments(options)
     if options.model is None:
-        return planner.plan_model(_needed(session), None, **arguments)
+        return planner.plan_model(_require_session(session), None, **arguments)
     if options.model in names:
         return plan_model(names[options.model], **arguments)
     if session is not None and options.model.isidentifier():
@@ -101,7 +108,7 @@ def run_plan_command(
     return plan_model(options.model, **arguments)
 
 
-def _needed(session: Session | None) -> Session:
+def _require_session(session: Session | None) -> Session:
     if session is None:
         raise PlanError(
             "There is no session with a prepared model. Name a model, for example"
@@ -117,10 +124,15 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "seq_len": options.seq_len,
         "precision": options.precision,
         "optimizer": options.optimizer,
+        "lora": options.lora,
+        "quantize": options.quantize,
         **{name: getattr(options, name) for name in SESSION_ONLY_OPTIONS},
     }
     if options.batch_size is not None:
         given["batch_size"] = _sizes(options.batch_size)
+    if options.target_modules is not None:
+        names = options.target_modules.split(",")
+        given["target_modules"] = names if len(names) > 1 else names[0]
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.display.elements import element, html_row, html_table, join, lines
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
-from nbdist.planner import devices, fit_measurements, step_time
-from nbdist.planner.measurements import COLLECTIVES, is_memory_filesystem
+from nbdist.planner import measurements_from_profiles, step_time, target_devices
+from nbdist.planner.measurement_store import COLLECTIVES, is_memory_filesystem
 from nbdist.protocol.operations import CALIBRATE, CalibrateRequest
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
@@ -60,7 +60,9 @@ class CalibrationReport:
         """Return a text table."""
         lines = ((row.what, row.measured, row.before) for row in self.lines)
         rows = [("", "measured", "plans took"), *lines]
-        table = [f"  {what:<34}{now:>16}{then:>16}".rstrip() for what, now, then in rows]
+        table = [
+            f"  {label:<34}{value:>16}{previous:>16}".rstrip() for label, value, previous in rows
+        ]
         return "\n".join([self._title, *table, *(f"  {note}" for note in self.notes)])
 
     __repr__ = __str__
@@ -102,7 +104,7 @@ def calibrate(
     """
     if isinstance(disk, (str, os.PathLike)) and hardware.nodes == 1:
         _check_disk(disk)
-    began = time.monotonic()
+    start_time = time.monotonic()
     # The planner's default dtypes, then the session's own.
     own = _TYPES.get(options.precision or "no", options.precision or "no")
     usual = ("fp32", "bf16") if hardware.kind == "cpu" or hardware.bf16 else ("fp32",)
@@ -113,13 +115,13 @@ def calibrate(
         reports = CollectiveRequest(
             workers, CALIBRATE, world_size, lambda text: line.show(f"nbdist: measuring: {text}")
         ).run(request)
-        line.show(f"nbdist: measured in {time.monotonic() - began:.1f} s")
+        line.show(f"nbdist: measured in {time.monotonic() - start_time:.1f} s")
     figures = {rank: report.figures for rank, report in enumerate(reports)}
-    before = devices.resolve_cluster(cluster, world_size)
-    after = fit_measurements.apply_calibration(list(figures.values()), before)
+    before = target_devices.resolve_cluster(cluster, world_size)
+    after = measurements_from_profiles.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start_time,
         lines=tuple(_lines(figures, before, after, kinds=request.kinds)),
         notes=tuple(_notes(figures)),
         figures=figures,
@@ -140,9 +142,9 @@ def _check_disk(disk: str | os.PathLike[str]) -> None:
         with tempfile.TemporaryFile(dir=expand_user(disk)):
             return
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         message = (
-            f"Cannot write to --disk {os.fspath(disk)}: {why}. Use a writable folder on the disk"
+            f"Cannot write to --disk {os.fspath(disk)}: {reason}. Use a writable folder on the disk"
             " to measure."
         )
         raise OptionError(message) from None
@@ -158,10 +160,12 @@ def _lines(
     """Yield measured values and the values that plans used so far."""
     for name in COLLECTIVES:
         measured = (after.comm_speed or {}).get(name)
-        for size, taken in measured.curve if measured else ():
-            then = step_time.collective_time_s(name, size, before)
+        for size, copy_speed in measured.curve if measured else ():
+            time_before = step_time.collective_time_s(name, size, before)
             yield CalibrationRow(
-                what=f"{name} of {format_bytes(size)}", measured=_time(taken), before=_time(then)
+                what=f"{name} of {format_bytes(size)}",
+                measured=_time(copy_speed),
+                before=_time(time_before),
             )
     device, then_device = after.slowest_device, before.slowest_device
     for kind in kinds:
@@ -184,15 +188,15 @@ def _lines(
     copies = [rank["copies"] for rank in figures.values() if "copies" in rank]
     for name in copies[0] if copies else ():
         planned = _speed(then_device.host_link) if name == "to_device_pinned" else ""
-        taken = min(speeds[name] for speeds in copies)
+        copy_speed = min(speeds[name] for speeds in copies)
         yield CalibrationRow(
-            what=f"copies {name.replace('_', ' ')}", measured=_speed(taken), before=planned
+            what=f"copies {name.replace('_', ' ')}", measured=_speed(copy_speed), before=planned
         )
     disks = [rank["disk"] for rank in figures.values() if "disk" in rank]
-    for way in ("read", "write") if disks else ():
-        speed = sum(disk[way] for disk in disks)
+    for direction in ("read", "write") if disks else ():
+        speed = sum(disk[direction] for disk in disks)
         yield CalibrationRow(
-            what=f"disk, {way}", measured=_speed(speed), before=_speed(before.nvme_bandwidth)
+            what=f"disk, {direction}", measured=_speed(speed), before=_speed(before.nvme_bandwidth)
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import atomic_folder
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import EXPORT, ExportRequest, slowest_phases

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.paths import expand_user
-from nbdist.protocol.operations import IMPORT, ImportRequest
+from nbdist.protocol.operations import IMPORT, ImportCheckpointRequest
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
 
@@ -67,7 +67,7 @@ def import_checkpoint(
     with StatusLine() as line:
         reports = CollectiveRequest(
             workers, IMPORT, world_size, lambda text: line.show(f"nbdist: load: {text}")
-        ).run(ImportRequest(path=str(absolute), trust=trust, model=model))
+        ).run(ImportCheckpointRequest(path=str(absolute), trust=trust, model=model))
         line.show("nbdist: load: done")
     return ForeignReport(
         path=absolute,

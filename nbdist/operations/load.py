@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import LOAD, LoadRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
@@ -57,7 +57,13 @@ class LoadReport:
 
 
 def load_checkpoint(
-    workers: WorkerGroup, world_size: int, name: str, root: Path | Url, *, weights_only: bool
+    workers: WorkerGroup,
+    world_size: int,
+    name: str,
+    root: Path | Url,
+    *,
+    weights_only: bool,
+    reset_optimizer: bool,
 ) -> LoadReport:
     """Load a checkpoint into the prepared models of the ranks.
 
@@ -70,7 +76,10 @@ def load_checkpoint(
         StatusLine() as line,
     ):
         request = LoadRequest(
-            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=weights_only
+            path=checkpoint.location_with_password(path),
+            id=manifest.id,
+            weights_only=weights_only,
+            reset_optimizer=reset_optimizer,
         )
         try:
             reports = CollectiveRequest(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nbdist.errors import CellInterrupted, SessionError, SwitchError
+from nbdist.keyboard_interrupt import suppress_interrupt
 from nbdist.operations.switch import SwitchReport, describe_numeric_differences
 from nbdist.protocol.operations import (
     RESIZE_LOAD,
@@ -26,7 +27,6 @@ from nbdist.protocol.operations import (
     slowest_phases,
 )
 from nbdist.session.collective_request import CollectiveRequest
-from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ def needs_new_ranks(before: SessionConfig, new_config: SessionConfig) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class RankResize:
+class RankReplacement:
     """One replacement of the ranks."""
 
     workers: WorkerGroup
@@ -131,13 +131,13 @@ class RankResize:
         """
         # A failed start also ends the launcher, which must not remove the state then.
         self.workers.set_folder_cleanup(folder, remove=False)
-        began = time.monotonic()
+        start_time = time.monotonic()
         self._show("ending the ranks")
         self.workers.stop_ranks()
         ended = time.monotonic()
         self._show("starting ranks")
         self.start_ranks(choice, self._show)
-        self._seconds["ending the ranks"] = ended - began
+        self._seconds["ending the ranks"] = ended - start_time
         self._seconds["starting ranks"] = time.monotonic() - ended
         self.workers.set_folder_cleanup(folder)
         request = ResizeLoadRequest(folder=str(folder), world_size=self.before.placement.nproc)
@@ -158,11 +158,11 @@ class RankResize:
             self.workers.set_folder_cleanup(folder, remove=False)
             self.kept_folder = folder
             raise SwitchError(
-                f"{_sentence(error)} The old ranks could not be restored either:"
-                f" {_sentence(second)} The state is kept in {folder}, as a checkpoint in its"
+                f"{_as_sentence(error)} The old ranks could not be restored either:"
+                f" {_as_sentence(second)} The state is kept in {folder}, as a checkpoint in its"
                 " subfolder 'state'. Copy it, then use %nbdist restart."
             ) from error
-        message = f"{_sentence(error)} Rolled back to {self.before.describe()}, in new ranks"
+        message = f"{_as_sentence(error)} Rolled back to {self.before.describe()}, in new ranks"
         if not_carried:
             message += f", without {', '.join(not_carried)}, which cannot be moved to new processes"
         raise SwitchError(f"{message}.") from error
@@ -182,20 +182,20 @@ class RankResize:
         try:
             reports = request.run(content)
         except SwitchError as error:
-            gone = self.workers.exited_ranks()
-            ended = f" (rank {', '.join(map(str, gone))} ended)" if gone else ""
+            exited = self.workers.exited_ranks()
+            ended = f" (rank {', '.join(map(str, exited))} ended)" if exited else ""
             raise SwitchError(f"{error}{ended}") from error
         self._seconds |= slowest_phases(reports)
         return reports
 
-    def _show(self, what: str) -> None:
+    def _show(self, text: str) -> None:
         now, then = self.before, self.after
         title = f"{now.placement.nproc} ranks, {now.options.backend}"
         after = f"{then.placement.nproc} ranks, {then.options.backend}"
-        self.status_line.show(f"nbdist: {title} -> {after}: {what}")
+        self.status_line.show(f"nbdist: {title} -> {after}: {text}")
 
 
-def _sentence(error: BaseException) -> str:
+def _as_sentence(error: BaseException) -> str:
     """Return the message of an error, with a full stop."""
     text = str(error).strip()
     return text if text.endswith(".") else f"{text}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.protocol.operations import SWITCH, SwitchRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
@@ -68,7 +68,7 @@ class SwitchReport:
                 f"  {format_bytes(self.moved_bytes)} ({share:.0%}) sent between ranks",
             ]
         lines += [f"  rebound: {', '.join(self.bound)}"] if self.bound else []
-        lines += [f"  not kept: {name}: {why}" for name, why in self.not_carried.items()]
+        lines += [f"  not kept: {name}: {reason}" for name, reason in self.not_carried.items()]
         lines += [f"  will differ: {item}" for item in self.will_differ]
         lines += [f"  note: {item}" for item in self.notes]
         return "\n".join(lines)

@@ -18,7 +18,7 @@ _LAST_CHUNKS = 20
 """Number of chunks that are searched for the last line."""
 
 
-class RankLog:
+class RankLogTail:
     """The last text of one rank. Of a progress bar only the last state is kept.
 
     Safe to read from another thread while the renderer appends.
@@ -51,9 +51,9 @@ class RankLog:
                 if self._chars > self._limit:
                     self._chunks[0] = self._chunks[0][-self._limit :]
                     self._chars = len(self._chunks[0])
-            kept = self._open.get(name, "") + rest[-_OPEN_CHARS:]
-            if kept:
-                self._open[name] = _overwritten(kept)[-_OPEN_CHARS:]
+            open_line = self._open.get(name, "") + rest[-_OPEN_CHARS:]
+            if open_line:
+                self._open[name] = _overwritten(open_line)[-_OPEN_CHARS:]
 
     def text(self) -> str:
         """Return the kept text, oldest first."""
@@ -69,8 +69,8 @@ class RankLog:
 
     def tail(self, lines: int = 20) -> str:
         """Return the last lines, joined with newlines."""
-        kept = self.text().removesuffix("\n").split("\n")
-        return "\n".join(kept[-lines:]) if lines > 0 else ""
+        all_lines = self.text().removesuffix("\n").split("\n")
+        return "\n".join(all_lines[-lines:]) if lines > 0 else ""
 
 
 def _overwritten(line: str) -> str:

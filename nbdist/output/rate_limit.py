@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.output.ansi import format_bytes
 from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
-from nbdist.output.terminal_line import MAX_LINE
+from nbdist.output.line_splitter import MAX_LINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ class OmittedOutput:
 
 
 @dataclass(slots=True)
-class _RankBudget:
+class _RankOutputBudget:
     lines: float
     chars: float
     position: int = 0
@@ -90,7 +90,9 @@ class OutputLimiter:
 
     def __init__(self, ranks: Sequence[int], *, budget: OutputBudget) -> None:
         self._budget = budget.per_rank(len(ranks))
-        self._ranks = {rank: _RankBudget(self._budget.lines, self._budget.chars) for rank in ranks}
+        self._ranks = {
+            rank: _RankOutputBudget(self._budget.lines, self._budget.chars) for rank in ranks
+        }
         self._windows: deque[tuple[int, int]] = deque(maxlen=_MAX_WINDOWS)
         """Ranges of line numbers that are shown beyond the budgets."""
         self._frontier = 0
@@ -99,7 +101,7 @@ class OutputLimiter:
         self._chars: float = self._budget.chars_per_s
         self._refilled_at = float("-inf")
         self._flowing = True
-        self._omitted: dict[int, OmittedBuffer] = {}
+        self._omitted: dict[int, OmittedOutputBuffer] = {}
         """By rank, if some of its output was omitted since it was last shown."""
         self._mid_line: set[tuple[int, ItemStream]] = set()
         """Ranks and streams whose last shown text has no newline at its end; of several ranks."""
@@ -164,7 +166,7 @@ class OutputLimiter:
             if shown:
                 yield from self._show((rank,), item)
             else:
-                self._omitted.setdefault(rank, OmittedBuffer()).add_display(chars)
+                self._omitted.setdefault(rank, OmittedOutputBuffer()).add_display(chars)
 
     def _admit_complete_lines(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
         text = item.content
@@ -238,14 +240,14 @@ class OutputLimiter:
             yield (rank,), replace(item, content=text[:end])
             text, lines = text[end:], lines - 1
         if text:
-            self._omitted.setdefault(rank, OmittedBuffer()).add_text(item.stream, text, lines)
+            self._omitted.setdefault(rank, OmittedOutputBuffer()).add_text(item.stream, text, lines)
             if not text.endswith("\n"):
                 self._skipping.add(place)
 
     def _omit_rest_of_line(self, rank: int, item: OutputItem[Any]) -> str:
         """Omit the rest of an omitted line; return the text after it."""
         rest, newline, text = item.content.partition("\n")
-        omitted = self._omitted.setdefault(rank, OmittedBuffer())
+        omitted = self._omitted.setdefault(rank, OmittedOutputBuffer())
         omitted.add_text(item.stream, rest + newline, len(newline))
         if newline:
             self._skipping.discard((rank, item.stream))
@@ -272,7 +274,7 @@ class OutputLimiter:
         allowance.chars -= free * mean
         runs = [(True, free)] if free else []
         if begin < end:
-            runs += self._paced(begin, end, mean=mean, weight=weight, now=now)
+            runs += self._admitted_line_runs(begin, end, mean=mean, weight=weight, now=now)
         return runs
 
     def admit_chars(self, rank: int, chars: int, *, now: float) -> bool:
@@ -287,7 +289,7 @@ class OutputLimiter:
             return True
         return False
 
-    def _recovered(self, rank: int, now: float) -> _RankBudget:
+    def _recovered(self, rank: int, now: float) -> _RankOutputBudget:
         """Return the budget of a rank that prints now; an idle one has recovered."""
         allowance = self._ranks[rank]
         idle = now - allowance.last_at
@@ -305,7 +307,7 @@ class OutputLimiter:
         self._lines = min(budget.lines_per_s, self._lines + passed * budget.lines_per_s)
         self._chars = min(budget.chars_per_s, self._chars + passed * budget.chars_per_s)
 
-    def _paced(
+    def _admitted_line_runs(
         self, begin: int, end: int, *, mean: float, weight: int, now: float
     ) -> Iterator[tuple[bool, int]]:
         """Runs of the lines begin..end-1, which are beyond the rank's budget."""
@@ -346,7 +348,7 @@ class OutputLimiter:
 
 
 @dataclass(slots=True)
-class OmittedBuffer:
+class OmittedOutputBuffer:
     """Omitted output of one rank, with its last lines."""
 
     num_lines: int = 0

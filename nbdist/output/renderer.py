@@ -29,23 +29,23 @@ from nbdist.output.dedup import (
     OutputItem,
     OutputMerger,
 )
-from nbdist.output.rank_log import RankLog
-from nbdist.output.rate_limit import OmittedOutput, OutputBudget, OutputLimiter
-from nbdist.output.terminal_line import (
+from nbdist.output.line_splitter import (
     LineSplitter,
-    LiveDisplay,
+    OpenLinesDisplay,
     truncate_lines,
     truncate_open_line,
 )
+from nbdist.output.rank_log import RankLogTail
+from nbdist.output.rate_limit import OmittedOutput, OutputBudget, OutputLimiter
 from nbdist.rank_sets import describe_ranks, format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.output.dedup import MimeBundle, StreamName
+    from nbdist.output.line_splitter import TerminalEmulator
     from nbdist.output.rate_limit import RankItems
     from nbdist.output.sink import OutputSink
-    from nbdist.output.terminal_line import TerminalLines
     from nbdist.protocol.messages import RankError
 
 ShownRanks = Literal["all", "none"] | frozenset[int]
@@ -75,11 +75,11 @@ class OutputRenderer:
         show: ShownRanks = "all",
         clock: Callable[[], float] = time.monotonic,
         budget: OutputBudget | None = None,
-        logs: Mapping[int, RankLog] | None = None,
+        logs: Mapping[int, RankLogTail] | None = None,
     ) -> None:
         chosen = {"all": ranks, "none": ()}[show] if isinstance(show, str) else show
         self._shown = [rank for rank in ranks if rank in chosen]
-        self.rank_logs = {rank: (logs or {}).get(rank) or RankLog() for rank in ranks}
+        self.rank_logs = {rank: (logs or {}).get(rank) or RankLogTail() for rank in ranks}
         self._clock = clock
         self._limiter = OutputLimiter(self._shown, budget=budget or OutputBudget())
         self._splitter = LineSplitter()
@@ -109,7 +109,9 @@ class OutputRenderer:
             self.rank_logs[rank].append(text, name=name)
         shown = [rank for rank in ranks if rank in self._shown]
         if shown and text:
-            self._pass_on(self._limiter.admit(shown, OutputItem(text, self._clock(), name)))
+            self._queue_limited_items(
+                self._limiter.admit(shown, OutputItem(text, self._clock(), name))
+            )
 
     def display(
         self,
@@ -124,13 +126,13 @@ class OutputRenderer:
         if rank not in self._shown:
             return
         own_id = None if display_id is None else f"nbdist-{rank}-{display_id}"
-        display = DisplayOutput(_cleaned(bundle), _cleaned(metadata), own_id)
+        display = DisplayOutput(_sanitize(bundle), _sanitize(metadata), own_id)
         if own_id is not None and update:
             self._display_updates[own_id] = display
             return
         if own_id is not None:
             self._writer.pending_displays.add(own_id)
-        self._pass_on(self._limiter.admit((rank,), OutputItem(display, self._clock())))
+        self._queue_limited_items(self._limiter.admit((rank,), OutputItem(display, self._clock())))
 
     def result(self, rank: int, bundle: MimeBundle, metadata: MimeBundle) -> None:
         """Add the value of a cell's last expression."""
@@ -143,7 +145,7 @@ class OutputRenderer:
         """Add a rank's clear_output, which takes effect once all ranks have called it."""
         if rank in self._shown:
             item = OutputItem(ClearOutput(wait), self._clock())
-            self._pass_on(self._limiter.admit((rank,), item))
+            self._queue_limited_items(self._limiter.admit((rank,), item))
 
     def relay_comm(
         self,
@@ -161,7 +163,7 @@ class OutputRenderer:
         """
         if rank not in self._shown:
             return
-        content = _cleaned(content)
+        content = _sanitize(content)
         comm_id, data = str(content.get("comm_id")), content.get("data")
         is_state = (
             msg_type == "comm_msg"
@@ -229,7 +231,7 @@ class OutputRenderer:
     def tick(self, *, final: bool = False) -> None:
         """Show output that is due. Call it every 50-100 ms and after each batch of messages."""
         now = self._clock()
-        self._pass_on(self._limiter.end_floods(now, final=final))
+        self._queue_limited_items(self._limiter.end_floods(now, final=final))
         for comm_id in list(self._comm_updates):
             self._send_comm_update(comm_id)
         self._write_ready(now, final=final)
@@ -242,7 +244,7 @@ class OutputRenderer:
             self._flushed_at = now
             self.sink.flush()
 
-    def _pass_on(self, limited: RankItems) -> None:
+    def _queue_limited_items(self, limited: RankItems) -> None:
         """Split what has passed the limit into lines and queue it for merging."""
         for ranks, item in limited:
             if len(self._shown) == 1:
@@ -288,7 +290,7 @@ class CellWriter:
         """Text that is not yet written, all for `_stream`."""
         self._stream: StreamName = "stdout"
         self._is_mid_line = self._has_output = False
-        self._live_displays: list[LiveDisplay] = []
+        self._live_displays: list[OpenLinesDisplay] = []
         self._serial = 0
         """Number of written items."""
         self._serials = dict.fromkeys(ranks, 0)
@@ -333,11 +335,11 @@ class CellWriter:
             self.sink.write(self._stream, "".join(self._text))
             self._text.clear()
 
-    def show_open_lines(self, rank: int, lines: TerminalLines) -> None:
+    def show_open_lines(self, rank: int, lines: TerminalEmulator) -> None:
         """Show open lines in the last live display, or a new one if the rank has written since."""
         last = self._live_displays[-1] if self._live_displays else None
         if last is None or last.is_full or last.output_serial < self._serials[rank]:
-            last = LiveDisplay(output_serial=self._serial)
+            last = OpenLinesDisplay(output_serial=self._serial)
             self._live_displays.append(last)
             self._has_output = True
         last.add_lines(rank, lines)
@@ -365,12 +367,12 @@ _label = functools.lru_cache(maxsize=64)(format_ranks)
 """Cached, because the same ranks write line after line."""
 
 
-def _cleaned(value: Any) -> Any:
+def _sanitize(value: Any) -> Any:
     """JSON without lone surrogates and NUL."""
     if isinstance(value, str):
         return replace_invalid_chars(value)
     if isinstance(value, dict):
-        return {replace_invalid_chars(key): _cleaned(item) for key, item in value.items()}
+        return {replace_invalid_chars(key): _sanitize(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_cleaned(item) for item in value]
+        return [_sanitize(item) for item in value]
     return value

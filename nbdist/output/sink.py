@@ -1,6 +1,6 @@
 """Destinations of a cell's output: the notebook, a terminal or a file.
 
-``RunningCellSink`` serves a cell that blocks and is used on the main thread only.
+``RunningCellWriter`` serves a cell that blocks and is used on the main thread only.
 ``FinishedCellSink`` serves a cell that has returned and may be used from any thread. Neither needs
 a kernel: in a terminal or a script they print.
 """
@@ -50,7 +50,7 @@ class OutputSink(Protocol):
         """Flush all written text."""
 
 
-class RunningCellSink:
+class RunningCellWriter:
     """The cell that runs now, through `print` and `display`; main thread only.
 
     Uses sys.stdout, sys.stderr and IPython's display publisher, so %%capture, Output

@@ -102,7 +102,7 @@ def group_errors(errors: Sequence[RankError]) -> list[ErrorGroup]:
     by_signature: dict[tuple[ErrorKind, tuple[str, ...]], list[RankError]] = {}
     for error in sorted(errors, key=lambda error: (error.at, error.rank)):
         texts = (error.ename, error.evalue, *_user_frames(error.traceback))
-        by_signature.setdefault((_kind(error), tuple(map(_normal, texts))), []).append(error)
+        by_signature.setdefault((_kind(error), tuple(map(_normalize, texts))), []).append(error)
     groups = [
         ErrorGroup(kind, tuple(sorted(error.rank for error in same)), same[0])
         for (kind, _), same in by_signature.items()
@@ -136,23 +136,25 @@ def format_tracebacks(groups: Sequence[ErrorGroup], *, ranks: Sequence[int] = ()
     finished = tuple(rank for rank in ranks if rank not in failed)
     note = f" ({describe_ranks(finished)} finished)" if finished else ""
     for index, group in enumerate(full):
-        lines += _shown(group, shown, note="" if index else note)
-    folded = [_folded(group, first) for group in groups if group.kind != first.kind]
+        lines += _format_group(group, shown, note="" if index else note)
+    folded = [_one_line_summary(group, first) for group in groups if group.kind != first.kind]
     return [*lines, *([""] if folded else []), *folded]
 
 
 def format_reminder(groups: Sequence[ErrorGroup]) -> list[str]:
     """Return lines for errors whose tracebacks were shown while other ranks still ran."""
     first = groups[0]
-    folded = [_folded(group, first) for group in groups if group.kind != first.kind]
+    folded = [_one_line_summary(group, first) for group in groups if group.kind != first.kind]
     return [f"{summarize_errors(groups)}: shown above", *folded]
 
 
-def _shown(group: ErrorGroup, shown: dict[tuple[str, ...], ErrorGroup], *, note: str) -> list[str]:
+def _format_group(
+    group: ErrorGroup, shown: dict[tuple[str, ...], ErrorGroup], *, note: str
+) -> list[str]:
     """A group in full, or in one line if its frames were already shown."""
     label, frames = group.label, _user_frames(group.error.traceback)
     # exception type and frames without the message: where the error occurred
-    place = (group.error.ename, *map(_normal, frames[:-1]))
+    place = (group.error.ename, *map(_normalize, frames[:-1]))
     earlier = shown.get(place)
     space = [""] if shown else []
     if earlier is not None or len(shown) >= MAX_TRACEBACKS:
@@ -162,7 +164,7 @@ def _shown(group: ErrorGroup, shown: dict[tuple[str, ...], ErrorGroup], *, note:
     return [*space, f"{_BOLD}{label}{note}:{_RESET}", *frames]
 
 
-def _folded(group: ErrorGroup, first: ErrorGroup) -> str:
+def _one_line_summary(group: ErrorGroup, first: ErrorGroup) -> str:
     """One line for a secondary error or an interrupt."""
     if group.kind == "interrupt":
         return f"{group.label} {'was' if len(group.ranks) == 1 else 'were'} interrupted"
@@ -186,19 +188,19 @@ def _kind(error: RankError) -> ErrorKind:
     return "cause"
 
 
-def _normal(text: str) -> str:
+def _normalize(text: str) -> str:
     return _VARYING.sub("*", strip_ansi(text))
 
 
 def _user_frames(traceback: Sequence[str]) -> list[str]:
     """A traceback without frames of nbdist and ipykernel."""
-    kept = []
+    user_frames = []
     for item in traceback:
         match = _FRAME.match(strip_ansi(item).split("\n", 1)[0])
         path = str(Path(match[1]).expanduser()) if match else ""
         if not path.startswith(_OWN_FOLDER) and "/site-packages/ipykernel/" not in path:
-            kept.append(replace_invalid_chars(item))
-    return kept
+            user_frames.append(replace_invalid_chars(item))
+    return user_frames
 
 
 def _message(error: RankError) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nbdist import strategies
-from nbdist.display.units import truncate
+from nbdist.display.number_formatting import truncate
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
 from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
@@ -43,7 +43,7 @@ MAX_NPROC = 4096
 MAX_SHOWN_CHARS = 40
 
 
-class BadMessage(Exception):  # noqa: N818 - the name describes the message
+class InvalidPanelMessage(Exception):  # noqa: N818 - the name describes the message
     """An invalid message; `answers` is the id of its command, if it has one."""
 
     def __init__(self, text: str, answers: str | None = None) -> None:
@@ -65,7 +65,7 @@ class LogRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class PanelCommand:
     """A command of the front end."""
 
     id: str
@@ -102,9 +102,9 @@ class _ArgumentRule:
         return not isinstance(value, int) or isinstance(value, bool) or 1 <= value <= self.largest
 
 
-def _is_text(value: object, most: int) -> bool:
-    """Return whether a value is a text of at most `most` characters, which JSON can represent."""
-    return isinstance(value, str) and len(value) <= most and replace_invalid_chars(value) == value
+def _is_text(value: object, limit: int) -> bool:
+    """Return whether a value is a text of at most `limit` characters, which JSON can represent."""
+    return isinstance(value, str) and len(value) <= limit and replace_invalid_chars(value) == value
 
 
 def _text(chars: int) -> _ArgumentRule:
@@ -144,56 +144,68 @@ _REQUIRED_ARGUMENTS: Mapping[str, str] = {
 }
 
 
-def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequest | Command:
+def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequest | PanelCommand:
     """Validate a message of the front end. Unknown keys are ignored.
 
     Raises:
-        BadMessage: the message does not follow the protocol.
+        InvalidPanelMessage: the message does not follow the protocol.
     """
     if buffers:
-        raise BadMessage("messages of a front end must not have buffers")
+        raise InvalidPanelMessage("a message of a front end must not have buffers; send JSON alone")
     if not isinstance(message, dict):
-        raise BadMessage("a message must be an object with a kind")
+        raise InvalidPanelMessage(
+            "a message must be a JSON object with a kind: hello, log or command"
+        )
     kind = message.get("kind")
     if kind == "hello":
         return PageOpened()
     if kind == "log":
         rank, search = message.get("rank"), message.get("search", "")
         if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
-            raise BadMessage("the rank of a log must be null or an integer")
+            raise InvalidPanelMessage("the rank of a log must be null or an integer")
         if not _is_text(search, MAX_SEARCH_CHARS):
-            raise BadMessage(
+            raise InvalidPanelMessage(
                 f"a log is searched for a text of at most {MAX_SEARCH_CHARS} characters"
             )
         return LogRequest(rank, search)
     identity = message.get("id")
     if not identity or not _is_text(identity, MAX_ID_CHARS):
-        raise BadMessage(f"a command must have an id of 1 to {MAX_ID_CHARS} characters")
+        raise InvalidPanelMessage(
+            f"the id of a command must be a string of 1 to {MAX_ID_CHARS} characters"
+        )
     if kind != "command":
-        raise BadMessage("the kind of a message must be hello, log or command", identity)
+        raise InvalidPanelMessage("the kind of a message must be hello, log or command", identity)
     return _command(message, identity)
 
 
-def _command(message: Mapping[str, Any], identity: str) -> Command:
+def _command(message: Mapping[str, Any], identity: str) -> PanelCommand:
     name, arguments = message.get("name"), message.get("arguments", {})
     if not isinstance(name, str) or name not in get_args(CommandName):
-        raise BadMessage(f"a command must be one of {', '.join(get_args(CommandName))}", identity)
+        raise InvalidPanelMessage(
+            f"a command must be one of {', '.join(get_args(CommandName))}", identity
+        )
     if not isinstance(arguments, dict):
-        raise BadMessage("the arguments of a command must be an object", identity)
+        raise InvalidPanelMessage(
+            "the arguments of a command must be a JSON object; use {} for none", identity
+        )
     allowed = ARGUMENTS[name]
     for key, value in arguments.items():
         if key not in allowed:
             names = ", ".join(allowed) or "none"
             argument = truncate(ascii(key), MAX_SHOWN_CHARS)
-            raise BadMessage(f"unknown argument {argument} of {name}, allowed: {names}", identity)
+            raise InvalidPanelMessage(
+                f"unknown argument {argument} of {name}, allowed: {names}", identity
+            )
         if not allowed[key].check(value):
-            raise BadMessage(f"argument {key} of {name} must be {allowed[key].words}", identity)
+            raise InvalidPanelMessage(
+                f"argument {key} of {name} must be {allowed[key].words}", identity
+            )
     needed = _REQUIRED_ARGUMENTS.get(name)
     if needed is not None and needed not in arguments:
-        raise BadMessage(f"{name} requires {needed}", identity)
+        raise InvalidPanelMessage(f"{name} requires {needed}", identity)
     if name == "switch" and not arguments:
-        raise BadMessage("switch requires at least one argument", identity)
-    return Command(identity, cast("CommandName", name), dict(arguments))
+        raise InvalidPanelMessage("switch requires at least one argument", identity)
+    return PanelCommand(identity, cast("CommandName", name), dict(arguments))
 
 
 # ---------------------------------------------------------------------------- running
@@ -221,22 +233,22 @@ class CommandQueue:
     ) -> None:
         """Start the thread."""
         self._session, self._answer, self._plan, self._idle = session, answer, plan, idle
-        self._waiting: deque[Command] = deque()
+        self._waiting: deque[PanelCommand] = deque()
         self._lock = threading.Lock()
         """Protects the waiting commands, which any thread may add, take and cancel."""
-        self.doing: Command | None = None
+        self.doing: PanelCommand | None = None
         """The running command."""
         self._busy_since: float | None = None
         """Monotonic time since which the thread runs a command or the idle callback."""
-        self._woken = threading.Event()
+        self._wake_event = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="nbdist-commands", daemon=True)
         self._thread.start()
 
-    def submit(self, command: Command) -> None:
+    def submit(self, command: PanelCommand) -> None:
         """Add a command. Returns immediately."""
         if command.name == "restart":
-            while (dropped := self._take()) is not None:
+            while (dropped := self._pop_first()) is not None:
                 self._answer(make_answer(dropped.id, "Not run: the ranks are restarted.", ok=False))
         with self._lock:
             full = len(self._waiting) >= MAX_QUEUE
@@ -245,12 +257,12 @@ class CommandQueue:
         if full:
             text = f"{MAX_QUEUE} commands are already queued. Interrupt the running cell, or wait."
             self._answer(make_answer(command.id, text, ok=False))
-        self._woken.set()
+        self._wake_event.set()
 
-    def cancel(self, request: Command) -> None:
+    def cancel(self, request: PanelCommand) -> None:
         """Cancel a command that still waits. Returns immediately."""
         command_id = request.arguments["command"]
-        cancelled = self._take(lambda command: command.id == command_id)
+        cancelled = self._pop_first(lambda command: command.id == command_id)
         if cancelled is None:
             text = "Cannot cancel the command: it has already started."
             self._answer(make_answer(request.id, text, ok=False))
@@ -258,7 +270,9 @@ class CommandQueue:
         self._answer(make_answer(cancelled.id, "Not run: the command was cancelled.", ok=False))
         self._answer(make_answer(request.id, f"Cancelled: {cancelled.text}", ok=True))
 
-    def _take(self, matches: Callable[[Command], bool] = lambda _: True) -> Command | None:
+    def _pop_first(
+        self, matches: Callable[[PanelCommand], bool] = lambda _: True
+    ) -> PanelCommand | None:
         """Remove and return the first waiting command that matches."""
         with self._lock:
             command = next(filter(matches, self._waiting), None)
@@ -285,21 +299,21 @@ class CommandQueue:
     def close(self) -> None:
         """End the thread after the running command; waiting commands are dropped."""
         self._closed = True
-        self._woken.set()
+        self._wake_event.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
         with progress.suppress_status_lines():
             while not self._closed:
-                self._woken.wait(POLL_INTERVAL_S if self._waiting else 5 * POLL_INTERVAL_S)
-                self._woken.clear()
+                self._wake_event.wait(POLL_INTERVAL_S if self._waiting else 5 * POLL_INTERVAL_S)
+                self._wake_event.clear()
                 if self._restart_waits():
                     self._session.abandon()  # as the magic does: a restart does not wait for a cell
                 while (
-                    command := self._take(lambda waiting: waiting.name == "profile")
+                    command := self._pop_first(lambda waiting: waiting.name == "profile")
                 ) is not None:
-                    self._do(command)
+                    self._run_command(command)
                 self._try_next()
 
     def _restart_waits(self) -> bool:
@@ -315,10 +329,10 @@ class CommandQueue:
         try:
             if self._closed or self._session.running is not None:
                 return
-            command = self._take()
+            command = self._pop_first()
             if command is not None:
-                self._do(command)
-                self._woken.set()
+                self._run_command(command)
+                self._wake_event.set()
             else:
                 self._busy_since = time.monotonic()
                 self._idle()
@@ -328,11 +342,11 @@ class CommandQueue:
             self._busy_since = None
             self._session.lock.release()
 
-    def _do(self, command: Command) -> None:
+    def _run_command(self, command: PanelCommand) -> None:
         self.doing, self._busy_since = command, time.monotonic()
         replaces = False
         try:
-            text, ok = self._done(command), True
+            text, ok = self._execute_command(command), True
         except NbdistError as error:
             if isinstance(error, SessionBusy) and command.name != "profile":
                 with self._lock:  # a background cell started first
@@ -346,7 +360,7 @@ class CommandQueue:
             self.doing = self._busy_since = None
         self._answer(make_answer(command.id, text, ok=ok, replaces=replaces))
 
-    def _done(self, command: Command) -> str:
+    def _execute_command(self, command: PanelCommand) -> str:
         """Run one command and return its result as text."""
         if command.name == "plan":
             return self._plan()

@@ -13,20 +13,20 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.units import truncate
+from nbdist.display.number_formatting import truncate
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (
-    BadMessage,
-    Command,
     CommandQueue,
+    InvalidPanelMessage,
     LogRequest,
     PageOpened,
+    PanelCommand,
     make_answer,
     parse_message,
 )
-from nbdist.panel.curves import NewPoints, curve_history, pack_points
-from nbdist.panel.devices import DeviceSampler
+from nbdist.panel.curves import UnsentCurvePoints, curve_history, pack_points
+from nbdist.panel.device_sampler import DeviceSampler
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, PlanView, plan_session_model
 from nbdist.panel.protocol import (
     HEARTBEAT_INTERVAL_S,
@@ -39,9 +39,9 @@ from nbdist.panel.protocol import (
     DeviceSamplesMessage,
     HeartbeatMessage,
     LogMessage,
+    PanelStateUpdate,
     ResetMessage,
     SampleHistory,
-    StateChangeMessage,
 )
 from nbdist.panel.snapshot import ProfileViewCache
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from nbdist.panel.protocol import FrontendMessage, NoticeView, PanelState
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
-    from nbdist.session.placement import Placement
+    from nbdist.session.device_placement import DevicePlacement
     from nbdist.session.session import Session
     from nbdist.strategies import Options
 
@@ -90,7 +90,7 @@ class PanelData:
         self.panel: object = None
         """The open panel, if there is one."""
         self._traced = False
-        self._seen: tuple[Cell | None, Options, Placement] | None = None
+        self._seen: tuple[Cell | None, Options, DevicePlacement] | None = None
         self._last_model_reply: messages.ModelReply | None = None
         self._metrics = session.metrics
         self._lock = threading.Lock()
@@ -179,12 +179,12 @@ class PanelController:
     def __init__(self, view: PanelData, send: Send) -> None:
         """Start the threads."""
         self._view, self._session, self._send = view, view.session, send
-        self._new_points = NewPoints(self._session.metrics)
+        self._new_points = UnsentCurvePoints(self._session.metrics)
         self._points_since_reset = 0
         """Of the curve that has got the most."""
         self._inbox: deque[tuple[object, object]] = deque(maxlen=MAX_INBOX)
         self._answers: deque[CommandAnswer] = deque()
-        self._woken = threading.Event()
+        self._wake_event = threading.Event()
         self._closed = False
         self._notice: NoticeView | None = None
         self._before: PanelState | None = None
@@ -197,7 +197,7 @@ class PanelController:
         """Number of invalid messages."""
         view.devices.start()
         self._driver = CommandQueue(
-            self._session, answer=self._take_answer, plan=self._plan, idle=view.replan_if_changed
+            self._session, answer=self._queue_answer, plan=self._plan, idle=view.replan_if_changed
         )
         self._thread = threading.Thread(target=self._run, name="nbdist-panel", daemon=True)
         self._thread.start()
@@ -209,12 +209,12 @@ class PanelController:
                 self.send_final_state()
             return
         self._inbox.append((message, buffers))
-        self._woken.set()
+        self._wake_event.set()
 
     def close(self) -> None:
         """End all threads."""
         self._closed = True
-        self._woken.set()
+        self._wake_event.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S)
         self._driver.close()
@@ -229,8 +229,8 @@ class PanelController:
 
     def _run(self) -> None:
         while not self._closed:
-            self._woken.wait(max(UPDATE_INTERVAL_S, self._due - time.monotonic()))
-            self._woken.clear()
+            self._wake_event.wait(max(UPDATE_INTERVAL_S, self._due - time.monotonic()))
+            self._wake_event.clear()
             try:
                 self._answer_all()
                 self._driver.abort_stuck_restart()
@@ -247,14 +247,14 @@ class PanelController:
             message, buffers = self._inbox.popleft()
             try:
                 request = parse_message(message, buffers)
-            except BadMessage as error:
+            except InvalidPanelMessage as error:
                 self.dropped += 1
                 log.info("invalid message of a page: %s", error)
                 if error.answers is not None:
                     self._send_message(make_answer(error.answers, str(error), ok=False))
                 continue
             opened = opened or isinstance(request, PageOpened)
-            self._take(request)
+            self._handle_page_message(request)
         if opened:  # every message goes to all pages
             self._send_reset()
         while self._answers:
@@ -262,22 +262,22 @@ class PanelController:
             self._notice = snapshot.make_notice("info" if answer["ok"] else "error", answer["text"])
             self._send_message(answer)
 
-    def _take(self, message: PageOpened | LogRequest | Command) -> None:
+    def _handle_page_message(self, message: PageOpened | LogRequest | PanelCommand) -> None:
         match message:
             case LogRequest(rank=rank, search=search):
                 self._send_message(
                     LogMessage(
-                        kind="log", rank=rank, search=search, lines=self._lines(rank, search)
+                        kind="log", rank=rank, search=search, lines=self._log_lines(rank, search)
                     )
                 )
-            case Command(name="interrupt"):
+            case PanelCommand(name="interrupt"):
                 self._interrupt(message)
-            case Command(name="cancel"):
+            case PanelCommand(name="cancel"):
                 self._driver.cancel(message)
-            case Command():
+            case PanelCommand():
                 self._driver.submit(message)
 
-    def _interrupt(self, request: Command) -> None:
+    def _interrupt(self, request: PanelCommand) -> None:
         """Interrupt what runs, without waiting.
 
         Only the notebook's own interrupt ends what a magic runs on the main thread (a start, a
@@ -317,20 +317,22 @@ class PanelController:
             self._notice = None
         now = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
         if changed := snapshot.changed_keys(self._before, now):
-            self._send_message(StateChangeMessage(kind="picture", changed=changed))
+            self._send_message(PanelStateUpdate(kind="picture", changed=changed))
         self._before = now
         latest = self._view.devices.latest_snapshot
         if latest is not None and latest.time != self._sampled:
             self._sampled = latest.time
             self._send_message(
-                DeviceSamplesMessage(kind="samples", time=latest.time, devices=_samples_of(latest))
+                DeviceSamplesMessage(
+                    kind="samples", time=latest.time, devices=_device_samples(latest)
+                )
             )
         if time.monotonic() - self._sent_at >= HEARTBEAT_INTERVAL_S:
             self._send_message(HeartbeatMessage(kind="beat", time=time.time()))
 
     def _send_reset(self) -> None:
         metrics = self._session.metrics
-        self._new_points, self._points_since_reset = NewPoints(metrics), 0
+        self._new_points, self._points_since_reset = UnsentCurvePoints(metrics), 0
         series, buffer = pack_points(curve_history(metrics))
         self._sent_device_slots = self._view.devices.device_slots
         self._before = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
@@ -366,7 +368,7 @@ class PanelController:
             )
             self._view.request_prepared_model()
 
-    def _lines(self, rank: int | None, search: str) -> list[str]:
+    def _log_lines(self, rank: int | None, search: str) -> list[str]:
         """The last log lines of a rank, or of the launcher, that contain a text."""
         if rank is not None and rank >= self._session.world_size:
             return []
@@ -377,9 +379,9 @@ class PanelController:
 
     # -- the driver's thread
 
-    def _take_answer(self, answer: CommandAnswer) -> None:
+    def _queue_answer(self, answer: CommandAnswer) -> None:
         self._answers.append(answer)
-        self._woken.set()
+        self._wake_event.set()
 
     def _plan(self) -> str:
         with self._session.operation.track("planning", "planning the model"):
@@ -388,7 +390,7 @@ class PanelController:
         return rows["note"]
 
 
-def _samples_of(moment: Any) -> list[DeviceSample]:
+def _device_samples(moment: Any) -> list[DeviceSample]:
     return [
         DeviceSample(
             memory_bytes=reading.memory_bytes,

@@ -31,15 +31,15 @@ MAX_TOTAL_POINTS = 60_000
 def curve_history(metrics: Metrics) -> dict[str, Points]:
     """Return all curves, downsampled."""
     names = metrics.names[:MAX_CURVES]
-    most = max(2, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, len(names))))
-    return {name: downsample(_points(metrics.mean_over_ranks(name)), most) for name in names}
+    max_points = max(2, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, len(names))))
+    return {name: downsample(_points(metrics.mean_over_ranks(name)), max_points) for name in names}
 
 
 def _points(means: StepMeans) -> Points:
     return np.column_stack([means.steps, means.times, means.values]).astype(float)
 
 
-class NewPoints:
+class UnsentCurvePoints:
     """Points that have not been sent to the page yet."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -70,10 +70,10 @@ class NewPoints:
                         ready.append(point)
                     else:
                         waiting[point[0]] = since, point
-            late = [
+            timed_out = [
                 step for step, (since, _) in waiting.items() if now - since >= RANK_WAIT_TIMEOUT_S
             ]
-            ready += [waiting.pop(step)[1] for step in late]
+            ready += [waiting.pop(step)[1] for step in timed_out]
         return {name: np.array(ready) for name, ready in points.items() if ready}
 
 
@@ -83,19 +83,19 @@ def pack_points(series: Mapping[str, Points]) -> tuple[list[CurveSlice], bytes]:
     return parts, b"".join(points.astype("<f8").tobytes() for points in series.values())
 
 
-def downsample(points: Points, most: int) -> Points:
+def downsample(points: Points, max_points: int) -> Points:
     """Keep the first and last point, and the lowest and highest point of each stretch between.
 
     A NaN is kept instead of the lowest point of its stretch, so that it stays visible.
     """
-    if len(points) <= most:
+    if len(points) <= max_points:
         return points
     values = points[:, 2]
     highest = np.where(np.isnan(values), -np.inf, values)
-    stretches = np.array_split(np.arange(1, len(points) - 1), max(1, (most - 2) // 2))
-    kept = {0, len(points) - 1}
+    stretches = np.array_split(np.arange(1, len(points) - 1), max(1, (max_points - 2) // 2))
+    indices = {0, len(points) - 1}
     for stretch in stretches:
         if len(stretch):
             # argmin returns the first NaN if there is one
-            kept |= {stretch[np.argmin(values[stretch])], stretch[np.argmax(highest[stretch])]}
-    return points[sorted(kept)]
+            indices |= {stretch[np.argmin(values[stretch])], stretch[np.argmax(highest[stretch])]}
+    return points[sorted(indices)]

@@ -49,9 +49,9 @@ class PlanView:
     plan: Plan | None = None
 
     @classmethod
-    def empty(cls, why: str) -> PlanView:
+    def empty(cls, reason: str) -> PlanView:
         """Return a view without a plan."""
-        return cls(StrategiesView(rows=[], note=why))
+        return cls(StrategiesView(rows=[], note=reason))
 
     def with_current_options(self, options: Options) -> PlanView:
         """Return the same plan after a switch, with another current strategy."""

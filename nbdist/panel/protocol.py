@@ -339,7 +339,7 @@ class ResetMessage(TypedDict):
     samples: SampleHistory
 
 
-class StateChangeMessage(TypedDict):
+class PanelStateUpdate(TypedDict):
     """Changed parts of the state."""
 
     kind: Literal["picture"]
@@ -390,7 +390,7 @@ class HeartbeatMessage(TypedDict):
 
 FrontendMessage = (
     ResetMessage
-    | StateChangeMessage
+    | PanelStateUpdate
     | CurvePointsMessage
     | DeviceSamplesMessage
     | CommandAnswer

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.display.profile import shown_ranks
-from nbdist.display.units import (
+from nbdist.display.number_formatting import (
     format_bytes,
     format_duration,
     format_percent,
     format_tokens_per_s,
     truncate,
 )
+from nbdist.display.profile import shown_ranks
 from nbdist.hardware.telemetry import GpuReading
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.output.sink import get_kernel
@@ -50,11 +50,11 @@ from nbdist.session.progress import parse_fraction_done
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.panel.devices import DeviceSampler
+    from nbdist.panel.device_sampler import DeviceSampler
     from nbdist.panel.plan_view import PlanView
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.measurements import RankProfile
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
     from nbdist.session.session import Session
@@ -108,14 +108,14 @@ def take_snapshot(
         progress=_progress(session),
         queue=list(queue),
         marks=[
-            EventMarkView(step=mark.step, time=mark.time, kind=mark.kind, text=_short(mark))
+            EventMarkView(step=mark.step, time=mark.time, kind=mark.kind, text=_mark_text(mark))
             for mark in session.events.to_list()[-MAX_MARKS:]
         ],
         notice=notice,
     )
 
 
-def _short(mark: TrainingEvent) -> str:
+def _mark_text(mark: TrainingEvent) -> str:
     """Short text of a mark: of a switch only what changes."""
     if mark.kind != "switch":
         return mark.text
@@ -293,13 +293,13 @@ def _ranks(session: Session) -> list[RankView]:
                 if log
                 else "",
                 written=log.written if log else 0,
-                where=_where(answer) if answer and state in {"running", "waiting"} else "",
+                where=_position_text(answer) if answer and state in {"running", "waiting"} else "",
             )
         )
     return views
 
 
-def _where(answer: messages.RankActivityReply) -> str:
+def _position_text(answer: messages.RankActivityReply) -> str:
     """Cell, line, code and collective; only the collective outside of a cell's code."""
     if not answer["cell"]:
         return answer["collective"]
@@ -430,12 +430,12 @@ def view_from_profile(profile: Profile, options: Options) -> ProfileView:
         ranks=[
             ProfiledRank(
                 rank=int(rank.rank),
-                step_s=_finite(rank.step_s),
+                step_s=_finite_duration(rank.step_s),
                 # not zero, in the order of the bar
                 parts=[
-                    StepPartTime(part=part, seconds=_finite(rank.parts[part]))
+                    StepPartTime(part=part, seconds=_finite_duration(rank.parts[part]))
                     for part in STEP_PARTS
-                    if _finite(rank.parts.get(part, 0.0))
+                    if _finite_duration(rank.parts.get(part, 0.0))
                 ],
                 straggler=rank.rank == profile.straggler,
                 figures=_text("; ".join(_rank_figures(rank))),
@@ -453,7 +453,7 @@ def _text(text: str) -> str:
     return truncate(replace_invalid_chars(text), MAX_TEXT_CHARS)
 
 
-def _finite(number: float) -> float:
+def _finite_duration(number: float) -> float:
     """A duration that JSON and a bar can represent."""
     return number if math.isfinite(number) and number > 0 else 0.0
 

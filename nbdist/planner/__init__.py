@@ -27,6 +27,9 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     optimizer: str = "adamw",
     *,
     inputs: object = None,
+    lora: int | None = None,
+    target_modules: str | Sequence[str] | None = None,
+    quantize: str | None = None,
     **fixed: Any,
 ) -> Plan:
     """Predict memory and speed of every strategy on these devices, and pick one.
@@ -43,9 +46,15 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         batch_size: samples per rank and micro-batch, or several sizes to compare.
         seq_len: tokens per sample. Default: the model's maximum, at most 2048.
         precision: no, fp16, bf16 or fp8.
-        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, ..., or a class name.
+        optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, muon, ..., or a class name.
         inputs: example input of a module that is not a transformers model: a tensor, or a tuple
             or dict of its arguments.
+        lora: rank of PEFT's adapters, which then are all that trains. A PEFT model needs no rank:
+            it is planned as it is.
+        target_modules: linear layers with an adapter, as in PEFT's `LoraConfig`: names,
+            one regular expression, or "all-linear". Default: PEFT's for the model's type.
+        quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
+            "int8"; needs lora.
         fixed: options of `%%distribute` to hold fixed instead of searching, such as
             offload="cpu", activation_checkpointing=True, accumulate=4.
 
@@ -53,26 +62,29 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         PlanError: the model, the devices or a number is invalid.
         OptionError: an unknown option, or an invalid value.
     """
-    from nbdist.planner import load_model, optimizers, search
-    from nbdist.planner.devices import print_progress, resolve_cluster
-    from nbdist.planner.plan_table import PlanRequest
+    from nbdist.planner import build_model_spec, optimizers, search
+    from nbdist.planner.plan_table import PlanInput
+    from nbdist.planner.target_devices import print_progress, resolve_cluster
 
     several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
-    batch_sizes = tuple(_whole("batch_size", size) for size in several)
-    batch_sizes = batch_sizes or (_whole("batch_size", batch_size),)
-    cluster = resolve_cluster(devices, _maybe("world_size", world_size))
+    batch_sizes = tuple(_positive_int("batch_size", size) for size in several)
+    batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
+    cluster = resolve_cluster(devices, _optional_positive_int("world_size", world_size))
     settled = search.validate_options(fixed, precision, cluster)
-    spec, length = load_model.load_model_spec(
+    spec, length = build_model_spec.load_model_spec(
         model,
         batch_size=batch_sizes[0],
-        seq_len=_maybe("seq_len", seq_len),
+        seq_len=_optional_positive_int("seq_len", seq_len),
         kind=cluster.kind,
         precision=settled["precision"],
         inputs=inputs,
         progress=print_progress,
     )
+    spec = build_model_spec.adapt(
+        spec, _optional_positive_int("lora", lora), target_modules, quantize
+    )
     return search.search_plan(
-        PlanRequest(
+        PlanInput(
             model=spec,
             cluster=cluster,
             batch_sizes=batch_sizes,
@@ -90,11 +102,11 @@ _MOST = 10**7
 """Upper limit of samples, tokens or ranks; a larger number is a typing error."""
 
 
-def _maybe(name: str, given: object) -> int | None:
-    return None if given is None else _whole(name, given)
+def _optional_positive_int(name: str, value: object) -> int | None:
+    return None if value is None else _positive_int(name, value)
 
 
-def _whole(name: str, given: object) -> int:
+def _positive_int(name: str, value: object) -> int:
     """Validate an integer >= 1.
 
     Raises:
@@ -102,8 +114,8 @@ def _whole(name: str, given: object) -> int:
     """
     from nbdist.errors import PlanError
 
-    number = given if isinstance(given, (int, float)) and not isinstance(given, bool) else math.nan
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number == int(number) and 1 <= number <= _MOST):
-        message = f"{name} must be an integer from 1 to {_MOST:,}, got {given!r}."
+        message = f"{name} must be an integer from 1 to {_MOST:,}, got {value!r}."
         raise PlanError(message)
     return int(number)

@@ -1,6 +1,6 @@
 """Devices of a plan and the links between them, and the cluster found on this machine.
 
-Pure. `devices` parses them from text; `cluster_for_machine` takes what NVML reports.
+Pure. `target_devices` parses them from text; `cluster_for_machine` takes what NVML reports.
 Speeds come from `gpu_catalog`. Memory is in bytes, speeds are in bytes/s and FLOP/s; a link's
 speed is for one direction.
 """
@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.planner.gpu_catalog import FP32_EFFICIENCY, GB, GIB, GPU_CATALOG, DeviceSpec, find_gpu
-from nbdist.planner.measurements import COLLECTIVES, DTYPES
+from nbdist.planner.measurement_store import COLLECTIVES, DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
-    from nbdist.planner.measurements import Collective, Measurement, MeasurementStore
+    from nbdist.planner.measurement_store import Collective, Measurement, MeasurementStore
 
 __all__ = ["GPU_CATALOG", "ClusterSpec", "DeviceSpec", "cluster_for_machine", "cpu_cluster"]
 
@@ -118,13 +118,13 @@ class ClusterSpec:
 
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth of a large collective over all ranks, in bytes/s per rank."""
-        inside = self._inside(collective)
+        inside = self._intra_node_bandwidth(collective)
         # A ring crosses each node's adapters once, so all adapters of a node count together.
         return inside if self.num_nodes == 1 else min(inside, self.network_bandwidth * _LINK_SHARE)
 
     def subcluster(self, which: CollectiveScope) -> ClusterSpec:
         """Return the ranks of a collective as a cluster of their own."""
-        return {"all": self, "node": self._one_node, "nodes": self._one_of_each}[which]
+        return {"all": self, "node": self._one_node, "nodes": self._one_device_per_node}[which]
 
     @cached_property
     def _one_node(self) -> ClusterSpec:
@@ -137,7 +137,7 @@ class ClusterSpec:
         )
 
     @cached_property
-    def _one_of_each(self) -> ClusterSpec:
+    def _one_device_per_node(self) -> ClusterSpec:
         """One device per node, with its share of the network."""
         devices = (self.slowest_device,) * self.num_nodes
         share = self.network_bandwidth / self.ranks_per_node
@@ -191,9 +191,9 @@ class ClusterSpec:
     def compute_speed_key(self, device: DeviceSpec) -> str:
         """Return the key under which a device's compute speed is stored."""
         # CPU ranks share their machine's cores, so their speed depends on how many there are.
-        return _cpu_words(self.ranks_per_node) if self.kind == "cpu" else device.name
+        return _cpu_text(self.ranks_per_node) if self.kind == "cpu" else device.name
 
-    def _inside(self, collective: Collective) -> float:
+    def _intra_node_bandwidth(self, collective: Collective) -> float:
         """Bus bandwidth between the devices of one node."""
         if self.link == "none" or (self.ranks_per_node == 1 and self.num_nodes > 1):
             return math.inf
@@ -212,7 +212,7 @@ class ClusterSpec:
     def describe(self) -> str:
         """Return a short description: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
         if self.kind == "cpu":
-            ranks = _cpu_words(self.world_size)
+            ranks = _cpu_text(self.world_size)
             return ranks if self.num_nodes == 1 else f"{ranks} on {self.num_nodes} nodes"
         kinds = Counter(device.name for device in self.devices)
         words = [" + ".join(f"{count} x {name}" for name, count in kinds.items())]
@@ -260,7 +260,7 @@ class ClusterSpec:
         return cluster.with_measurements(self.measurement_store)
 
 
-def _cpu_words(ranks: int) -> str:
+def _cpu_text(ranks: int) -> str:
     return f"{ranks} CPU {'rank' if ranks == 1 else 'ranks'}"
 
 
@@ -329,7 +329,7 @@ def cpu_cluster(
     )
 
 
-def device_with_memory(memory: float, why: str) -> tuple[DeviceSpec, tuple[str, ...]]:
+def device_with_memory(memory: float, reason: str) -> tuple[DeviceSpec, tuple[str, ...]]:
     """Return a GPU of which only the memory is known, with the speeds of a typical one."""
     typical = min(
         (GPU_CATALOG[name] for name in _TYPICAL),
@@ -341,7 +341,7 @@ def device_with_memory(memory: float, why: str) -> tuple[DeviceSpec, tuple[str, 
         memory_bytes=int(memory),
         free_bytes=int(memory),
     )
-    return device, (f"{why}: assuming the speeds of {typical.name}.",)
+    return device, (f"{reason}: assuming the speeds of {typical.name}.",)
 
 
 def default_link(device: DeviceSpec, count: int) -> Link:
@@ -373,7 +373,7 @@ def cluster_for_machine(
     """
     if not machine.gpus:
         return _cpu_ranks(cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus)
-    specs = [_known(gpu) for gpu in machine.gpus]
+    specs = [_catalogued_gpu(gpu) for gpu in machine.gpus]
     devices = [device for device, _ in specs]
     notes = dict.fromkeys(note for _, notes_of_gpu in specs for note in notes_of_gpu)
     for index, gpu_usage in enumerate(usage):
@@ -385,7 +385,7 @@ def cluster_for_machine(
         link=link if len(devices) > 1 else "none",
         host_memory_bytes=host_free_bytes,
         nvme_bytes=nvme_free_bytes,
-        notes=(*notes, *_held(devices, usage), *_uneven(devices)),
+        notes=(*notes, *_memory_in_use_notes(devices, usage), *_unequal_gpu_notes(devices)),
     )
 
 
@@ -407,10 +407,10 @@ def cluster_for_nodes(nodes: Mapping[str, ClusterSpec]) -> ClusterSpec:
         devices=tuple(devices),
         link=next((link for link in _SLOWEST_FIRST if link in links), "none"),
         num_nodes=len(nodes),
-        host_memory_bytes=_least(node.host_memory_bytes for node in nodes.values()),
+        host_memory_bytes=_smallest_known(node.host_memory_bytes for node in nodes.values()),
         host_bandwidth=first.host_bandwidth,
-        num_cpus=_least(node.num_cpus for node in nodes.values()),
-        notes=(*_notes_of(nodes), *_uneven(devices), *_scarce(nodes)),
+        num_cpus=_smallest_known(node.num_cpus for node in nodes.values()),
+        notes=(*_notes_of(nodes), *_unequal_gpu_notes(devices), *_scarce_node_notes(nodes)),
         kind=first.kind,
     )
     return with_default_network(cluster)
@@ -421,39 +421,42 @@ _ALIKE = 0.9
 """Nodes whose free host memory differs by less than this are treated as equal."""
 
 
-def _least(figures: Iterable[int | None]) -> int | None:
+def _smallest_known(figures: Iterable[int | None]) -> int | None:
     return min((figure for figure in figures if figure is not None), default=None)
 
 
 def _notes_of(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
     """Notes of the nodes: once if all share it, otherwise prefixed with the node's name."""
-    by_node = {name: set(node.notes) - set(_uneven(node.devices)) for name, node in nodes.items()}
+    by_node = {
+        name: set(node.notes) - set(_unequal_gpu_notes(node.devices))
+        for name, node in nodes.items()
+    }
     everywhere = set.intersection(*by_node.values())
     yield from sorted(everywhere)
     for name, notes in by_node.items():
         yield from (f"On {name}: {note}" for note in sorted(notes - everywhere))
 
 
-def _scarce(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
+def _scarce_node_notes(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
     """Notes about nodes with less host memory or fewer cores than others."""
     memory = {name: node.host_memory_bytes or 0 for name, node in nodes.items()}
-    least, most = min(memory, key=memory.__getitem__), max(memory.values())
-    if memory[least] < _ALIKE * most:
+    smallest, largest = min(memory, key=memory.__getitem__), max(memory.values())
+    if memory[smallest] < _ALIKE * largest:
         yield (
-            f"The nodes differ: {least} has the least free host memory,"
-            f" {memory[least] / GIB:.1f} GiB against {most / GIB:.1f} GiB elsewhere; the plan"
+            f"The nodes differ: {smallest} has the least free host memory,"
+            f" {memory[smallest] / GIB:.1f} GiB against {largest / GIB:.1f} GiB elsewhere; the plan"
             " assumes this minimum on every node."
         )
     cores = {name: node.num_cpus or 0 for name, node in nodes.items()}
-    fewest, most = min(cores, key=cores.__getitem__), max(cores.values())
-    if cores[fewest] < most:
+    fewest, largest = min(cores, key=cores.__getitem__), max(cores.values())
+    if cores[fewest] < largest:
         yield (
-            f"The nodes differ: {fewest} has {cores[fewest]} cores against {most} elsewhere; all"
+            f"The nodes differ: {fewest} has {cores[fewest]} cores against {largest} elsewhere; all"
             f" ranks wait for those on {fewest}."
         )
 
 
-def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
+def _catalogued_gpu(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
     """A detected GPU under the driver's name, with the catalogue's speeds."""
     notes: tuple[str, ...] = ()
     # A MIG instance has a fraction of a GPU: 3/7 for "MIG 3g.40gb".
@@ -473,7 +476,9 @@ def _known(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
     ), notes
 
 
-def _held(devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]) -> Iterator[str]:
+def _memory_in_use_notes(
+    devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]
+) -> Iterator[str]:
     """Notes about memory held by other processes."""
     for index, (device, gpu_usage) in enumerate(zip(devices, usage, strict=False)):
         if gpu_usage.holders:
@@ -484,7 +489,7 @@ def _held(devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]) -> Iter
             )
 
 
-def _uneven(devices: Sequence[DeviceSpec]) -> Iterator[str]:
+def _unequal_gpu_notes(devices: Sequence[DeviceSpec]) -> Iterator[str]:
     """Note about GPUs that differ."""
     names = Counter(device.name for device in devices)
     if len(names) > 1:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbdist.planner.measurements import DEFAULT_LOOP_EFFICIENCY
+from nbdist.planner.measurement_store import DEFAULT_LOOP_EFFICIENCY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.measurements import Measurement
+    from nbdist.planner.measurement_store import Measurement
 
 GIB = 1 << 30
 GB = 1e9
@@ -161,7 +161,7 @@ _BLACKWELL = _GpuGeneration(0.52, 63, reduces_in_switch=True)
 _CDNA = _GpuGeneration(0.45, 31.5)
 
 
-class _GpuRow(NamedTuple):
+class _GpuCatalogEntry(NamedTuple):
     """One line of the catalogue, in datasheet units."""
 
     name: str
@@ -209,39 +209,45 @@ _TU102 = "NVIDIA Turing whitepaper"
 # fmt: off
 _ROWS = (
     # name, generation, GiB, GB/s, TFLOP/s, NVLink GB/s
-    _GpuRow("T4-16GB", _TURING, 14.6, 320, (8.1, 65)),
-    _GpuRow("P100-16GB", _PASCAL, 15.9, 732, (9.3, 18.7)),
-    _GpuRow("V100-16GB", _VOLTA, 15.8, 900, (15.7, 125), 150),
-    _GpuRow("V100-32GB", _VOLTA, 31.7, 900, (15.7, 125), 150),
-    _GpuRow("RTX2080Ti-11GB", _TURING, 10.7, 616, (13.4, 53.8), 50, bridged=True, source=_TU102),
-    _GpuRow("TitanRTX-24GB", _TURING, 23.6, 672, (16.3, 130.5), 50, bridged=True, source=_TU102),
-    _GpuRow("RTX3090-24GB", _AMPERE, 23.7, 936, (35.6, 71), 56, bridged=True, source="GA102 paper"),
-    _GpuRow("RTX4090-24GB", _ADA, 23.6, 1008, (82.6, 165.2, 330), source="NVIDIA Ada whitepaper"),
-    _GpuRow("RTX5090-32GB", _BLACKWELL, 31.4, 1792, (104.8, 209.5, 419), source="GB202 whitepaper"),
-    _GpuRow("A10-24GB", _AMPERE, 22.2, 600, (31.2, 125)),
-    _GpuRow("A10G-24GB", _AMPERE, 22.1, 600, (31.5, 70), source="AWS, EC2 G5"),
-    _GpuRow("A30-24GB", _AMPERE, 23.5, 933, (10.3, 165), 100, bridged=True),
-    _GpuRow("A40-48GB", _AMPERE, 44.4, 696, (37.4, 149.7), 56, bridged=True),
-    _GpuRow("A6000-48GB", _AMPERE, 47.4, 768, (38.7, 154.8), 56, bridged=True),
-    _GpuRow("L4-24GB", _ADA, 22.0, 300, (30.3, 121, 242)),
-    _GpuRow("L40S-48GB", _ADA, 44.4, 864, (91.6, 362, 733)),
-    _GpuRow("RTX6000Ada-48GB", _ADA, 47.4, 960, (91.1, 364, 728)),
-    _GpuRow("RTXPRO6000-96GB", _BLACKWELL, 94.9, 1792, (125, 503.8, 1007)),
-    _GpuRow("A100-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 300),
-    _GpuRow("A100-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300),
-    _GpuRow("A100-PCIe-80GB", _AMPERE, 79.2, 1935, (19.5, 312), 300, bridged=True),
-    _GpuRow("A100-PCIe-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300, bridged=True),
-    _GpuRow("A800-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 200),
-    _GpuRow("H100-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 450),
-    _GpuRow("H100-PCIe-80GB", _HOPPER, 79.1, 2039, (51.2, 756, 1513), 300, bridged=True),
-    _GpuRow("H100-NVL-94GB", _HOPPER, 93.1, 3938, (60, 835, 1671), 300, bridged=True),
-    _GpuRow("H100-96GB", _HOPPER, 94.9, 2400, (66.9, 989.4, 1978.9), 450, source="torchtitan"),
-    _GpuRow("H800-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 200),
-    _GpuRow("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
-    _GpuRow("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
-    _GpuRow("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
-    _GpuRow("MI250-64GB", _CDNA, 64.0, 1638, (45.3, 181), 150),
-    _GpuRow("MI300X-192GB", _CDNA, 191.5, 5300, (163.4, 1307, 2614), 448),
+    _GpuCatalogEntry("T4-16GB", _TURING, 14.6, 320, (8.1, 65)),
+    _GpuCatalogEntry("P100-16GB", _PASCAL, 15.9, 732, (9.3, 18.7)),
+    _GpuCatalogEntry("V100-16GB", _VOLTA, 15.8, 900, (15.7, 125), 150),
+    _GpuCatalogEntry("V100-32GB", _VOLTA, 31.7, 900, (15.7, 125), 150),
+    _GpuCatalogEntry("RTX2080Ti-11GB", _TURING, 10.7, 616, (13.4, 53.8), 50,
+                      bridged=True, source=_TU102),
+    _GpuCatalogEntry("TitanRTX-24GB", _TURING, 23.6, 672, (16.3, 130.5), 50,
+                      bridged=True, source=_TU102),
+    _GpuCatalogEntry("RTX3090-24GB", _AMPERE, 23.7, 936, (35.6, 71), 56,
+                      bridged=True, source="GA102 paper"),
+    _GpuCatalogEntry("RTX4090-24GB", _ADA, 23.6, 1008, (82.6, 165.2, 330),
+                      source="NVIDIA Ada whitepaper"),
+    _GpuCatalogEntry("RTX5090-32GB", _BLACKWELL, 31.4, 1792, (104.8, 209.5, 419),
+                      source="GB202 whitepaper"),
+    _GpuCatalogEntry("A10-24GB", _AMPERE, 22.2, 600, (31.2, 125)),
+    _GpuCatalogEntry("A10G-24GB", _AMPERE, 22.1, 600, (31.5, 70), source="AWS, EC2 G5"),
+    _GpuCatalogEntry("A30-24GB", _AMPERE, 23.5, 933, (10.3, 165), 100, bridged=True),
+    _GpuCatalogEntry("A40-48GB", _AMPERE, 44.4, 696, (37.4, 149.7), 56, bridged=True),
+    _GpuCatalogEntry("A6000-48GB", _AMPERE, 47.4, 768, (38.7, 154.8), 56, bridged=True),
+    _GpuCatalogEntry("L4-24GB", _ADA, 22.0, 300, (30.3, 121, 242)),
+    _GpuCatalogEntry("L40S-48GB", _ADA, 44.4, 864, (91.6, 362, 733)),
+    _GpuCatalogEntry("RTX6000Ada-48GB", _ADA, 47.4, 960, (91.1, 364, 728)),
+    _GpuCatalogEntry("RTXPRO6000-96GB", _BLACKWELL, 94.9, 1792, (125, 503.8, 1007)),
+    _GpuCatalogEntry("A100-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 300),
+    _GpuCatalogEntry("A100-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300),
+    _GpuCatalogEntry("A100-PCIe-80GB", _AMPERE, 79.2, 1935, (19.5, 312), 300, bridged=True),
+    _GpuCatalogEntry("A100-PCIe-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300, bridged=True),
+    _GpuCatalogEntry("A800-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 200),
+    _GpuCatalogEntry("H100-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 450),
+    _GpuCatalogEntry("H100-PCIe-80GB", _HOPPER, 79.1, 2039, (51.2, 756, 1513), 300, bridged=True),
+    _GpuCatalogEntry("H100-NVL-94GB", _HOPPER, 93.1, 3938, (60, 835, 1671), 300, bridged=True),
+    _GpuCatalogEntry("H100-96GB", _HOPPER, 94.9, 2400, (66.9, 989.4, 1978.9), 450,
+                      source="torchtitan"),
+    _GpuCatalogEntry("H800-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 200),
+    _GpuCatalogEntry("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
+    _GpuCatalogEntry("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
+    _GpuCatalogEntry("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
+    _GpuCatalogEntry("MI250-64GB", _CDNA, 64.0, 1638, (45.3, 181), 150),
+    _GpuCatalogEntry("MI300X-192GB", _CDNA, 191.5, 5300, (163.4, 1307, 2614), 448),
 )
 # fmt: on
 
@@ -258,7 +264,7 @@ _NOISE = re.compile(
 )
 
 
-class GpuName(NamedTuple):
+class GpuNameKey(NamedTuple):
     """Key that identifies a GPU in names given by users and drivers."""
 
     family: str
@@ -268,7 +274,7 @@ class GpuName(NamedTuple):
     """GB, if the name contains it."""
 
     @classmethod
-    def parse(cls, name: str) -> GpuName:
+    def parse(cls, name: str) -> GpuNameKey:
         """Parse "NVIDIA A100-SXM4-80GB", "RTX 4090", "4090", "a100-80gb"."""
         text = name.upper()
         memory = _MEMORY.search(text)
@@ -278,13 +284,15 @@ class GpuName(NamedTuple):
         return cls(family.removeprefix("RTX"), board, int(memory[1]) if memory else None)
 
 
-_KEYS: Mapping[str, GpuName] = MappingProxyType({name: GpuName.parse(name) for name in GPU_CATALOG})
+_KEYS: Mapping[str, GpuNameKey] = MappingProxyType(
+    {name: GpuNameKey.parse(name) for name in GPU_CATALOG}
+)
 
 
 def gpus_of_family(name: str) -> list[DeviceSpec]:
     """Return all devices of the same family: every A100 for "A100-PCIe-40GB"."""
-    wanted = GpuName.parse(name).family
-    return [GPU_CATALOG[known] for known, key in _KEYS.items() if key.family == wanted]
+    family = GpuNameKey.parse(name).family
+    return [GPU_CATALOG[known] for known, key in _KEYS.items() if key.family == family]
 
 
 def find_gpu(name: str, *, memory_bytes: int | None = None) -> DeviceSpec | None:
@@ -294,12 +302,12 @@ def find_gpu(name: str, *, memory_bytes: int | None = None) -> DeviceSpec | None
         name: "H100", "h100-80gb", "NVIDIA A100-SXM4-40GB", "RTX 4090", "4090".
         memory_bytes: total memory reported by the driver, if known.
     """
-    wanted = GpuName.parse(name)
+    parsed = GpuNameKey.parse(name)
     devices = gpus_of_family(name)
-    board = [device for device in devices if _KEYS[device.name].board == wanted.board] or devices
+    board = [device for device in devices if _KEYS[device.name].board == parsed.board] or devices
     if memory_bytes is not None:
         return min(board, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
-    fitting = (gpu for gpu in board if wanted.memory in {None, _KEYS[gpu.name].memory})
+    fitting = (gpu for gpu in board if parsed.memory in {None, _KEYS[gpu.name].memory})
     return next(fitting, None)
 
 

@@ -28,6 +28,9 @@ half_autocast: both (FSDP1 through accelerate 1.15, which also casts outputs to 
 
 COMPUTE_MODES: tuple[ComputeMode, ...] = ("full", "half", "autocast", "half_autocast")
 
+FrozenSaves = Literal["nothing", "linear", "all"]
+"""linear: ZeRO-3's own linear layer; all: FSDP1, whose parameters are views of a trainable one."""
+
 LayerRole = Literal["embedding", "block", "tail", "root"]
 """tail: final norm and head. root: parameters outside all other groups, used throughout."""
 
@@ -46,11 +49,27 @@ class Workload:
     activation_checkpointing: bool = False
     kind: Literal["cuda", "cpu"] = "cuda"
     """Device whose autocast rules apply: a GPU returns layer norms and softmax in fp32."""
+    frozen_saves: FrozenSaves = "nothing"
+    """Layers that save their input although their weight is frozen."""
 
     @property
     def num_tokens(self) -> int:
         """T: tokens per micro-batch."""
         return self.batch_size * self.seq_len
+
+
+class WeightShape(NamedTuple):
+    """Shape of a parameter."""
+
+    rows: int
+    """FSDP2 shards by rows."""
+    num_elements: int
+    trainable: bool = True
+
+    def shard(self, ranks: int) -> WeightShape:
+        """Return the first rank's shard, which is padded to equal shards."""
+        rows = -(-self.rows // ranks)
+        return self._replace(rows=rows, num_elements=rows * (self.num_elements // self.rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +83,24 @@ class LayerGroup:
     trainable: int = 0
     """Trainable parameters of one instance, in elements."""
     frozen: int = 0
+    quantized: int = 0
+    """Frozen parameters of one instance that are stored in 4 or 8 bits, in elements."""
+    quantized_bytes: int = 0
+    """Their bytes with all scales; only ZeRO-3 shards them, and nothing casts them."""
+    quantized_tensors: tuple[int, ...] = ()
+    """Bytes of each of them, without scales."""
     largest: int = 0
-    """Largest single parameter of one instance, in elements."""
-    tensors: tuple[tuple[int, int], ...] = ()
-    """(rows, elements) of each parameter of one instance, if known: FSDP2 shards by rows."""
+    """Largest single parameter of one instance, in elements; quantized ones do not count."""
+    tensors: tuple[WeightShape, ...] = ()
+    """Each parameter of one instance that is not quantized, if known."""
 
     @property
     def num_params(self) -> int:
-        """All parameters of one instance, in elements."""
+        """Parameters of one instance that are not quantized, in elements."""
         return self.trainable + self.frozen
 
 
-class BackwardMoment(NamedTuple):
+class BackwardPeakCandidate(NamedTuple):
     """A moment in a group's backward that may be its peak."""
 
     held_bytes: int
@@ -92,7 +117,7 @@ class LayerActivations:
     """Bytes kept from its forward until its backward."""
     forward_peak_bytes: int
     """Peak bytes inside its forward, including what it has saved."""
-    backward_moments: tuple[BackwardMoment, ...]
+    backward_moments: tuple[BackwardPeakCandidate, ...]
     """Moments of its backward that no other moment exceeds in both fields."""
     input_grad_bytes: int = 0
     """Bytes of the gradient of the group's input."""
@@ -108,6 +133,8 @@ class MicroBatchActivations:
     """Peak bytes of the loss and its gradients, in addition to saved tensors and outputs."""
     output_bytes: int
     """Bytes of the model's output (logits) that the cell's variable keeps alive."""
+    kept_bytes: int = 0
+    """Bytes of activations that live until that variable changes; they are also in `layers`."""
 
 
 class ModelSpec(Protocol):
@@ -134,6 +161,10 @@ class ModelSpec(Protocol):
         """Bytes of one parameter as loaded: 4 for fp32, 2 for bf16."""
 
     @property
+    def trainable_element(self) -> int:
+        """The same of a trainable parameter: PEFT's adapters are fp32 in a model of any dtype."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user: how the model was read, what was omitted."""
 
@@ -149,7 +180,7 @@ class ModelSpec(Protocol):
         """Return the floating point operations of one micro-batch, forward and backward."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain fields, from which `load_model.spec_from_json` restores the spec."""
+        """Return plain fields, from which `build_model_spec.spec_from_json` restores the spec."""
 
 
 def with_notes(model: ModelSpec, notes: Iterable[str]) -> ModelSpec:
@@ -169,9 +200,25 @@ def num_frozen_params(model: ModelSpec) -> int:
     return sum(group.count * group.frozen for group in model.groups)
 
 
+def num_quantized_params(model: ModelSpec) -> int:
+    """Return the number of quantized parameters of a model."""
+    return sum(group.count * group.quantized for group in model.groups)
+
+
 def num_params(model: ModelSpec) -> int:
     """Return the number of parameters of a model."""
-    return num_trainable_params(model) + num_frozen_params(model)
+    trained, frozen = num_trainable_params(model), num_frozen_params(model)
+    return trained + frozen + num_quantized_params(model)
+
+
+def quantized_param_bytes(model: ModelSpec) -> int:
+    """Return the bytes of the quantized parameters of a model with all scales."""
+    return sum(group.count * group.quantized_bytes for group in model.groups)
+
+
+def has_int8_params(model: ModelSpec) -> bool:
+    """Return whether the quantized parameters have 8 bits, and not 4."""
+    return quantized_param_bytes(model) > num_quantized_params(model)
 
 
 def largest_param_size(model: ModelSpec) -> int:
@@ -179,7 +226,7 @@ def largest_param_size(model: ModelSpec) -> int:
     return max(group.largest for group in model.groups)
 
 
-class WalkStep(NamedTuple):
+class MicroBatchStep(NamedTuple):
     """One step of the walk through a micro-batch, independent of its size."""
 
     name: str
@@ -197,10 +244,10 @@ VisitedBlocks = tuple[tuple[int, ...], ...]
 """For each group of a model, the indices of the instances that a walk visits."""
 
 
-class MicroBatchWalk(NamedTuple):
+class MicroBatchSchedule(NamedTuple):
     """Steps of a micro-batch (forward, loss, backward) and their bytes, without the engine's."""
 
-    steps: tuple[WalkStep, ...]
+    steps: tuple[MicroBatchStep, ...]
     """The same object for all micro-batches of a model that differ only in size."""
     activation_bytes: list[int]
     """Bytes at each step: saved by earlier groups, and inside the current group."""
@@ -229,9 +276,9 @@ def last_blocks_and(
     return tuple(tuple(sorted(of_group)) for of_group in indices)
 
 
-def walk_micro_batch(
+def schedule_micro_batch(
     model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks | None = None
-) -> MicroBatchWalk:
+) -> MicroBatchSchedule:
     """Walk through a micro-batch of a model; by default, visit the end blocks of its groups.
 
     Cached with the micro-batch: engines with the same compute mode and visits share the walk.
@@ -242,13 +289,13 @@ def walk_micro_batch(
         grads = tuple(
             tuple(moment.num_grads for moment in part.backward_moments) for part in run.layers
         )
-        walks[visited] = MicroBatchWalk(
+        walks[visited] = MicroBatchSchedule(
             _steps(model.groups, grads, visited), *_alive(model, run, visited)
         )
     return walks[visited]
 
 
-_walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatchWalk]] = (
+_walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatchSchedule]] = (
     WeakKeyDictionary()
 )
 
@@ -256,19 +303,22 @@ _walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatch
 @lru_cache(maxsize=64)
 def _steps(
     groups: tuple[LayerGroup, ...], grads: tuple[tuple[int, ...], ...], visited: VisitedBlocks
-) -> tuple[WalkStep, ...]:
+) -> tuple[MicroBatchStep, ...]:
     """Steps of a walk; `grads` has the gradient elements of each group's backward moments."""
-    steps: list[WalkStep] = []
+    steps: list[MicroBatchStep] = []
     for number, group in enumerate(groups):
         for nth in visited[number]:
             name = _name("forward", group, nth)
-            steps += [WalkStep(name, "before", number, nth), WalkStep(name, "forward", number, nth)]
-    steps.append(WalkStep("loss", "loss", len(groups) - 1))
+            steps += [
+                MicroBatchStep(name, "before", number, nth),
+                MicroBatchStep(name, "forward", number, nth),
+            ]
+    steps.append(MicroBatchStep("loss", "loss", len(groups) - 1))
     for number, group in reversed([*enumerate(groups)]):
         for nth in reversed(visited[number]) if grads[number] else ():
             name = _name("backward", group, nth)
-            steps += [WalkStep(name, "backward", number, nth, made) for made in grads[number]]
-            steps.append(WalkStep(name, "after", number, nth))
+            steps += [MicroBatchStep(name, "backward", number, nth, made) for made in grads[number]]
+            steps.append(MicroBatchStep(name, "after", number, nth))
     return tuple(steps)
 
 
@@ -283,7 +333,8 @@ def _alive(
             saved = base + nth * part.saved_bytes
             activations += [saved, saved + part.forward_peak_bytes]
     # The variable still holds the logits of the previous micro-batch.
-    logits = [run.output_bytes] * len(activations) + [run.output_bytes + run.loss_bytes]
+    before_loss = run.output_bytes + run.kept_bytes
+    logits = [before_loss] * len(activations) + [run.output_bytes + run.loss_bytes]
     activations.append(before[-1])
     for indices, part, base in reversed([*zip(visited, run.layers, before, strict=False)]):
         for nth in reversed(indices) if part.backward_moments else ():

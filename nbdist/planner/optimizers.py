@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbdist.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from nbdist.planner.model_spec import ModelSpec, WeightShape
 
 OptimizerImplementation = Literal["foreach", "fused", "loop"]
 
@@ -40,21 +42,47 @@ class OptimizerSpec:
     """True if the state has the parameter's data type: half the size for bf16 parameters."""
     has_cpu_version: bool = False
     """True if DeepSpeed has an in-place CPU version, which it uses for offload."""
+    is_factored: bool = False
+    """True if a matrix has a row and a column of fp32 state instead."""
+    min_quantized_size: int = 0
+    """Smaller tensors keep two fp32 moments."""
+    needs_matrices: bool = False
+    """True if a parameter must have two dimensions, so that no engine may flatten it."""
 
-    def state_bytes(self, elements: int, *, element: int = 4, flat: bool = False) -> int:
+    def state_bytes(
+        self,
+        elements: int,
+        *,
+        element: int = 4,
+        flat: bool = False,
+        shapes: Iterable[tuple[int, WeightShape]] = (),
+    ) -> int:
         """Return the bytes of state for parameters of `element` bytes each.
 
         Args:
             elements: number of parameter elements.
             element: bytes per element, 4 for fp32.
             flat: True if the engine has flattened them into one one-dimensional tensor.
+            shapes: number and shape of the parameters, if known and not flattened.
         """
+        depends_on_shape = self.is_factored or self.min_quantized_size
+        if depends_on_shape and (known := list(shapes)):
+            return round(sum(count * self._tensor_bytes(shape) for count, shape in known))
         each = (
             self.flat_state_bytes_per_element
             if flat and self.flat_state_bytes_per_element is not None
             else self.state_bytes_per_element
         )
         return round(each * elements * (element / 4 if self.follows_param_dtype else 1))
+
+    def _tensor_bytes(self, shape: WeightShape) -> float:
+        """Bytes of state of one parameter."""
+        columns = shape.num_elements // shape.rows
+        if self.is_factored:
+            # A vector has rows of one element, and a full second moment.
+            return 4 * (shape.rows + (columns if columns > 1 else 0))
+        small = shape.num_elements < self.min_quantized_size
+        return shape.num_elements * (8 if small else self.state_bytes_per_element)
 
     def num_temporaries(self, elements: int, largest: int) -> int:
         """Return the elements of the temporaries of one step.
@@ -92,6 +120,7 @@ _ROWS = (
         state_bytes_per_element=2 + 2 * 4 / 256,
         implementation="fused",
         follows_param_dtype=False,
+        min_quantized_size=4096,  # bitsandbytes 0.50, optim/optimizer.py
     ),
     _SGD,
     replace(_SGD, name="sgd_momentum", state_bytes_per_element=4),
@@ -111,15 +140,27 @@ _ROWS = (
         name="rmsprop", state_bytes_per_element=4, implementation="foreach", loop_copies=1
     ),
     # Shazeer and Stern 2018 (arXiv 1804.04235): a row and a column for an n x m matrix, that is
-    # 4 (n + m) / (n m) bytes per element: 0.004 for 2048 x 2048, used for all. One-dimensional
-    # parameters have a full second moment.
+    # 4 (n + m) / (n m) bytes per element: 0.004 for 2048 x 2048, used where shapes are unknown.
+    # One-dimensional parameters have a full second moment. The update is the only temporary.
     OptimizerSpec(
         name="adafactor",
         state_bytes_per_element=0.004,
         implementation="loop",
+        loop_copies=1,
         is_elementwise=False,
         flat_state_bytes_per_element=4,
         follows_param_dtype=False,
+        is_factored=True,
+    ),
+    # One momentum. Its step makes the update in fp32, and in bf16 two of its orthogonalized form
+    # and two products of its smaller dimension: 3 copies for a square matrix.
+    OptimizerSpec(
+        name="muon",
+        state_bytes_per_element=4,
+        implementation="loop",
+        loop_copies=3,
+        is_elementwise=False,
+        needs_matrices=True,
     ),
 )
 
@@ -143,6 +184,7 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
         "Adagrad": "adagrad",
         "RMSprop": "rmsprop",
         "Adafactor": "adafactor",
+        "Muon": "muon",
     }
 )
 """Class names of torch, transformers, bitsandbytes and DeepSpeed."""
@@ -158,14 +200,28 @@ def find_optimizer(name: object) -> OptimizerSpec:
     Raises:
         PlanError: an unknown optimizer.
     """
-    given = name.__name__ if isinstance(name, type) else str(name)
-    key = given.rpartition(".")[2].strip().lower()
+    requested = name.__name__ if isinstance(name, type) else str(name)
+    key = requested.rpartition(".")[2].strip().lower()
     if key not in _NAMES:
-        near = list(dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3)))
-        hint = f"Did you mean {' or '.join(near)}? " if near else ""
-        message = f"Unknown optimizer {given!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
+        close_names = list(
+            dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3))
+        )
+        hint = f"Did you mean {' or '.join(close_names)}? " if close_names else ""
+        message = f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
         raise PlanError(message)
     return OPTIMIZERS[_NAMES[key]]
+
+
+def trained_shapes(model: ModelSpec, shards: int = 1) -> list[tuple[int, WeightShape]]:
+    """Return number and shape of a model's trainable parameters, cut by rows; [] if unknown."""
+    if any(group.trainable and not group.tensors for group in model.groups):
+        return []
+    return [
+        (group.count, shape.shard(shards))
+        for group in model.groups
+        for shape in group.tensors
+        if shape.trainable
+    ]
 
 
 def optimizer_for_device(optimizer: OptimizerSpec, kind: Literal["cuda", "cpu"]) -> OptimizerSpec:

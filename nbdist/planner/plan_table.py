@@ -22,7 +22,7 @@ OFFLOAD_TARGETS = ("none", "cpu", "nvme:PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanInput:
     """Input of a plan: a model, a cluster, and the options that the user fixed."""
 
     model: ModelSpec
@@ -86,6 +86,8 @@ class PlanRow:
     host: Mapping[str, int] = field(default_factory=dict)
     """Host memory of one rank in bytes, by part."""
     host_bytes: int = 0
+    load_bytes: int = 0
+    """Host memory of all ranks of one node while they load the model, in the dtype of the load."""
     nvme_bytes: int = 0
     peak_moment: str = ""
     """When the peak occurs: "loss", "backward of block 3", "optimizer step"."""
@@ -151,6 +153,7 @@ class PlanRow:
             "device_bytes": self.device_bytes,
             "allocated_bytes": self.allocated_bytes,
             "host_bytes": self.host_bytes,
+            "load_bytes": self.load_bytes,
             "nvme_bytes": self.nvme_bytes,
             "peak_moment": self.peak_moment,
             "step_time_s": self.step_time_s,
@@ -164,7 +167,7 @@ class PlanRow:
 class PlanTable:
     """All rows of a plan, and the one to use."""
 
-    question: PlanRequest
+    question: PlanInput
     rows: tuple[PlanRow, ...]
     best: PlanRow | None
     """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""

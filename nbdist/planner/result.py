@@ -39,7 +39,7 @@ class Plan(PlanTable):
         # As fixed by the user, or the default.
         config = fixed.get("fsdp_config")
         resharded = strategies.Options(backend=name, fsdp_config=config).reshard_after_forward
-        wanted = {
+        requested = {
             "offload": "none",
             "offload_params": False,
             "activation_checkpointing": False,
@@ -50,7 +50,7 @@ class Plan(PlanTable):
         }
         size = self.question.batch_sizes[0] if batch_size is None else batch_size
         for row in self.rows:
-            if (row.backend, row.batch_size) == (name, size) and _has(row, wanted):
+            if (row.backend, row.batch_size) == (name, size) and _has(row, requested):
                 return row
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
         variants = sorted({row.variant for row in self.rows if row.backend == name})
@@ -110,12 +110,12 @@ _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate
 """Options that distinguish rows of one backend."""
 
 
-def _has(row: PlanRow, wanted: Mapping[str, Any]) -> bool:
+def _has(row: PlanRow, requested: Mapping[str, Any]) -> bool:
     """True if a row has the options; offload "nvme" matches any folder."""
     options = row.options
     return all(
         value in {getattr(options, key), options.offload_device}
         if key == "offload"
         else getattr(options, key) == value
-        for key, value in wanted.items()
+        for key, value in requested.items()
     )

@@ -13,13 +13,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.display.units import GIB, format_gib, memory_part_text
+from nbdist.display.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
 from nbdist.planner import memory, step_time
-from nbdist.planner.measurements import MeasurementStore, device_overhead
-from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup, compute_mode
-from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_table import PlanRequest, PlanRow, hardware_for_cluster
+from nbdist.planner.measurement_store import MeasurementStore, device_overhead
+from nbdist.planner.memory.timeline import (
+    MEMORY_PARTS,
+    TrainingSetup,
+    compute_mode,
+    frozen_saves,
+)
+from nbdist.planner.model_spec import Workload, num_params
+from nbdist.planner.models import fused_loss
+from nbdist.planner.models.decoder import DecoderSpec
+from nbdist.planner.plan_table import PlanInput, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ SIMPLER_PLAN_TOLERANCE = 0.03
 MAX_SUGGESTED_RANKS = 1024
 SUGGESTED_LORA_RANK = 16
 NO_CHANGE_FITS = (
-    "No tested change makes it fit: neither a micro-batch of 1, nor LoRA, nor"
+    "No tested change makes it fit: neither a micro-batch of 1, nor a fused loss, nor LoRA, nor"
     f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
     " devices."
 )
@@ -43,25 +50,27 @@ _IN_PERCENT = 1.2
 """Speed ratios below this are shown in percent."""
 
 
-def search_plan(question: PlanRequest) -> Plan:
+def search_plan(request: PlanInput) -> Plan:
     """Evaluate all rows, choose the best, and explain the choice.
 
     Raises:
         PlanError: no row can be planned for this model.
     """
-    rows = evaluate_rows(question)
+    rows = evaluate_rows(request)
     if all(row.cost is None for row in rows):
         # The model refuses every row that its backend allows.
-        refused = [row.why for row in rows if not _refusal(row.options, question)]
+        refused = [row.why for row in rows if not _refusal(row.options, request)]
         if refused:
             raise PlanError(refused[0])
     best = _best(rows)
     top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
-    advice = () if best else tuple(suggest_changes(question)) or (NO_CHANGE_FITS,)
+    advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
     return Plan(
-        question=question,
-        rows=tuple(replace(row, why=_why(row, best, question, top_speed)) for row in rows),
-        best=None if best is None else replace(best, why=_why(best, best, question, top_speed)),
+        question=request,
+        rows=tuple(replace(row, why=_explain_row(row, best, request, top_speed)) for row in rows),
+        best=None
+        if best is None
+        else replace(best, why=_explain_row(best, best, request, top_speed)),
         advice=advice,
     )
 
@@ -74,16 +83,16 @@ def validate_options(
     Raises:
         OptionError: an unknown option, or a value that no backend accepts on these machines.
     """
-    given = {"precision": precision, **fixed}
-    if given.get("offload") == "nvme":
-        given["offload"] = "nvme:PATH"
+    options = {"precision": precision, **fixed}
+    if options.get("offload") == "nvme":
+        options["offload"] = "nvme:PATH"
     replicates = fixed.get("replicate_across", "none") != "none"
     needs_fsdp = fixed.get("fsdp_config") is not None or replicates
     able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
-    requested = strategies.Options.from_fields({"backend": able, **given})
+    requested = strategies.Options.from_fields({"backend": able, **options})
     validated = requested.validate(hardware_for_cluster(cluster))
     from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
-    return {name: getattr(validated, name) for name in (*given, *from_config)}
+    return {name: getattr(validated, name) for name in (*options, *from_config)}
 
 
 _FILED = ("offload", "offload_params", "activation_checkpointing", "accumulate", "clip")
@@ -97,31 +106,31 @@ _ABLE = max(
 """The most capable backend: options that it refuses, all refuse."""
 
 
-def evaluate_rows(question: PlanRequest) -> list[PlanRow]:
+def evaluate_rows(request: PlanInput) -> list[PlanRow]:
     """Evaluate all rows of a request, without explanations."""
     learned = MeasurementStore()
-    return [row for options in _variants(question) for row in _rows(question, options, learned)]
+    return [row for options in _variants(request) for row in _rows(request, options, learned)]
 
 
-def fastest_row(question: PlanRequest) -> PlanRow | None:
+def fastest_row(request: PlanInput) -> PlanRow | None:
     """Return the best row of a request, or None if nothing fits."""
-    return _best(evaluate_rows(question))
+    return _best(evaluate_rows(request))
 
 
-def _variants(question: PlanRequest) -> Iterator[Options]:
+def _variants(request: PlanInput) -> Iterator[Options]:
     """Options of all rows, including those that the backend refuses."""
-    fixed = question.fixed_options
+    fixed = request.fixed_options
     for name in _backends(fixed):
         strategy = strategies.STRATEGIES[name]
         for offload, with_params, checkpointing, across in itertools.product(
-            _places(question, strategy),
+            _offload_targets(request, strategy),
             (False, True),
             (False, True),
-            _replications(question, strategy),
+            _replications(request, strategy),
         ):
             searched = {
                 "backend": name,
-                "precision": question.precision,
+                "precision": request.precision,
                 "offload": offload,
                 "offload_params": with_params,
                 "activation_checkpointing": checkpointing,
@@ -129,13 +138,13 @@ def _variants(question: PlanRequest) -> Iterator[Options]:
             }
             options = strategies.Options.from_fields(searched | {**fixed, "backend": name})
             agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
-            if agrees and _makes_a_difference(strategy, options):
+            if agrees and _is_worth_searching(strategy, options):
                 yield options
                 config = options.fsdp_config or {}
                 # Kept gathered from forward to backward; with an offload that would use the
                 # memory that the offload saves.
                 if (
-                    question.world_size > 1
+                    request.world_size > 1
                     and strategy.can_skip_resharding
                     and offload == "none"
                     and "reshard_after_forward" not in config
@@ -162,30 +171,30 @@ _PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
 _SEARCHED = ("offload_params", "activation_checkpointing")
 
 
-def _places(question: PlanRequest, strategy: Strategy) -> list[str]:
+def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
     """Offload targets to search for a strategy."""
-    if "offload" in question.fixed_options:
-        return [str(question.fixed_options["offload"])]
-    if question.cluster.kind == "cpu":
+    if "offload" in request.fixed_options:
+        return [str(request.fixed_options["offload"])]
+    if request.cluster.kind == "cpu":
         return ["none"]  # CPU ranks already use host memory
     return [
         target
-        for target in question.offload_candidates
+        for target in request.offload_candidates
         if target.partition(":")[0] in strategy.offloads
     ]
 
 
-def _replications(question: PlanRequest, strategy: Strategy) -> list[str]:
+def _replications(request: PlanInput, strategy: Strategy) -> list[str]:
     """Values of `replicate_across` to search for a strategy."""
-    if "replicate_across" in question.fixed_options:
-        return [str(question.fixed_options["replicate_across"])]
-    ranks, nodes = question.world_size, question.cluster.num_nodes
+    if "replicate_across" in request.fixed_options:
+        return [str(request.fixed_options["replicate_across"])]
+    ranks, nodes = request.world_size, request.cluster.num_nodes
     # Nodes with one rank, or with different numbers of ranks, cannot share shards.
     several = nodes > 1 and ranks > nodes and ranks % nodes == 0
     return ["none", "nodes"] if strategy.can_replicate and several else ["none"]
 
 
-def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
+def _is_worth_searching(strategy: Strategy, options: Options) -> bool:
     """True if `offload_params` changes anything for these options."""
     if not options.offload_params:
         return True
@@ -197,15 +206,15 @@ def _makes_a_difference(strategy: Strategy, options: Options) -> bool:
 # ---------------------------------------------------------------- rows of a variant
 
 
-def _rows(question: PlanRequest, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
+def _rows(request: PlanInput, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
     """One row per micro-batch, with an explanation if the backend or the model refuses."""
-    refusal, variant = _refusal(options, question), None
+    refusal, variant = _refusal(options, request), None
     if not refusal:
         try:
-            variant = _PlanVariant(question, options, learned)
+            variant = _PlanVariant(request, options, learned)
         except PlanError as error:
             refusal = str(error)
-    for batch_size in question.batch_sizes:
+    for batch_size in request.batch_sizes:
         if variant is None:
             yield PlanRow(options=options, batch_size=batch_size, why=refusal)
             continue
@@ -222,38 +231,40 @@ class _PlanVariant:
         PlanError: the model does not support this engine's compute mode; also raised by `row`.
     """
 
-    def __init__(self, question: PlanRequest, options: Options, learned: MeasurementStore) -> None:
-        cluster = question.cluster
+    def __init__(self, request: PlanInput, options: Options, learned: MeasurementStore) -> None:
+        cluster = request.cluster
         setup = TrainingSetup(
             options=options,
-            world_size=question.world_size,
-            optimizer=question.optimizer,
+            world_size=request.world_size,
+            optimizer=request.optimizer,
             kind=cluster.kind,
             num_nodes=cluster.num_nodes,
         )
-        self._question, self._options = question, options
+        self._plan_input, self._options = request, options
         self._compute = compute_mode(setup)
-        self._story = memory.build_timeline(question.model, setup)
-        self._costs = step_time.StepCostModel(question.model, setup, cluster)
+        self._frozen_saves = frozen_saves(setup)
+        self._story = memory.build_timeline(request.model, setup)
+        self._costs = step_time.StepCostModel(request.model, setup, cluster)
         self._overhead = device_overhead(
             learned,
             cluster.smallest_device.name,
             options.backend,
             options.offload_device,
             kind=cluster.kind,
-            world_size=question.world_size,
+            world_size=request.world_size,
         )
 
     def row(self, batch_size: int) -> PlanRow:
         """Evaluate a micro-batch of this size."""
         workload = Workload(
             batch_size=batch_size,
-            seq_len=self._question.seq_len,
+            seq_len=self._plan_input.seq_len,
             compute=self._compute,
             activation_checkpointing=self._options.activation_checkpointing,
-            kind=self._question.cluster.kind,
+            kind=self._plan_input.cluster.kind,
+            frozen_saves=self._frozen_saves,
         )
-        peak = self._story.peak_memory(self._question.model.micro_batch_activations(workload))
+        peak = self._story.peak_memory(self._plan_input.model.micro_batch_activations(workload))
         allocated, context = peak.device_bytes, self._overhead.context_bytes
         device_bytes = self._overhead.device_bytes(allocated)
         extra = {"context": context, "margin": device_bytes - allocated - context}
@@ -265,29 +276,30 @@ class _PlanVariant:
             device_bytes=device_bytes,
             host=dict(peak.host_parts),
             host_bytes=sum(peak.host_parts.values()),
+            load_bytes=_load_bytes(self._options, self._plan_input),
             nvme_bytes=peak.nvme_bytes,
             peak_moment=peak.name,
             learned=self._overhead.day,
             cost=self._costs.cost_for(workload),
         )
-        return replace(row, fits=not _shortage(row, self._question))
+        return replace(row, fits=not _shortage(row, self._plan_input))
 
 
-def _refusal(options: Options, question: PlanRequest) -> str:
+def _refusal(options: Options, request: PlanInput) -> str:
     """Return why a backend refuses these options, or "" if it does not."""
     plain = options.fsdp_config is None and options.replicate_across == "none"
     if options.offload_device in options.strategy.offloads and plain:
         return ""
     try:
-        options.validate(question.hardware)
+        options.validate(request.hardware)
     except OptionError as error:
         return str(error)
     return ""
 
 
-def _shortage(row: PlanRow, question: PlanRequest) -> str:
+def _shortage(row: PlanRow, request: PlanInput) -> str:
     """Describe what is too small for a row, or return "" if it fits."""
-    cluster = question.cluster
+    cluster = request.cluster
     free = cluster.smallest_device.free_bytes
     needed = row.device_bytes + (row.host_bytes if cluster.kind == "cpu" else 0)
     if needed * (1 + FREE_MEMORY_MARGIN) > free:
@@ -299,11 +311,22 @@ def _shortage(row: PlanRow, question: PlanRequest) -> str:
         )
     host = cluster.host_memory_bytes
     on_host = row.host_bytes * cluster.ranks_per_node
-    if cluster.kind == "cuda" and host is not None and on_host > host:
+    if cluster.kind == "cuda" and host is not None and max(on_host, row.load_bytes) > host:
+        when = "" if on_host > host else " while it is loaded"
+        needed = on_host if on_host > host else row.load_bytes
         return (
-            f"does not fit in host memory: {format_gib(on_host)} of {format_gib(host, unit=True)}"
+            f"does not fit in host memory{when}: {format_gib(needed)} of"
+            f" {format_gib(host, unit=True)}"
         )
     return ""
+
+
+def _load_bytes(options: Options, request: PlanInput) -> int:
+    """Return the host memory of a node in which its ranks load the model."""
+    cluster, size = request.cluster, num_params(request.model) * request.model.element
+    if options.sharded_load and "parameters" in options.strategy.shards:
+        return -(-size * cluster.ranks_per_node // request.world_size)  # a part of each rank
+    return size * cluster.ranks_per_node
 
 
 # --------------------------------------------------------------------------- best row
@@ -315,8 +338,8 @@ def _best(rows: Sequence[PlanRow]) -> PlanRow | None:
     if not fitting:
         return None
     min_speed = max(row.tokens_per_s for row in fitting) * (1 - SIMPLER_PLAN_TOLERANCE)
-    near = [row for row in fitting if row.tokens_per_s >= min_speed]
-    return min(near, key=lambda row: (_complexity(row), -row.tokens_per_s))
+    nearly_as_fast = [row for row in fitting if row.tokens_per_s >= min_speed]
+    return min(nearly_as_fast, key=lambda row: (_complexity(row), -row.tokens_per_s))
 
 
 _ORDER = [
@@ -338,16 +361,16 @@ def _complexity(row: PlanRow) -> tuple[int, ...]:
     )
 
 
-def _why(row: PlanRow, best: PlanRow | None, question: PlanRequest, top: float) -> str:
+def _explain_row(row: PlanRow, best: PlanRow | None, request: PlanInput, top: float) -> str:
     """Explain why a row was chosen or not; `top` is the speed of the fastest that fits."""
     if row.why:
         return row.why
     if not row.fits or best is None:
-        return _shortage(row, question)
-    return _comparison(row, best, question, top) + _elsewhere(row, question)
+        return _shortage(row, request)
+    return _comparison(row, best, request, top) + _host_memory_text(row, request)
 
 
-def _comparison(row: PlanRow, best: PlanRow, question: PlanRequest, top: float) -> str:
+def _comparison(row: PlanRow, best: PlanRow, request: PlanInput, top: float) -> str:
     """Compare a row that fits with the best one."""
     if row is best:
         near = (
@@ -358,27 +381,27 @@ def _comparison(row: PlanRow, best: PlanRow, question: PlanRequest, top: float) 
     if slower < 1 + SIMPLER_PLAN_TOLERANCE:
         return "fits, equally fast, less simple"
     much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
-    return f"fits, {much} slower: {_reason(row, best, question)}"
+    return f"fits, {much} slower: {_reason(row, best, request)}"
 
 
-def _elsewhere(row: PlanRow, question: PlanRequest) -> str:
+def _host_memory_text(row: PlanRow, request: PlanInput) -> str:
     """Memory that an offload needs on the host, for all ranks of a node."""
-    ranks = question.cluster.ranks_per_node
+    ranks = request.cluster.ranks_per_node
     needs = {"host memory": ranks * row.host_bytes, "NVMe": ranks * row.nvme_bytes}
     words = [
         f"{format_gib(size, unit=True)} of {place}" for place, size in needs.items() if size > GIB
     ]
-    if not words or question.cluster.kind == "cpu":
+    if not words or request.cluster.kind == "cpu":
         return ""
-    unknown = question.cluster.host_memory_bytes is None
+    unknown = request.cluster.host_memory_bytes is None
     return f"; needs {' and '.join(words)}{', assumed to be available' if unknown else ''}"
 
 
-def _reason(row: PlanRow, best: PlanRow, question: PlanRequest) -> str:
+def _reason(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
     """Name the part of a step that loses the most time against the best row."""
     names = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
-    link = names.get(question.cluster.link, question.cluster.link)
-    link = link if question.cluster.num_nodes == 1 else "the network between nodes"
+    link = names.get(request.cluster.link, request.cluster.link)
+    link = link if request.cluster.num_nodes == 1 else "the network between nodes"
     options = row.options
     recomputes = options.activation_checkpointing and not best.options.activation_checkpointing
     causes = {
@@ -390,8 +413,8 @@ def _reason(row: PlanRow, best: PlanRow, question: PlanRequest) -> str:
     tokens = {id(each): each.step_time_s * each.tokens_per_s for each in (row, best)}
 
     def lost(name: str) -> float:
-        mine, theirs = getattr(row.cost, name), getattr(best.cost, name)
-        return float(mine / tokens[id(row)] - theirs / tokens[id(best)])
+        row_seconds, best_seconds = getattr(row.cost, name), getattr(best.cost, name)
+        return float(row_seconds / tokens[id(row)] - best_seconds / tokens[id(best)])
 
     return causes[max(causes, key=lost)]
 
@@ -399,45 +422,49 @@ def _reason(row: PlanRow, best: PlanRow, question: PlanRequest) -> str:
 # ------------------------------------------------------------------------ suggestions
 
 
-def suggest_changes(question: PlanRequest) -> Iterator[str]:
+def suggest_changes(request: PlanInput) -> Iterator[str]:
     """Yield the single changes that make the model fit, smallest first.
 
     Tries a smaller micro-batch, searching activation checkpointing, offload and backend if the
-    user fixed them, LoRA, and more devices of the same kind.
+    user fixed them, a fused loss, LoRA, and more devices of the same kind.
     """
     # The largest smaller micro-batch; accumulation keeps the batch size of an optimizer step.
-    size = before = min(question.batch_sizes)
+    size = before = min(request.batch_sizes)
     while size > 1:
         size //= 2
-        row = fastest_row(replace(question, batch_sizes=(size,)))
+        row = fastest_row(replace(request, batch_sizes=(size,)))
         if row is not None:
             accumulate = -(-before // size) * row.options.accumulate
             yield f"micro-batch {size} with --accumulate {accumulate}: {_fits_with(row)}"
             break
-    for change, changed in _single_changes(question):
+    for change, changed in _single_changes(request):
         row = fastest_row(changed)
         if row is not None:
             yield f"{change}: {_fits_with(row)}"
-    ranks = question.world_size
+    ranks = request.world_size
     while ranks * 2 <= MAX_SUGGESTED_RANKS:
         ranks *= 2
-        row = fastest_row(replace(question, cluster=question.cluster.with_num_ranks(ranks)))
+        row = fastest_row(replace(request, cluster=request.cluster.with_num_ranks(ranks)))
         if row is not None:
-            yield f"{ranks} of these devices instead of {question.world_size}: {_fits_with(row)}"
+            yield f"{ranks} of these devices instead of {request.world_size}: {_fits_with(row)}"
             return
 
 
-def _single_changes(question: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Each option that the user fixed set free; then LoRA."""
+def _single_changes(request: PlanInput) -> Iterator[tuple[str, PlanInput]]:
+    """Each option that the user fixed set free; then a fused loss, and LoRA."""
     names = {"activation_checkpointing": "activation checkpointing", "offload": "offload"}
     for key in ("activation_checkpointing", "offload", "backend"):
-        if key in question.fixed_options:
-            freed = {name: value for name, value in question.fixed_options.items() if name != key}
-            yield f"another choice of {names.get(key, key)}", replace(question, fixed_options=freed)
-    # Low-rank adapters (Hu et al. 2021) need an analytic spec.
-    with_lora = getattr(question.model, "with_lora", None)
-    if with_lora is not None:
-        adapted = replace(question, model=with_lora(SUGGESTED_LORA_RANK))
+        if key in request.fixed_options:
+            freed = {name: value for name, value in request.fixed_options.items() if name != key}
+            yield f"another choice of {names.get(key, key)}", replace(request, fixed_options=freed)
+    # Another loss and low-rank adapters (Hu et al. 2021) need an analytic spec.
+    model = request.model
+    if not isinstance(model, DecoderSpec):
+        return
+    if model.loss == "logits":
+        yield fused_loss.ADVICE, replace(request, model=model.with_loss("trl"))
+    if model.trains_base:
+        adapted = replace(request, model=model.with_lora(SUGGESTED_LORA_RANK))
         yield f"LoRA of rank {SUGGESTED_LORA_RANK} instead of all parameters", adapted
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nbdist.planner.cluster_spec import ClusterSpec, CollectiveScope
-    from nbdist.planner.measurements import Collective
+    from nbdist.planner.measurement_store import Collective
     from nbdist.planner.memory.timeline import TrainingSetup
     from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, Workload
 
@@ -129,14 +129,16 @@ class StepCostModel:
         self._last = _seconds(traffic.last, setup, cluster)
         self._optimizer, self._offload = _update(shape, setup, cluster)
         self._steps = setup.options.accumulate
-        self._wire = _wire(traffic.each, setup) * self._steps + _wire(traffic.last, setup)
+        self._bytes_sent = _bytes_sent(traffic.each, setup) * self._steps + _bytes_sent(
+            traffic.last, setup
+        )
 
     def cost_for(self, workload: Workload) -> StepCost:
         """Return the cost of an optimizer step of such micro-batches."""
         setup, device = self._setup, self._cluster.slowest_device
         each, last, steps, traffic = self._each, self._last, self._steps, self._traffic
         precision = setup.options.precision or "no"
-        micro_s, flops = _work(self._model, workload, setup, self._cluster, traffic)
+        micro_s, flops = _micro_batch_time(self._model, workload, setup, self._cluster, traffic)
         # Communication that the compute of the micro-batches does not hide.
         window = traffic.window * micro_s
         if traffic.last_window:
@@ -159,7 +161,7 @@ class StepCostModel:
             offload_s=self._offload,
             tokens_per_s=tokens * setup.world_size / total,
             tokens_per_gpu_s=tokens / total,
-            bytes_on_wire=self._wire,
+            bytes_on_wire=self._bytes_sent,
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
             uncertainty=doubt / total,
@@ -216,7 +218,7 @@ class _ModelSize(NamedTuple):
         )
 
 
-def _work(
+def _micro_batch_time(
     model: ModelSpec,
     workload: Workload,
     setup: TrainingSetup,
@@ -227,8 +229,8 @@ def _work(
     options, device = setup.options, cluster.slowest_device
     checkpointed = workload.activation_checkpointing
     plain = replace(workload, activation_checkpointing=False) if checkpointed else workload
-    load = _load(model, plain)
-    passes = _ACTIVATION_PASSES * (_COMPILED if options.compile else 1)
+    load = _compute_load(model, plain)
+    passes = _ACTIVATION_PASSES * (_COMPILED if options.is_compiled else 1)
     precision = options.precision or "no"
     bandwidth = device.sustained_memory_bandwidth(precision)
     repeats = 1 + _RECOMPUTE if checkpointed else 1
@@ -236,7 +238,7 @@ def _work(
     reached = _ATTENTION_SHARE * device.sustained_flops("bf16" if precision == "fp8" else precision)
     blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
     launches = repeats * _LAUNCHES * load.blocks
-    floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.compile else 1)
+    floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.is_compiled else 1)
     rest = _LOSS_PASSES * load.loss + traffic.copied
     return max(repeats * blocks, floor) + rest / bandwidth, load.flops
 
@@ -255,7 +257,7 @@ class _ComputeLoad(NamedTuple):
     """Number of blocks of the model."""
 
 
-def _load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
+def _compute_load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
     """Return the load of a micro-batch; cached for as long as the micro-batch exists."""
     run = model.micro_batch_activations(workload)
     if run not in _loads:
@@ -263,8 +265,8 @@ def _load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
         flops, attention = model.flops(workload), 0.0
         if model.depth == "closed form":
             # The same tokens as samples of one token each.
-            apart = replace(workload, batch_size=workload.num_tokens, seq_len=1)
-            attention = flops - model.flops(apart)
+            without_attention = replace(workload, batch_size=workload.num_tokens, seq_len=1)
+            attention = flops - model.flops(without_attention)
         _loads[run] = _ComputeLoad(
             flops=flops,
             attention=attention,
@@ -420,7 +422,7 @@ _TRAFFIC: Mapping[tuple[str, int], Callable[[_ModelSize, TrainingSetup], _Engine
 )
 
 
-def _wire(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup) -> float:
+def _bytes_sent(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup) -> float:
     """Bytes that one rank sends."""
     ranks = {"all": setup.world_size, "node": setup.num_shards, "nodes": setup.num_replicas}
     sent = {ring: (count - 1) / count for ring, count in ranks.items()}
@@ -453,8 +455,8 @@ class _CommunicationTime:
 
     def exposed(self, window: float) -> float:
         """Time that `window` seconds of compute do not hide."""
-        late = max(0.0, _CONTENTION * self.beside - window)
-        return self.alone + late + _NEVER_HIDDEN * self.beside
+        late_s = max(0.0, _CONTENTION * self.beside - window)
+        return self.alone + late_s + _NEVER_HIDDEN * self.beside
 
 
 def _seconds(

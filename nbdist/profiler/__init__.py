@@ -2,7 +2,7 @@
 
 It runs in the kernel and only processes what the ranks have measured. Read in this order:
 ``measurements`` (data of one rank), ``rank_comparison`` (waiting and stragglers), ``profile_data``
-(all ranks), ``bottleneck`` (the verdict), ``what_if`` (predicted speedups), ``recommendations`` and
-``option_recommendations`` (which ``advice`` to give), ``lint`` (remarks on the cell), ``analysis``
-and ``report`` (the profile as users see it).
+(all ranks), ``bottleneck`` (the verdict), ``what_if`` (predicted speedups),
+``select_recommendations`` and ``option_recommendations`` (which ``advice`` to give), ``lint``
+(remarks on the cell), ``analysis`` and ``profile`` (the profile as users see it).
 """

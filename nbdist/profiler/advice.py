@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.units import format_bytes, format_percent, format_speedup
+from nbdist.display.number_formatting import format_bytes, format_percent, format_speedup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,7 +108,7 @@ class Advice:
 
 
 def remarks_without_advice(
-    remarks: Iterable[LintFinding], given: Sequence[Advice]
+    remarks: Iterable[LintFinding], all_advice: Sequence[Advice]
 ) -> list[LintFinding]:
     """Return the remarks on the cell that no advice covers, by the same option or the same line."""
     return [
@@ -116,7 +116,7 @@ def remarks_without_advice(
         for remark in remarks
         if not any(
             remark.kind in advice.change or advice.line.endswith(f": {remark.change}")
-            for advice in given
+            for advice in all_advice
         )
     ]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbdist.profiler import advice, bottleneck, recommendations, what_if
+from nbdist.profiler import advice, bottleneck, select_recommendations, what_if
 from nbdist.profiler.profile_data import ProfileData
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ class ProfileAnalysis(ProfileData):
     def advice(self) -> tuple[Advice, ...]:
         """At most three recommendations, largest speedup first."""
         return tuple(
-            recommendations.best_recommendations(self, self.bottlenecks, self.calibrated_planner)
+            select_recommendations.best_recommendations(
+                self, self.bottlenecks, self.calibrated_planner
+            )
         )
 
     @cached_property

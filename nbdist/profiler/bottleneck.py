@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.display.units import format_percent, format_source_line
+from nbdist.display.number_formatting import format_percent, format_source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ BottleneckKind = Literal[
     "straggler", "input", "communication", "offload", "optimizer", "host", "memory"
 ]
 
-# All thresholds are shares of the step unless noted. Control runs of tests/planted.py (a Llama
-# with 3 M parameters on two CPU ranks) had data and Python under 2 %, communication 1 to 6 %,
+# All thresholds are shares of the step unless noted. Control runs of tests/bottleneck_loops.py (a
+# Llama with 3 M parameters on two CPU ranks) had data and Python under 2 %, communication 1 to 6 %,
 # optimizer 9 to 12 %. The thresholds leave an estimated margin for smaller models and batches,
 # where these shares are larger without anything being wrong.
 _WAITED_FOR_DATA = 0.12
@@ -139,8 +139,8 @@ def typical_share(profile: ProfileData, *parts: StepPart) -> float:
 
 def _share(ranks: Sequence[RankProfile], *parts: StepPart) -> float:
     step = statistics.fmean(rank.step_s for rank in ranks)
-    spent = statistics.fmean(sum(rank.parts.get(part, 0.0) for part in parts) for rank in ranks)
-    return spent / step if step > 0 else 0.0
+    part_s = statistics.fmean(sum(rank.parts.get(part, 0.0) for part in parts) for rank in ranks)
+    return part_s / step if step > 0 else 0.0
 
 
 # ------------------------------------------------------------------------------- causes
@@ -150,13 +150,13 @@ def _straggler(profile: ProfileData) -> Iterator[Bottleneck]:
     slow = profile.straggler_details
     if slow is None:
         return
-    who = "the others wait" if len(profile.ranks) > 2 else "the other rank waits"  # noqa: PLR2004
+    waiting_text = "the others wait" if len(profile.ranks) > 2 else "the other rank waits"  # noqa: PLR2004
     yield Bottleneck(
         kind="straggler",
         step_share=slow.wait_share,
         parts=("waiting",),
         sentence=(
-            f"rank {slow.rank} is {format_percent(slow.slowdown)} slower: {who}"
+            f"rank {slow.rank} is {format_percent(slow.slowdown)} slower: {waiting_text}"
             f" {format_percent(slow.wait_share)} of the step; most of the extra time is in"
             f" {slow.part_label}"
         ),
@@ -169,14 +169,14 @@ def _input(profile: ProfileData) -> Iterator[Bottleneck]:
     if share < _WAITED_FOR_DATA:
         return
     workers = f" (num_workers={loader.num_workers})" if loader else ""
-    whose = f", which rank {reader.rank} reads for all ranks" if reader else ""
+    reader_text = f", which rank {reader.rank} reads for all ranks" if reader else ""
     yield Bottleneck(
         kind="input",
         step_share=share,
         parts=("data",),
         sentence=(
             f"input-bound: {format_percent(share)} of the step waits for the next"
-            f" batch{workers}{whose}"
+            f" batch{workers}{reader_text}"
         ),
     )
 
@@ -291,7 +291,7 @@ def costly_line(profile: ProfileData) -> LineProfile | None:
 def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
     """Detect a GPU that is limited by its memory bandwidth."""
     computing = typical_share(profile, *_COMPUTING)
-    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.compile:
+    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.is_compiled:
         return
     operators = profile.ranks[0].operators
     total = sum(operator.seconds for operator in operators)

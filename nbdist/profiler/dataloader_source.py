@@ -118,7 +118,9 @@ def find_loader(
             loaders.add(node.asname)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             local |= {id(inner) for inner in ast.walk(node)}
-    search = _Search([pair for _, _, tree in cells for pair in _assignments(tree, local)], loaders)
+    search = _DataLoaderCallFinder(
+        [pair for _, _, tree in cells for pair in _assignments(tree, local)], loaders
+    )
     for iterable in iterables:
         search.trace(iterable, len(search.assigned))
     found = list(search.found.values())
@@ -151,7 +153,7 @@ def _source_of(call: ast.Call, cell: str, source: str, **fields: Any) -> DataLoa
 
 
 @dataclass
-class _Search:
+class _DataLoaderCallFinder:
     """Traces expressions back to calls of DataLoader, through variables and `prepare`."""
 
     assigned: list[tuple[str, ast.expr]]

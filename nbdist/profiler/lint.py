@@ -1,6 +1,6 @@
-"""Remarks on the text of the profiled cell: six rules, each confirmed by the measurements.
+"""Lints the source of the profiled cell: six rules, each confirmed by the measurements.
 
-A rule reports only what the profile has measured; the text of the cell tells where it comes from.
+A rule reports only what the profile has measured; the source of the cell shows where it comes from.
 Nothing is run, and no function that the cell calls is followed.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LintKind = Literal["num_workers", "pin_memory", "sharding", "fp16", "sync", "train_mode"]
 
-Place = tuple[str, int, str]
+SourceLine = tuple[str, int, str]
 """Name of the cell, number of the line, its stripped text."""
 
 Confidence = Literal["certain", "likely"]
@@ -87,7 +87,7 @@ class LintFinding:
 # ------------------------------------------------------------------------------ the cell
 
 
-class TrainingCell(ast.NodeVisitor):
+class TrainingCellVisitor(ast.NodeVisitor):
     """The last cell: its training loops, the calls in them that wait for the device, its loader.
 
     Use ``read_training_cell``.
@@ -116,14 +116,14 @@ class TrainingCell(ast.NodeVisitor):
         self._host_values: set[str] = set()
         """Variables with values in host memory."""
 
-    def place(self, line: int) -> Place:
+    def place(self, line: int) -> SourceLine:
         """Return the place of a line."""
         return self.name, line, self.lines[line - 1].strip()
 
     def visit_For(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         """Visit a loop. A training loop is the innermost with a backward and a step."""
-        if not _trains(node) or any(
-            _trains(inner) for inner in ast.walk(node) if inner is not node
+        if not _is_training_loop(node) or any(
+            _is_training_loop(inner) for inner in ast.walk(node) if inner is not node
         ):
             if not isinstance(node, ast.While):
                 self.other_iterables.append(node.iter)
@@ -134,7 +134,7 @@ class TrainingCell(ast.NodeVisitor):
             self.iterables.append(node.iter)
         before = self._in_loop, self._is_conditional, self._tensors, self._host_values
         self._in_loop, self._is_conditional = True, False
-        self._tensors, self._host_values = _losses(node), set()
+        self._tensors, self._host_values = _loss_names(node), set()
         self.generic_visit(node)
         self._in_loop, self._is_conditional, self._tensors, self._host_values = before
 
@@ -152,7 +152,7 @@ class TrainingCell(ast.NodeVisitor):
         """Visit a condition and its branches."""
         before = self._is_conditional
         self.visit(node.test)
-        self._is_conditional = before or not _holds_on_a_rank(node.test)
+        self._is_conditional = before or not _is_true_on_some_rank(node.test)
         for branch in (node.body, node.orelse):
             for child in branch if isinstance(branch, list) else [branch]:
                 self.visit(child)
@@ -174,9 +174,9 @@ class TrainingCell(ast.NodeVisitor):
         """Record which variables hold tensors or values in host memory."""
         self.generic_visit(node)
         if self._is_tensor(node.value):
-            self._tensors |= _written(node)
+            self._tensors |= _assigned_names(node)
         elif isinstance(node.value, ast.Call) and _first_name(node.value) in _HOST_MODULES:
-            self._host_values |= _written(node)
+            self._host_values |= _assigned_names(node)
 
     visit_AugAssign = visit_Assign  # noqa: N815
 
@@ -195,7 +195,7 @@ class TrainingCell(ast.NodeVisitor):
         """Record a call if it waits for the device."""
         waits = ""
         sure: Confidence = "certain"
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
         if isinstance(call.func, ast.Attribute) and not call.args:
             owner = call.func.value
             if name == "item" and _first_name(owner) not in _HOST_MODULES | self._host_values:
@@ -204,8 +204,8 @@ class TrainingCell(ast.NodeVisitor):
             elif name in {"cpu", "numpy", "tolist"} and self._is_tensor(owner):
                 waits = f".{name}()"
         is_number = isinstance(call.func, ast.Name) and name in {"float", "int"}
-        converts = is_number and any(map(self._is_tensor, given))
-        shows = name in _SHOWS and any(map(self._has_tensor, given))
+        converts = is_number and any(map(self._is_tensor, arguments))
+        shows = name in _SHOWS and any(map(self._has_tensor, arguments))
         if converts or shows:
             waits = f"{name}() of a tensor"
         if waits:
@@ -235,7 +235,7 @@ class TrainingCell(ast.NodeVisitor):
                 return False
 
 
-def read_training_cell(cells: Sequence[tuple[str, str]]) -> TrainingCell | None:
+def read_training_cell(cells: Sequence[tuple[str, str]]) -> TrainingCellVisitor | None:
     """Read the last cell.
 
     Args:
@@ -249,7 +249,7 @@ def read_training_cell(cells: Sequence[tuple[str, str]]) -> TrainingCell | None:
     name, source, tree = parsed[-1] if parsed else ("", "", None)
     if tree is None:
         return None
-    cell = TrainingCell(name, source.split("\n"))
+    cell = TrainingCellVisitor(name, source.split("\n"))
     known = [(name, source, tree) for name, source, tree in parsed if tree is not None]
     try:
         cell.visit(tree)
@@ -279,14 +279,14 @@ def _parse(source: str) -> ast.Module | None:
         return None
 
 
-def _trains(node: ast.AST) -> bool:
+def _is_training_loop(node: ast.AST) -> bool:
     """Return whether a node is a loop that calls a backward and a step."""
     if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
         return False
     return {"backward", "step"} <= {last_name(call.func) for call in calls(node)}
 
 
-def _losses(loop: ast.AST) -> set[str]:
+def _loss_names(loop: ast.AST) -> set[str]:
     """Return the names of losses: in `backward(loss)`, `loss.backward()`, and what has them."""
     names: set[str] = set()
     for call in calls(loop):
@@ -294,15 +294,15 @@ def _losses(loop: ast.AST) -> set[str]:
             loss = call.args[0] if call.args else call.func.value
             names |= {item.id for item in ast.walk(loss) if isinstance(item, ast.Name)}
     # A name assigned before the loop is usually a number, such as `n` in `loss / n`.
-    names &= {name for node in ast.walk(loop) for name in _written(node)}
+    names &= {name for node in ast.walk(loop) for name in _assigned_names(node)}
     for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Attribute, ast.Subscript)):
             # `output` holds a tensor if `loss` of `loss = output.loss` is one.
-            names |= {_first_name(node.value)} if _written(node) & names else set()
+            names |= {_first_name(node.value)} if _assigned_names(node) & names else set()
     return names
 
 
-def _written(node: ast.AST) -> set[str]:
+def _assigned_names(node: ast.AST) -> set[str]:
     """Return the variables that a statement assigns."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.AugAssign):
@@ -313,7 +313,7 @@ def _written(node: ast.AST) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def _holds_on_a_rank(test: ast.expr) -> bool:
+def _is_true_on_some_rank(test: ast.expr) -> bool:
     """Return whether some rank meets a condition in every iteration."""
     inside = list(ast.walk(test))
     names = {last_name(node) for node in inside} - {""}
@@ -332,7 +332,7 @@ def _first_name(node: ast.AST) -> str:
 
 
 def lint_cell(
-    cell: TrainingCell | None, ranks: Sequence[RankProfile], *, bf16: bool = True
+    cell: TrainingCellVisitor | None, ranks: Sequence[RankProfile], *, bf16: bool = True
 ) -> list[LintFinding]:
     """Return remarks on a cell, most expensive first.
 
@@ -403,7 +403,7 @@ def _check_loader(source: DataLoaderSource, ranks: Sequence[RankProfile]) -> Ite
 
 
 def _check_model(
-    cell: TrainingCell, ranks: Sequence[RankProfile], *, bf16: bool
+    cell: TrainingCellVisitor, ranks: Sequence[RankProfile], *, bf16: bool
 ) -> Iterator[LintFinding]:
     """Rules fp16 and train_mode."""
     models = [rank.model for rank in ranks if rank.model is not None]
@@ -431,7 +431,7 @@ def _check_model(
         )
 
 
-def _check_waits(cell: TrainingCell, ranks: Sequence[RankProfile]) -> Iterator[LintFinding]:
+def _check_waits(cell: TrainingCellVisitor, ranks: Sequence[RankProfile]) -> Iterator[LintFinding]:
     """Rule sync."""
     on_cpu = all(rank.kind == "cpu" for rank in ranks)
     idle = max(rank.parts.get("idle", 0.0) + rank.parts.get("python", 0.0) for rank in ranks)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.display.units import format_bytes, format_duration, format_percent
+from nbdist.display.number_formatting import format_bytes, format_duration, format_percent
 from nbdist.profiler.advice import Advice, Speedup, speedup_without
 from nbdist.profiler.bottleneck import is_gather_bound, is_single_unit_exposed, typical_share
 from nbdist.profiler.dataloader_source import loader_code
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nbdist.profiler.bottleneck import BottleneckKind
     from nbdist.profiler.profile_data import ProfileData
-    from nbdist.profiler.what_if import CalibratedPlanner, ChangedStep
+    from nbdist.profiler.what_if import CalibratedPlanner, StepPrediction
     from nbdist.strategies import Options
 
 NEARLY_BEST = 0.9
@@ -106,7 +106,7 @@ def recommend_options(
     if now.activation_checkpointing:
         yield from _switch(planner, replace(now, activation_checkpointing=False))
     if profile.kind == "cuda":
-        if kinds & {"memory", "host"} and not now.compile:
+        if kinds & {"memory", "host"} and not now.is_compiled:
             yield from _switch(planner, replace(now, compile=True))
         if now.precision == "no" and profile.setting.cluster.slowest_device.has_bf16:
             yield from _switch(planner, replace(now, precision="bf16"))
@@ -210,8 +210,8 @@ def _larger_batch(profile: ProfileData, planner: CalibratedPlanner) -> Iterator[
 
 
 def _smallest_sufficient(
-    predictions: Mapping[int, ChangedStep | None],
-) -> list[tuple[int, ChangedStep]]:
+    predictions: Mapping[int, StepPrediction | None],
+) -> list[tuple[int, StepPrediction]]:
     """Return the smallest batch size that reaches most of the best speedup, if any is faster."""
     fitting = [(count, made) for count, made in predictions.items() if made is not None]
     best = max((made.gain.faster for _, made in fitting), default=0.0)
@@ -276,7 +276,9 @@ def _fsdp_config(
             # twice.
             gain = speedup_without(profile, -7 / 8 * exposed)
         else:
-            gain = planner.unit_wrapping_speedup() if planner else _half_of(profile, exposed)
+            gain = (
+                planner.unit_wrapping_speedup() if planner else _speedup_if_halved(profile, exposed)
+            )
         element = 4 if profile.precision == "no" else 2
         yield from _config_advice(
             profile,
@@ -297,7 +299,7 @@ def _fsdp_config(
             f"{_described(profile, count, num_bytes, exposed, 'all_gathers')}: the units are too"
             " small.",
             {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": unit},
-            _half_of(profile, exposed),
+            _speedup_if_halved(profile, exposed),
         )
     # accelerate/utils/dataclasses.py: the default of backward_prefetch is NO_PREFETCH. FSDP2
     # always prefetches.
@@ -306,10 +308,10 @@ def _fsdp_config(
         yield from _config_advice(
             profile,
             "prefetch",
-            f"{_of_step(profile, exposed)} of a step waits for all_gather because units are not"
+            f"{_percent(profile, exposed)} of a step waits for all_gather because units are not"
             " prefetched.",
             {"backward_prefetch": "BACKWARD_PRE", "forward_prefetch": True},
-            _half_of(profile, exposed),
+            _speedup_if_halved(profile, exposed),
         )
 
 
@@ -340,7 +342,7 @@ def _zero_config(profile: ProfileData) -> Iterator[Advice]:
                 f"{_described(profile, count, num_bytes, exposed, 'all_gathers')}:"
                 f" {', '.join([alone, *reasons])}.",
                 {"zero_optimization": changed},
-                _half_of(profile, exposed),
+                _speedup_if_halved(profile, exposed),
             )
         elif profile.kind == "cuda":  # gloo gathers in the thread that computes
             largest = model.largest_unit if model is not None else 0
@@ -349,10 +351,10 @@ def _zero_config(profile: ProfileData) -> Iterator[Advice]:
             yield from _config_advice(
                 profile,
                 "slow ZeRO-3",
-                f"{_of_step(profile, exposed)} of a step waits for all_gather:"
+                f"{_percent(profile, exposed)} of a step waits for all_gather:"
                 f" {', '.join(dict.fromkeys(reasons))}.",
                 {"zero_optimization": changed},
-                _half_of(profile, exposed),
+                _speedup_if_halved(profile, exposed),
             )
     bucket = zero.get("reduce_bucket_size")
     count, num_bytes, exposed = _messages(profile, _REDUCTIONS)
@@ -364,7 +366,7 @@ def _zero_config(profile: ProfileData) -> Iterator[Advice]:
             f"{_described(profile, count, num_bytes, exposed, 'reductions of gradients')}:"
             f" reduce_bucket_size is {bucket}.",
             {"zero_optimization": {"reduce_bucket_size": BUCKET}},
-            _half_of(profile, exposed),
+            _speedup_if_halved(profile, exposed),
         )
     if options.offload_device == "nvme":
         moving = profile.parts["offload"]
@@ -376,7 +378,7 @@ def _zero_config(profile: ProfileData) -> Iterator[Advice]:
         yield from _config_advice(
             profile,
             "NVMe",
-            f"{_of_step(profile, moving)} of a step moves state to and from the disk, in blocks of"
+            f"{_percent(profile, moving)} of a step moves state to and from the disk, in blocks of"
             f" {format_bytes(block)}, {depth} at a time.",
             {
                 "aio": {
@@ -385,7 +387,7 @@ def _zero_config(profile: ProfileData) -> Iterator[Advice]:
                 },
                 "zero_optimization": {"offload_optimizer": pipelined},
             },
-            _half_of(profile, moving),
+            _speedup_if_halved(profile, moving),
         )
 
 
@@ -405,20 +407,20 @@ def _messages(profile: ProfileData, names: tuple[str, ...]) -> tuple[float, floa
     return count, num_bytes, sum(kind.exposed_s - kind.waiting_s for kind in kinds)
 
 
-def _of_step(profile: ProfileData, seconds: float) -> str:
+def _percent(profile: ProfileData, seconds: float) -> str:
     return format_percent(seconds / profile.step_s if profile.step_s > 0 else 0.0)
 
 
 def _described(
-    profile: ProfileData, count: float, num_bytes: float, exposed: float, what: str
+    profile: ProfileData, count: float, num_bytes: float, exposed: float, collectives: str
 ) -> str:
     return (
-        f"{count:.0f} {what} of {format_bytes(num_bytes)} per step take"
-        f" {_of_step(profile, exposed)} of it"
+        f"{count:.0f} {collectives} of {format_bytes(num_bytes)} per step take"
+        f" {_percent(profile, exposed)} of it"
     )
 
 
-def _half_of(profile: ProfileData, seconds: float) -> Speedup:
+def _speedup_if_halved(profile: ProfileData, seconds: float) -> Speedup:
     """Return the speedup if a part of the step takes half as long.
 
     An estimate, not a measurement: the range is from a quarter to three quarters.
@@ -430,7 +432,7 @@ def _half_of(profile: ProfileData, seconds: float) -> Speedup:
 def _config_advice(
     profile: ProfileData,
     title: str,
-    why: str,
+    reason: str,
     changed: dict[str, Any],
     gain: Speedup,
     **fields: Any,
@@ -445,7 +447,7 @@ def _config_advice(
     if config != present:
         yield Advice(
             title=title,
-            why=why,
+            why=reason,
             line=switch_line({name: config}),
             gain=gain,
             changes={name: config},

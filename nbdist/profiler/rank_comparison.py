@@ -68,7 +68,7 @@ def compare_ranks(figures: Sequence[RankProfile]) -> tuple[tuple[RankProfile, ..
         and notes about process groups that could not be compared.
     """
     ranks = sorted(figures, key=lambda rank: rank.rank)
-    waits, notes = _waits(ranks)
+    waits, notes = _waiting_times(ranks)
     return tuple(_separate_waiting(rank, sum(waits[rank.rank].values())) for rank in ranks), notes
 
 
@@ -76,14 +76,14 @@ def _separate_waiting(rank: RankProfile, waiting: float) -> RankProfile:
     """Move `waiting` seconds per step from communication to waiting."""
     communication = rank.parts.get("communication", 0.0)
     before = rank.parts.get("waiting", 0.0)
-    moved = min(waiting, communication)
+    moved_s = min(waiting, communication)
     parts = {
         **rank.parts,
-        "communication": communication - moved,
-        "waiting": before + moved,
+        "communication": communication - moved_s,
+        "waiting": before + moved_s,
     }
     exposed = sum(kind.exposed_s for kind in rank.traffic)
-    share = min(1.0, moved / exposed) if exposed > 0 else 0.0
+    share = min(1.0, moved_s / exposed) if exposed > 0 else 0.0
     traffic = [
         replace(kind, waiting_s=max(kind.waiting_s, share * kind.exposed_s))
         for kind in rank.traffic
@@ -94,7 +94,7 @@ def _separate_waiting(rank: RankProfile, waiting: float) -> RankProfile:
 # ------------------------------------------------------------------- the same collective
 
 
-def _waits(ranks: Sequence[RankProfile]) -> tuple[dict[int, dict[int, float]], list[str]]:
+def _waiting_times(ranks: Sequence[RankProfile]) -> tuple[dict[int, dict[int, float]], list[str]]:
     """Compute the waiting time of each rank.
 
     Returns:
@@ -107,7 +107,7 @@ def _waits(ranks: Sequence[RankProfile]) -> tuple[dict[int, dict[int, float]], l
         members = [rank for rank in ranks if len(rank.begins.get(group, ())) > 0]
         if len(members) < 2:  # noqa: PLR2004 - a single rank never waits
             continue
-        calls = _matched([(rank, _calls(rank, group)) for rank in members])
+        calls = _match_calls([(rank, _calls(rank, group)) for rank in members])
         if calls is None:
             unmatched.append(group)
             continue
@@ -138,7 +138,7 @@ def _calls(rank: RankProfile, group: str) -> list[_CollectiveCall]:
     return calls
 
 
-def _matched(
+def _match_calls(
     sequences: Sequence[tuple[RankProfile, list[_CollectiveCall]]],
 ) -> list[tuple[_CollectiveCall, ...]] | None:
     """Group the calls of the same collective on all ranks, in order.
@@ -152,13 +152,15 @@ def _matched(
     shifts = [0]
     for _, calls in others:
         candidates = [number * per_step for number in (0, 1, -1, 2, -2)]
-        apart = {}
+        median_distances = {}
         for shift in candidates:
             pairs = zip(reference[max(0, -shift) :], calls[max(0, shift) :], strict=False)
             differences = [abs(call.end - other.end) for call, other in pairs]
-            apart[shift] = statistics.median(differences) if differences else float("inf")
-        best = min(candidates, key=lambda shift: apart[shift])
-        if apart[best] > limit:
+            median_distances[shift] = (
+                statistics.median(differences) if differences else float("inf")
+            )
+        best = min(candidates, key=lambda shift: median_distances[shift])
+        if median_distances[best] > limit:
             return None
         shifts.append(best)
     lists = [reference, *(calls for _, calls in others)]
@@ -265,7 +267,7 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
 
 def _steadily_last(ranks: Sequence[RankProfile], slow: RankProfile) -> bool:
     """Return whether this rank consistently and significantly waits least, over the steps."""
-    waits, _ = _waits(ranks)
+    waits, _ = _waiting_times(ranks)
     steps = sorted({step for by_step in waits.values() for step in by_step})
     if not steps:  # without timestamps only the means can be compared
         return True

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.errors import NbdistError, PlanError
-from nbdist.planner import optimizers, search, validation
+from nbdist.planner import measured_comparison, optimizers, search
 from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.measurements import Collective
+    from nbdist.planner.measurement_store import Collective
     from nbdist.planner.plan_table import PlanRow
     from nbdist.planner.step_time import StepCost
     from nbdist.profiler.measurements import StepPart
@@ -57,7 +57,7 @@ class _ScaledCluster(ClusterSpec):
         return super().ramp_s * self.factor
 
 
-class ChangedStep(NamedTuple):
+class StepPrediction(NamedTuple):
     """Prediction for other options or another micro-batch size."""
 
     row: PlanRow
@@ -88,7 +88,7 @@ class CalibratedPlanner:
         device_kind: Any = profile.kind
         try:
             named = {"class": model.optimizer} if model.optimizer else {}
-            self._optimizer = validation.resolve_optimizer(named, device_kind)
+            self._optimizer = measured_comparison.resolve_optimizer(named, device_kind)
         except NbdistError:  # unknown to the planner
             adamw = optimizers.find_optimizer("adamw")
             self._optimizer = optimizers.optimizer_for_device(adamw, device_kind)
@@ -144,7 +144,7 @@ class CalibratedPlanner:
             for name, value in options.to_json().items()
             if name != "precision" and value is not None
         }
-        question = PlanRequest(
+        question = PlanInput(
             model=self._spec,
             cluster=cluster,
             batch_sizes=(samples,),
@@ -171,7 +171,7 @@ class CalibratedPlanner:
 
     def predict_change(
         self, options: Options | None = None, samples: int | None = None
-    ) -> ChangedStep | None:
+    ) -> StepPrediction | None:
         """Predict the step with other options or another micro-batch size.
 
         Returns:
@@ -185,24 +185,24 @@ class CalibratedPlanner:
             return None
         if not raw.fits:
             return None
-        more = samples * options.accumulate / (self.samples * self.options.accumulate)
+        sample_ratio = samples * options.accumulate / (self.samples * self.options.accumulate)
         micro = options.accumulate / self.options.accumulate
-        whole = self._parts(_cost(raw), measured, more, micro)
-        parts = {name: seconds / more for name, seconds in whole.items()}
+        whole = self._parts(_cost(raw), measured, sample_ratio, micro)
+        parts = {name: seconds / sample_ratio for name, seconds in whole.items()}
         before = self._profile.parts
         changed = sum(abs(seconds - before[name]) for name, seconds in parts.items())
         gain = Speedup.from_times(sum(before.values()), sum(parts.values()), changed)
-        return ChangedStep(raw, gain, parts)
+        return StepPrediction(raw, gain, parts)
 
     def _parts(
-        self, raw: StepCost, measured: StepCost, more: float, micro: float
+        self, raw: StepCost, measured: StepCost, sample_ratio: float, micro: float
     ) -> dict[StepPart, float]:
         """Predict the parts of the changed step.
 
         Args:
             raw: predicted cost of the changed step on the original cluster.
             measured: the same on the calibrated cluster.
-            more: ratio of the number of samples.
+            sample_ratio: ratio of the number of samples.
             micro: ratio of the number of micro-batches.
         """
         before, base = self._profile.parts, self._base_measured
@@ -211,29 +211,29 @@ class CalibratedPlanner:
         busy = before["forward"] + before["backward"]
         if self._profile.kind == "cuda" and before["idle"] > _LAUNCH_BOUND * self._profile.step_s:
             # Launching larger kernels takes the same time, and they fill the idle time.
-            if more != micro:
-                computing = more
+            if sample_ratio != micro:
+                computing = sample_ratio
             idle = max(0.0, micro * (busy + before["idle"]) - computing * busy)
         on_cpu = self._profile.kind == "cpu"
         optimizing = _ratio(raw.optimizer_s, self._base.optimizer_s)
-        if on_cpu and more == 1:
+        if on_cpu and sample_ratio == 1:
             # The optimizer runs on the same CPU, offloaded or not.
             optimizing = min(1.0, optimizing)
-        moved = _carried(before["offload"], raw.offload_s, self._base.offload_s)
-        exposed = _carried(
+        offload_s = _scale_measured(before["offload"], raw.offload_s, self._base.offload_s)
+        exposed = _scale_measured(
             before["communication"],
             self._exposed(measured),
             self._exposed(base),
         )
         return {
-            "data": more * before["data"],
-            "copies": more * before["copies"],
+            "data": sample_ratio * before["data"],
+            "copies": sample_ratio * before["copies"],
             "forward": computing * before["forward"],
             "backward": computing * before["backward"],
             "optimizer": optimizing * before["optimizer"],
             "communication": exposed,
             "waiting": computing * before["waiting"],
-            "offload": moved,
+            "offload": offload_s,
             "python": micro * before["python"],
             "idle": idle,
         }
@@ -291,7 +291,7 @@ def _ratio(after: float, before: float) -> float:
     return after / before if before > 0 else 1.0
 
 
-def _carried(measured: float, after: float, before: float) -> float:
+def _scale_measured(measured: float, after: float, before: float) -> float:
     """Scale a measured part by the predicted ratio, or add the difference if there is none."""
     if before > 0 and measured > 0:
         return measured * after / before

@@ -3,14 +3,14 @@
 Kernel <-> launcher: one JSON object per line over a socket pair that only these two hold. End of
 file means that the kernel has ended; the launcher then ends with everything it started.
 
-    LaunchRanks       kernel -> launcher   start ranks
-    StopRanks         kernel -> launcher   end the ranks, keep the launcher warm
-    CleanupFolder     kernel -> launcher   a further folder to remove when the kernel has ended
-    LauncherReady     launcher -> kernel   imports are done
-    LauncherProgress  launcher -> kernel   status text of a long step (DeepSpeed's first build)
-    RankForked       launcher -> kernel   a rank was forked
-    RankExited        launcher -> kernel   a rank's process ended, in order of exit
-    AllRanksExited    launcher -> kernel   all ranks ended; exit codes or signals of failed ranks
+    LaunchRanksRequest    kernel -> launcher  start ranks
+    StopRanksRequest      kernel -> launcher  end the ranks, keep the launcher warm
+    CleanupFolderRequest  kernel -> launcher  a further folder to remove when the kernel has ended
+    LauncherReady         launcher -> kernel  imports are done
+    LauncherProgress      launcher -> kernel  status text of a long step (DeepSpeed's first build)
+    RankForked            launcher -> kernel  a rank was forked
+    RankExited            launcher -> kernel  a rank's process ended, in order of exit
+    AllRanksExited        launcher -> kernel  all ranks ended; exit codes or signals of failed ranks
 
 Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are
 plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protocol:
@@ -81,7 +81,9 @@ class CellMetadata(TypedDict):
     count: int
     """The notebook's In[count], for tracebacks."""
     checkpoints: str
-    """Location for new checkpoints, as in ``LaunchRanks``."""
+    """Location for new checkpoints, as in ``LaunchRanksRequest``."""
+    ranks: list[int]
+    """Ranks that run the cell."""
 
 
 class ExecuteRequest(TypedDict):
@@ -190,7 +192,7 @@ class MeasuredMemoryReply(TypedDict):
     """Memory in use in a rank's third training step; None before it."""
 
     figures: dict[str, Any] | None
-    """Fields of ``planner.validation.MeasuredMemory``."""
+    """Fields of ``planner.measured_comparison.MeasuredMemory``."""
 
 
 class RankActivityReply(TypedDict):
@@ -382,7 +384,7 @@ class RankError:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchRanks:
+class LaunchRanksRequest:
     """Start ranks."""
 
     generation: int
@@ -428,12 +430,12 @@ class LaunchRanks:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRanks:
+class StopRanksRequest:
     """End the ranks, keep the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
-class CleanupFolder:
+class CleanupFolderRequest:
     """Register a further folder to remove when the kernel has ended. It may no longer exist."""
 
     folder: str
@@ -492,9 +494,9 @@ class AllRanksExited:
 
 
 LauncherMessage = (
-    LaunchRanks
-    | StopRanks
-    | CleanupFolder
+    LaunchRanksRequest
+    | StopRanksRequest
+    | CleanupFolderRequest
     | LauncherReady
     | LauncherProgress
     | RankForked
@@ -502,9 +504,9 @@ LauncherMessage = (
     | AllRanksExited
 )
 _MESSAGES = (
-    LaunchRanks,
-    StopRanks,
-    CleanupFolder,
+    LaunchRanksRequest,
+    StopRanksRequest,
+    CleanupFolderRequest,
     LauncherReady,
     LauncherProgress,
     RankForked,

@@ -36,7 +36,7 @@ class Operation(Generic[RequestT, ReportT]):
     raises: type[NbdistError]
     """Type of the error if it fails."""
     in_phases: bool = True
-    """True if an interrupt takes effect between phases (`worker.interrupt.interrupt_flag`)."""
+    """True if an interrupt takes effect between phases (`worker.interrupt.deferred_interrupts`)."""
     fails_alone: bool = False
     """True if a rank that fails replies immediately, and the others need not finish."""
     resync: bool = True
@@ -193,6 +193,8 @@ class SaveRequest:
     overwrite: bool = False
     keep: int | None = None
     """Number of checkpoints to keep; None: all."""
+    full: bool = False
+    """Store frozen tensors of a base model too, and not by reference."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,6 +225,8 @@ class LoadRequest:
     """Id in the manifest, to detect that the checkpoint was replaced."""
     weights_only: bool
     """Leave optimizers, schedulers, generators and loaders unchanged."""
+    reset_optimizer: bool = False
+    """Start with new optimizer state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,7 +258,7 @@ LOAD = Operation(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportRequest:
+class ImportCheckpointRequest:
     """Import a checkpoint of another tool into the prepared model."""
 
     path: str
@@ -282,7 +286,7 @@ class RankImportReport:
 
 IMPORT = Operation(
     "load",
-    ImportRequest,
+    ImportCheckpointRequest,
     RankImportReport,
     "nbdist.worker.operations.import_checkpoint:import_checkpoint",
     CheckpointError,

@@ -349,9 +349,9 @@ class Cell:
                 self.rank_states[rank].last_message_at = now
             handle(self, ranks, message)
         except Exception as error:  # noqa: BLE001 - a cell may send anything; keep reading
-            kind, why = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
-            who = rank_names.describe_ranks(ranks)
-            self.renderer.show_lines([f"{who}: invalid message ({kind}): {why}"])
+            kind, error_text = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
+            ranks_text = rank_names.describe_ranks(ranks)
+            self.renderer.show_lines([f"{ranks_text}: invalid message ({kind}): {error_text}"])
 
     def _on_reply(self, rank: int, message: Message) -> None:
         state, content = self.rank_states[rank], message["content"]

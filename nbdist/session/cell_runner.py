@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted
 from nbdist.output.renderer import OutputRenderer
-from nbdist.output.sink import FinishedCellSink, RunningCellSink
+from nbdist.output.sink import FinishedCellSink, RunningCellWriter
 from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.errors import RankDied
-    from nbdist.output.rank_log import RankLog
+    from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
     from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_polling import RankActivityPoller
@@ -62,7 +62,7 @@ class CellRunner:
         """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
         self._background_cell: Cell | None = None
         """The last background cell."""
-        self._kept: list[Cell] = []
+        self._recent_cells: list[Cell] = []
         self._lock = threading.Lock()
         """Protects `running_cell` and the kept cells, which several threads change."""
         self._counter = itertools.count(1)
@@ -78,7 +78,7 @@ class CellRunner:
         *,
         background: bool,
         shown: ShownRanks,
-        logs: Mapping[int, RankLog],
+        logs: Mapping[int, RankLogTail],
         count: int | None,
         checkpoints: str,
     ) -> Cell:
@@ -99,7 +99,7 @@ class CellRunner:
             RankDied: a rank ended.
         """
         pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
-        screen = pinned if background else RunningCellSink()
+        screen = pinned if background else RunningCellWriter()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
         cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
@@ -126,11 +126,16 @@ class CellRunner:
         )
         with self._lock:
             self.running_cell, self.changed_at = cell, time.time()
-            self._kept.append(cell)
-            old, self._kept = self._kept[:-MAX_CELLS], self._kept[-MAX_CELLS:]
+            self._recent_cells.append(cell)
+            old, self._recent_cells = (
+                self._recent_cells[:-MAX_CELLS],
+                self._recent_cells[-MAX_CELLS:],
+            )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
-        note = messages.CellMetadata(count=cell.count, checkpoints=checkpoints)
+        note = messages.CellMetadata(
+            count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
+        )
         content = messages.make_execute_request(cell.code)
         request = self._workers.queue_request(
             cell.ranks,
@@ -228,7 +233,9 @@ class CellRunner:
 
     def render_background_output(self) -> bool:
         """Show output of background and past cells; return whether there was any."""
-        waiting = [cell for cell in self._kept if cell.detached and not cell.has_no_pending_output]
+        waiting = [
+            cell for cell in self._recent_cells if cell.detached and not cell.has_no_pending_output
+        ]
         for cell in waiting:
             cell.render_pending(0)
         return bool(waiting)
@@ -238,7 +245,7 @@ class CellRunner:
     def fail_all(self, death: RankDied) -> None:
         """Fail unfinished cells and drop all, because their ranks have ended."""
         with self._lock:
-            dying, self._kept = self._kept, []
+            dying, self._recent_cells = self._recent_cells, []
         for cell in dying:
             if not cell.finished.is_set():
                 cell.fail(death)
@@ -249,9 +256,9 @@ class CellRunner:
         """Return the numbers of the kept cells by the file name of their code on the ranks."""
         from ipykernel.compiler import get_file_name
 
-        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._kept}
+        return {Path(get_file_name(cell.code)).name: cell.count for cell in self._recent_cells}
 
     def cell_sources(self, cell: Cell) -> list[tuple[str, str]]:
         """Return name and code of the kept cells, `cell` last, for advice about their lines."""
-        before = [past for past in self._kept if past is not cell]
+        before = [past for past in self._recent_cells if past is not cell]
         return [(f"In[{past.count}]", past.code) for past in (*before, cell)]

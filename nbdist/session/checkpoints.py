@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
-from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, names
-from nbdist.display.units import format_bytes
+from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, name_validation
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
 from nbdist.output.sink import FinishedCellSink
 from nbdist.paths import expand_user
@@ -161,10 +161,10 @@ class Save:
     @property
     def how_far(self) -> str:
         """Progress as text, with the written fraction if known."""
-        words, written = f"writing checkpoint {self.name}", self.written_bytes
+        text, written = f"writing checkpoint {self.name}", self.written_bytes
         if written is None or not self.size_bytes:
-            return words
-        return f"{words}, {min(written / self.size_bytes, 1.0):.0%}"
+            return text
+        return f"{text}, {min(written / self.size_bytes, 1.0):.0%}"
 
     @property
     def written_bytes(self) -> int | None:
@@ -401,7 +401,7 @@ class BackgroundSaves:
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {names.check_name(request.name)}"
+        title = f"nbdist: checkpoint {name_validation.check_name(request.name)}"
         with StatusLine() as line:
             reports = CollectiveRequest(
                 workers, SAVE, world_size, lambda text: line.show(f"{title}: {text}")
@@ -424,10 +424,10 @@ class BackgroundSaves:
                 if not save.done:
                     save.wait_shown(within_s)
 
-    def fail_running(self, why: str) -> None:
+    def fail_running(self, reason: str) -> None:
         """Mark running saves as failed, because their ranks have ended."""
         for save in self.running_saves():
-            save.end(why)
+            save.end(reason)
             self.checkpoints.add_save(save)
 
     def remove_partial_saves(self) -> None:
@@ -450,14 +450,14 @@ def show_when_done(save: Save) -> None:
     save.watch(show)
 
 
-def check_writable_async(url: Url, complain: Callable[[str], object]) -> None:
+def check_writable_async(url: Url, on_warning: Callable[[str], object]) -> None:
     """Check in the background that checkpoints can be written to a URL."""
 
     def prove() -> None:
         try:
             UrlStorage(url).check_writable()
         except CheckpointError as error:
-            complain(str(error))
+            on_warning(str(error))
 
     threading.Thread(target=prove, name="nbdist-url", daemon=True).start()
 
@@ -466,11 +466,11 @@ def make_async_warning() -> Callable[[str], object]:
     """Return a function that prints, below the current cell, why a save would fail."""
     screen = FinishedCellSink()
 
-    def complain(why: str) -> None:
-        screen.write("stderr", f"nbdist: save() would fail: {why}\n")
+    def on_warning(reason: str) -> None:
+        screen.write("stderr", f"nbdist: save() would fail: {reason}\n")
         screen.flush()
 
-    return complain
+    return on_warning
 
 
 def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
@@ -483,27 +483,27 @@ def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
     )
 
 
-def parse_root(given: str | os.PathLike[str]) -> Path | Url:
+def parse_root(root: str | os.PathLike[str]) -> Path | Url:
     """Parse a folder or URL; a folder is made absolute.
 
     Raises:
         CheckpointError: it is empty.
     """
-    if isinstance(given, str) and not given.strip():
+    if isinstance(root, str) and not root.strip():
         raise CheckpointError(
-            f"Invalid checkpoint folder {given!r}. Use a folder such as checkpoints, or a URL such"
+            f"Invalid checkpoint folder {root!r}. Use a folder such as checkpoints, or a URL such"
             " as s3://bucket/path."
         )
-    return Url(given) if checkpoint.is_url(given) else Path.cwd() / expand_user(given)
+    return Url(root) if checkpoint.is_url(root) else Path.cwd() / expand_user(root)
 
 
-def check_root(given: str | os.PathLike[str]) -> Path | Url:
+def check_root(root: str | os.PathLike[str]) -> Path | Url:
     """Parse a folder or URL and check that it is supported.
 
     Raises:
         CheckpointError: empty, a URL that fsspec does not support, or whose package is missing.
     """
-    where = parse_root(given)
+    where = parse_root(root)
     if isinstance(where, Url):
         where.open_filesystem()
     return where
@@ -511,4 +511,4 @@ def check_root(given: str | os.PathLike[str]) -> Path | Url:
 
 def is_not_checkpoint_folder(path: Path) -> bool:
     """Return whether the path exists and was not written by nbdist."""
-    return path.exists() and not (path / names.MANIFEST_NAME).exists()
+    return path.exists() and not (path / name_validation.MANIFEST_NAME).exists()

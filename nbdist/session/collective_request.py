@@ -2,8 +2,8 @@
 
 Watched like a cell: blocked ranks are reported after a few seconds, ranks that wait for a failed
 one are interrupted, and interrupts escalate in stages (`session.interrupt`). Ranks handle an
-interrupt at the end of a phase (`worker.interrupt.interrupt_flag`); a phase that takes too long is
-cut short.
+interrupt at the end of a phase (`worker.interrupt.deferred_interrupts`); a phase that takes too
+long is cut short.
 
 A second interrupt returns the prompt even if the ranks continue. The request is then `detached`:
 it stays the worker group's current request, the reader thread watches it, a third interrupt ends
@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
+from nbdist.keyboard_interrupt import suppress_interrupt
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
 from nbdist.session.hang_detection import have_collectives_diverged
-from nbdist.session.interrupt import InterruptEscalation, Stage, release_request
+from nbdist.session.interrupt import InterruptEscalation, InterruptStage, release_request
 from nbdist.session.progress import StatusLine
 from nbdist.session.rank_polling import RankActivityPoller
-from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,13 +108,13 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         """
         self._workers.collective_request = self
         try:
-            with suppress_interrupt(self._press):
+            with suppress_interrupt(self._count_interrupt):
                 request = self._workers.queue_request(
                     self.ranks,
                     "shell",
                     self._operation.message_type,
                     asdict(content),
-                    self._take,
+                    self._on_reply,
                 )
                 self.requests.update(dict.fromkeys(self.ranks, request))
                 self._workers.wake()
@@ -122,7 +122,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
                 problem = "" if self.detached else self._resync()
         finally:
             if not self.detached:
-                self._forget()
+                self._drop_requests()
         if self.detached:
             raise CellInterrupted(self.busy_message())
         if self.errors:
@@ -140,7 +140,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
 
     def conclude(self) -> None:
         """Handle the end of a detached request; resynchronize the ranks if needed."""
-        self._forget()
+        self._drop_requests()
         self._resync()
         if not self.errors and self.late is not None:
             self.late()
@@ -158,7 +158,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         if not self.detached:
             self._show(text)
 
-    def _press(self) -> None:
+    def _count_interrupt(self) -> None:
         """Count an interrupt; this may run while the waiting thread holds any lock."""
         self._pressed += 1
 
@@ -178,13 +178,13 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
                 self.detached = True
                 return
 
-    def _forget(self) -> None:
+    def _drop_requests(self) -> None:
         self._workers.drop_requests(set(self.requests.values()))
         self._rank_activity.clear()
         if self._workers.collective_request is self:
             self._workers.collective_request = None
 
-    def _take(self, rank: int, channel: Channel, message: Message) -> None:
+    def _on_reply(self, rank: int, channel: Channel, message: Message) -> None:
         if channel != "shell":
             return
         reply = message["content"]
@@ -202,7 +202,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
 
     def _resync(self) -> str:
         """Resynchronize the ranks after a failure. Returns an error message, or ""."""
-        running = self.escalation.stage is Stage.RUNNING
+        running = self.escalation.stage is InterruptStage.RUNNING
         if not self._operation.resync or (running and not self.errors):
             return ""
         if self.errors:
@@ -249,10 +249,10 @@ def resync_ranks(
         SessionError: a rank does not reply.
     """
     work = escalation.work
-    stopped = escalation.stage is not Stage.RUNNING
+    stopped = escalation.stage is not InterruptStage.RUNNING
     if work.failure is not None or not (work.errors or stopped):
         return ""
-    broken = escalation.stage is Stage.ABORTED or any(
+    broken = escalation.stage is InterruptStage.ABORTED or any(
         group.kind == "secondary" for group in tracebacks.group_errors(list(work.errors.values()))
     )
     answers = workers.request_all(

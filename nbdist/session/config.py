@@ -1,7 +1,7 @@
 """Options of a session, checked against the hardware of this machine or cluster.
 
 Runs in the notebook's kernel. `SessionConfig` is immutable; under auto it is replaced when the
-ranks report the decision. `ClusterOptions` queries a cluster for what the user left open, and
+ranks report the decision. `SessionCluster` queries a cluster for what the user left open, and
 caches the answer while the session keeps its nodes.
 """
 
@@ -16,7 +16,7 @@ from nbdist.cluster.allocation import RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
-from nbdist.session import placement as session_placement
+from nbdist.session import device_placement as session_placement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def merge_options(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> d
     Naming a backend turns auto off. Auto drops an earlier backend and config file. Another
     backend family drops the config file, and a backend without replicas drops replicate_across.
     """
-    room = _devices_for(requested, changes) | _spread_for(requested, changes)
+    room = _devices_for(requested, changes) | _drop_replaced_counts(requested, changes)
     merged = {**requested, **changes, **room}
     if "backend" in changes and "auto" not in changes:
         merged["auto"] = False
@@ -67,14 +67,16 @@ def _devices_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     """Adjust an earlier number of ranks or list of GPUs to the one that changes."""
     if "devices" in changes and "nproc" not in changes:
         return {"nproc": None}
-    given = requested.get("devices")
-    if changes.get("nproc") is None or "devices" in changes or given is None:
+    devices = requested.get("devices")
+    if changes.get("nproc") is None or "devices" in changes or devices is None:
         return {}
-    chosen = session_placement.parse_gpus(given) if isinstance(given, str) else tuple(given)
+    chosen = session_placement.parse_gpus(devices) if isinstance(devices, str) else tuple(devices)
     return {"devices": chosen[: session_placement.parse_nproc(changes["nproc"])]}
 
 
-def _spread_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_replaced_counts(
+    requested: Mapping[str, Any], changes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Drop earlier numbers of ranks, nodes and GPUs per node that the changes replace."""
     given = changes.keys() & {"nproc", *DISTRIBUTION_OPTIONS}
     if given == {"nproc"}:
@@ -91,7 +93,7 @@ def _spread_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 class SessionConfig:
     """Devices and options of a session."""
 
-    placement: session_placement.Placement
+    placement: session_placement.DevicePlacement
     hardware: strategies.Hardware
     options: strategies.Options
     """Under auto, before its decision, a placeholder."""
@@ -104,7 +106,7 @@ class SessionConfig:
 
     @classmethod
     def from_options(
-        cls, requested: Mapping[str, Any], where: ClusterOptions | None = None
+        cls, requested: Mapping[str, Any], where: SessionCluster | None = None
     ) -> Self:
         """Validate the requested options.
 
@@ -136,7 +138,7 @@ class SessionConfig:
             requested_options=requested,
         )
 
-    def with_node_hardware(self, where: ClusterOptions) -> SessionConfig:
+    def with_node_hardware(self, where: SessionCluster) -> SessionConfig:
         """Return the choice updated with the nodes' GPUs, whose capability is known only then.
 
         Raises:
@@ -157,8 +159,10 @@ class SessionConfig:
         Raises:
             OptionError: the decision is not compatible with the new options.
         """
-        asks = new_config.is_auto_pending and self.auto is not None and not self.is_auto_pending
-        if not asks:
+        needs_auto = (
+            new_config.is_auto_pending and self.auto is not None and not self.is_auto_pending
+        )
+        if not needs_auto:
             return new_config
         given = dataclasses.asdict(self.options) | dict(new_config.auto or {})
         options = strategies.Options.from_fields({k: v for k, v in given.items() if v is not None})
@@ -169,13 +173,16 @@ class SessionConfig:
 
         Requesting auto again changes nothing if the decision agrees with the given options.
         """
-        before, after = self._flat(), new_config._flat()
+        before, after = self._all_options(), new_config._all_options()
         if new_config.auto is not None and self.auto is not None:
             given = self.auto if self.is_auto_pending else dataclasses.asdict(self.options)
-            before = {**_placed(self), **{name: given.get(name) for name in new_config.auto}}
-            after = {**_placed(new_config), **new_config.auto}
+            before = {
+                **_placement_options(self),
+                **{name: given.get(name) for name in new_config.auto},
+            }
+            after = {**_placement_options(new_config), **new_config.auto}
         elif new_config.auto is not None or self.is_auto_pending:
-            before, after = _placed(self), _placed(new_config)
+            before, after = _placement_options(self), _placement_options(new_config)
             before["auto"], after["auto"] = self.auto is not None, new_config.auto is not None
         return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
 
@@ -198,24 +205,24 @@ class SessionConfig:
         """UUIDs of the ranks' GPUs; None for CPU ranks."""
         return None if self.placement.devices is None else self.placement.visible_devices
 
-    def _flat(self) -> dict[str, object]:
-        return _placed(self) | dataclasses.asdict(self.options)
+    def _all_options(self) -> dict[str, object]:
+        return _placement_options(self) | dataclasses.asdict(self.options)
 
 
-def _placed(choice: SessionConfig) -> dict[str, object]:
+def _placement_options(choice: SessionConfig) -> dict[str, object]:
     placement = choice.placement
     nodes = {"nodes": placement.num_nodes} if placement.is_remote else {}
     return {"nproc": placement.nproc, "devices": placement.devices, **nodes}
 
 
-def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> strategies.Options:
+def _placeholder(options: Mapping[str, Any], hardware: strategies.Hardware) -> strategies.Options:
     """Return the options of the first backend that is compatible with the given ones.
 
     Raises:
         OptionError: no backend is, or an option was given that auto decides.
     """
     for name in ("backend", *CONFIG_FILE_ENGINES):
-        if name in given:
+        if name in options:
             raise OptionError(
                 f"auto chooses the backend itself, but the option {name} was given. Leave one of"
                 " them out."
@@ -223,13 +230,13 @@ def _placeholder(given: Mapping[str, Any], hardware: strategies.Hardware) -> str
     refusals: list[OptionError] = []
     for name in strategies.STRATEGIES:
         try:
-            return strategies.Options.from_fields({**given, "backend": name}).validate(hardware)
+            return strategies.Options.from_fields({**options, "backend": name}).validate(hardware)
         except OptionError as error:
             refusals.append(error)
     raise refusals[-1]
 
 
-class ClusterOptions:
+class SessionCluster:
     """Cluster options of a session.
 
     Args:
@@ -266,7 +273,7 @@ class ClusterOptions:
 
     def choose_placement(
         self, nproc: Any, gpus: Any, requested: Mapping[str, Any]
-    ) -> session_placement.Placement | None:
+    ) -> session_placement.DevicePlacement | None:
         """Choose the devices on the cluster; return None on this machine.
 
         Raises:
@@ -275,7 +282,7 @@ class ClusterOptions:
         """
         if self.cluster is None:
             return None
-        per_node = _count(requested.get("gpus_per_node"), "--gpus-per-node", least=0)
+        per_node = _count(requested.get("gpus_per_node"), "--gpus-per-node", minimum=0)
         if gpus is not None:
             if gpus not in ("none", (), []) or per_node:
                 raise OptionError(
@@ -285,7 +292,7 @@ class ClusterOptions:
             per_node = 0
         options = (
             None if nproc is None else session_placement.parse_nproc(nproc),
-            _count(requested.get("nodes"), "--nodes", least=1),
+            _count(requested.get("nodes"), "--nodes", minimum=1),
             per_node,
         )
         if options not in self._known:
@@ -296,7 +303,7 @@ class ClusterOptions:
         """Return the provider of launchers; None on this machine."""
         return None if self.cluster is None else ClusterLauncherProvider(self.cluster)
 
-    def set_distribution(self, placement: session_placement.Placement) -> None:
+    def set_distribution(self, placement: session_placement.DevicePlacement) -> None:
         """Make the next allocation of nodes follow this placement."""
         if self.cluster is not None:
             each = placement.nproc // placement.num_nodes
@@ -308,7 +315,9 @@ class ClusterOptions:
         if self.cluster is not None:
             self.cluster.disconnect()
 
-    def options_for_remaining_nodes(self, placement: session_placement.Placement) -> dict[str, int]:
+    def options_for_remaining_nodes(
+        self, placement: session_placement.DevicePlacement
+    ) -> dict[str, int]:
         """Return the options that change after nodes were lost: the remaining nodes take over.
 
         Raises:
@@ -329,11 +338,11 @@ class ClusterOptions:
         return {"nodes": nodes, "nproc": nodes * each}
 
 
-def _count(given: object, option: str, *, least: int) -> int | None:
+def _count(value: object, option: str, *, minimum: int) -> int | None:
     """Parse a number of nodes or GPUs."""
-    if given is None:
+    if value is None:
         return None
-    text = str(given).strip()
-    if isinstance(given, bool) or not text.isdecimal() or not least <= int(text) < 1 << 20:
-        raise OptionError(f"{option} must be an integer >= {least}, got {given!r}.")
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or not minimum <= int(text) < 1 << 20:
+        raise OptionError(f"{option} must be an integer >= {minimum}, got {value!r}.")
     return int(text)

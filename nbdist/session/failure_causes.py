@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.local import LAUNCHER_NAME
+from nbdist.cluster.local_launcher import LAUNCHER_NAME
 from nbdist.errors import RankDied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.cluster.interfaces import ProcessStatus
+    from nbdist.cluster.launcher_interface import ProcessStatus
     from nbdist.protocol import messages
 
 MAX_LOG_LINES = 20
@@ -179,12 +179,12 @@ def describe_exit(code: int | None, oom: OomKillCounter | None) -> str:
     """
     described = f"ended with {describe_exit_code(code)}"
     if code == -signal.SIGKILL:
-        why = (
+        reason = (
             oom.describe()
             if oom is not None and oom.has_grown()
             else "maybe the OOM killer: see dmesg"
         )
-        return f"{described}: {why}"
+        return f"{described}: {reason}"
     hint = _HINTS.get(signal.Signals(-code)) if code is not None and code < 0 else None
     return f"{described}: {hint}" if hint else described
 

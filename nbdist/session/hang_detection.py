@@ -38,7 +38,7 @@ class Hang:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _WaitingRank:
     """A waiting rank."""
 
     place: str
@@ -70,10 +70,10 @@ def detect_hang(
         errors: errors of the ranks that failed.
         waited_s: minimum waiting time. Default: `HANG_AFTER_S`.
     """
-    alike = _alike(answers)
+    alike = _group_by_counts(answers)
     waited_s = HANG_AFTER_S if waited_s is None else waited_s
     waits = {
-        rank: _wait(rank, answers, alike, errors)
+        rank: _find_wait(rank, answers, alike, errors)
         for rank in pending
         if rank in answers and rank not in errors
     }
@@ -82,9 +82,12 @@ def detect_hang(
         return None
     missing = {other for wait in waiting.values() for other in wait.missing} - waiting.keys()
     parts = [
-        *(_raised(errors[rank]) for rank in sorted(errors)),
-        *_waited(waiting),
-        *(_elsewhere(rank, ranks, pending, answers) for rank in sorted(missing - errors.keys())),
+        *(_describe_error(errors[rank]) for rank in sorted(errors)),
+        *_describe_waits(waiting),
+        *(
+            _describe_peer(rank, ranks, pending, answers)
+            for rank in sorted(missing - errors.keys())
+        ),
     ]
     return Hang(
         waiting_ranks=tuple(sorted(waiting)),
@@ -93,17 +96,19 @@ def detect_hang(
     )
 
 
-def _wait(
+def _find_wait(
     rank: int,
     answers: Mapping[int, RankActivityReply],
     alike: Mapping[_Counts, Sequence[int]],
     errors: Mapping[int, RankError],
-) -> _Wait | None:
+) -> _WaitingRank | None:
     """Return where, how long and for which ranks a rank waits; None if nothing indicates a wait."""
     here = answers[rank]
     standing = here["standing"]
     if standing["waits_for"]:
-        return _Wait(describe_position(here), standing["still_s"], tuple(standing["missing"]))
+        return _WaitingRank(
+            describe_position(here), standing["still_s"], tuple(standing["missing"])
+        )
     behind = tuple(
         other
         for counts, others in alike.items()
@@ -111,13 +116,15 @@ def _wait(
         for other in others
     )
     if behind or here["collective"]:
-        return _Wait(describe_position(here), standing["still_s"], behind)
+        return _WaitingRank(describe_position(here), standing["still_s"], behind)
     if errors:
-        return _Wait(describe_position(here), standing["still_s"], tuple(errors), known=False)
+        return _WaitingRank(
+            describe_position(here), standing["still_s"], tuple(errors), known=False
+        )
     return None
 
 
-def _alike(answers: Mapping[int, RankActivityReply]) -> dict[_Counts, list[int]]:
+def _group_by_counts(answers: Mapping[int, RankActivityReply]) -> dict[_Counts, list[int]]:
     """Group ranks by their collective counts; usually most ranks are in one group."""
     groups: dict[_Counts, list[int]] = {}
     for rank, answer in answers.items():
@@ -132,9 +139,9 @@ def describe_position(here: RankActivityReply) -> str:
     return " at ".join(part for part in (what, line) if part) or "code outside the cell"
 
 
-def _is_behind(theirs: Mapping[str, int], counts: Mapping[str, int]) -> bool:
+def _is_behind(peer_counts: Mapping[str, int], counts: Mapping[str, int]) -> bool:
     """Return whether a rank has begun fewer collectives of a group than another rank."""
-    return any(theirs[name] < counts[name] for name in theirs.keys() & counts.keys())
+    return any(peer_counts[name] < counts[name] for name in peer_counts.keys() & counts.keys())
 
 
 def have_collectives_diverged(answers: Iterable[RankActivityReply]) -> bool:
@@ -144,13 +151,13 @@ def have_collectives_diverged(answers: Iterable[RankActivityReply]) -> bool:
     return any(_is_behind(theirs, ours) for theirs in counts for ours in counts)
 
 
-def _raised(error: RankError) -> str:
+def _describe_error(error: RankError) -> str:
     lines = [int(number) for item in error.traceback for number in _LINE.findall(strip_ansi(item))]
     where = f" at line {lines[-1]}" if lines else ""
     return f"rank {error.rank} raised {error.ename}{where}"
 
 
-def _waited(waiting: Mapping[int, _Wait]) -> list[str]:
+def _describe_waits(waiting: Mapping[int, _WaitingRank]) -> list[str]:
     """Describe waiting ranks, grouped by position."""
     places: dict[tuple[str, bool], list[int]] = {}
     for rank, wait in sorted(waiting.items()):
@@ -164,7 +171,7 @@ def _waited(waiting: Mapping[int, _Wait]) -> list[str]:
     return parts
 
 
-def _elsewhere(
+def _describe_peer(
     rank: int,
     ranks: Sequence[int],
     pending: Sequence[int],

@@ -88,12 +88,12 @@ Kind = Literal["cell", "request", "repair"]
 """What is interrupted.
 
 A cell; a request, whose ranks handle the first interrupt at the end of a phase
-(`worker.interrupt.interrupt_flag`); or a repair of groups and backends, which must not be
+(`worker.interrupt.deferred_interrupts`); or a repair of groups and backends, which must not be
 interrupted half-way: it ignores the first interrupt, and is aborted without one if no rank makes
 progress."""
 
 
-class Stage(enum.IntEnum):
+class InterruptStage(enum.IntEnum):
     """Stage of an interrupt."""
 
     RUNNING = 0
@@ -140,7 +140,7 @@ class InterruptEscalation:
         world_size: int,
         kind: Kind = "cell",
     ) -> None:
-        self.stage = Stage.RUNNING
+        self.stage = InterruptStage.RUNNING
         self.stops = 0
         """Number of interrupts so far."""
         self.hang: Hang | None = None
@@ -164,11 +164,11 @@ class InterruptEscalation:
         self._ending = False
         self._lock = threading.Lock()
 
-    def escalate(self) -> Stage:
+    def escalate(self) -> InterruptStage:
         """Handle an interrupt; callable from any thread. Returns the stage."""
         with self._lock:
             self.stops += 1
-            if self.stage is Stage.ABORTED:
+            if self.stage is InterruptStage.ABORTED:
                 self._abort_groups()
             self._advance(time.monotonic())
         self._end_ranks()
@@ -178,24 +178,28 @@ class InterruptEscalation:
         """Poll the ranks, enter the next stage if it is due, and update the status line."""
         now = time.monotonic()
         with self._lock:
-            over = self.work.finished.is_set() or self.stage is Stage.ENDED
+            over = self.work.finished.is_set() or self.stage is InterruptStage.ENDED
             if over or now - self._ticked_at < TICK_S:
                 return
             self._ticked_at = now
-            every = POLL_INTERVAL_S if self.stage is Stage.RUNNING else INTERRUPTED_POLL_INTERVAL_S
+            every = (
+                POLL_INTERVAL_S
+                if self.stage is InterruptStage.RUNNING
+                else INTERRUPTED_POLL_INTERVAL_S
+            )
             if now - self._began > POLL_AFTER_S and now - self._looked_at >= every:
                 self._looked_at = now
                 self._rank_activity.poll_ranks(range(self._world_size))
             self.hang = self._detect_hang()
             self._interrupt_again(now)
             self._advance(now)
-            self.work.notice = self._words(now)
+            self.work.notice = self._status_text(now)
         self._end_ranks()
 
     @property
     def returns_prompt(self) -> bool:
         """True if the waiting thread should return the prompt although the ranks continue."""
-        if self.stage is not Stage.ABORTED or self.stops >= TO_END:
+        if self.stage is not InterruptStage.ABORTED or self.stops >= TO_END:
             return False  # ending the ranks ends the wait too
         aborted_s = time.monotonic() - self._aborted_at
         given_up = self._kind == "repair" and aborted_s > 2 * SILENT_S
@@ -205,23 +209,27 @@ class InterruptEscalation:
 
     def _advance(self, now: float) -> None:
         aborted_s = now - self._aborted_at
-        if self.stage is Stage.RUNNING and (self.stops or self._cannot_end(now)):
-            self.stage, self._interrupted_at = Stage.INTERRUPTED, now
+        if self.stage is InterruptStage.RUNNING and (self.stops or self._cannot_end(now)):
+            self.stage, self._interrupted_at = InterruptStage.INTERRUPTED, now
             if self._kind != "repair":
                 self.work.interrupted_at = self.work.interrupted_at or time.time()
-                self._hold()
-        elif self.stage is Stage.INTERRUPTED:
+                self._pause_at_step()
+        elif self.stage is InterruptStage.INTERRUPTED:
             permitted = self.stops >= TO_ABORT and now - self._interrupted_at > SECOND_AFTER_S
             if permitted or self._is_blocked(now):
-                self.stage, self._aborted_at, self._named_far = Stage.ABORTED, now, False
+                self.stage, self._aborted_at, self._named_far = InterruptStage.ABORTED, now, False
                 self._stuck = self.where()
                 self._abort_groups()
-        elif self.stage is Stage.ABORTED and self.stops >= TO_END and aborted_s > END_AFTER_S:
-            self.stage = Stage.ENDED
+        elif (
+            self.stage is InterruptStage.ABORTED
+            and self.stops >= TO_END
+            and aborted_s > END_AFTER_S
+        ):
+            self.stage = InterruptStage.ENDED
 
     def _cannot_end(self, now: float) -> bool:
         """Return whether the ranks have been blocked by a failed one for the grace period."""
-        if self._kind == "repair" and self._nothing_moves(now):
+        if self._kind == "repair" and self._has_no_progress(now):
             return True
         failed = self._failed()
         waits_in_vain = (
@@ -240,7 +248,7 @@ class InterruptEscalation:
         """Return whether interrupted ranks wait for each other in C code."""
         running, answers = self.work.running, self._rank_activity.latest_replies()
         if self._kind == "repair":
-            return self._nothing_moves(now)
+            return self._has_no_progress(now)
         waited_s = now - (self._interrupted_at if self._kind == "cell" else self._repeated_at)
         if self._kind == "request":
             # Ranks may wait for one that reads from disk: only the second interrupt shows it.
@@ -251,7 +259,7 @@ class InterruptEscalation:
                 return False
         elif waited_s < (
             RELEASE_AFTER_PEER_EXIT_S
-            if self._left_alone and have_collectives_diverged(answers.values())
+            if self._has_lost_peers and have_collectives_diverged(answers.values())
             else RELEASE_AFTER_S
         ):
             return False
@@ -260,11 +268,11 @@ class InterruptEscalation:
             is not None
         ):
             return True
-        return self._left_alone and any(
+        return self._has_lost_peers and any(
             answers[rank]["standing"]["still_s"] >= ALONE_S for rank in running if rank in answers
         )
 
-    def _nothing_moves(self, now: float) -> bool:
+    def _has_no_progress(self, now: float) -> bool:
         """Return whether no rank makes progress, or all wait for each other."""
         answers, silent = self._rank_activity.latest_replies(), self._rank_activity.silent()
         still = [
@@ -277,7 +285,7 @@ class InterruptEscalation:
         return min(still, default=0.0) >= long_enough
 
     @property
-    def _left_alone(self) -> bool:
+    def _has_lost_peers(self) -> bool:
         """True if a rank has ended or failed while others are still running."""
         return len(self.work.running) < len(self.work.ranks) or bool(self._failed())
 
@@ -308,13 +316,13 @@ class InterruptEscalation:
     def _interrupt_again(self, now: float) -> None:
         """Repeat the interrupt for ranks that have not stopped, in case the first one was lost."""
         waited_s = now - self._interrupted_at
-        if self.stage is Stage.ABORTED:
+        if self.stage is InterruptStage.ABORTED:
             if self._kind != "cell" and now - self._repeated_at > AGAIN_S:
                 self._abort_groups()
-        elif self.stage is not Stage.INTERRUPTED or self._kind == "repair":
+        elif self.stage is not InterruptStage.INTERRUPTED or self._kind == "repair":
             return
         elif self._kind == "request" and not self._repeated_at:
-            if waited_s > (RELEASE_AFTER_PEER_EXIT_S if self._left_alone else CUT_AFTER_S):
+            if waited_s > (RELEASE_AFTER_PEER_EXIT_S if self._has_lost_peers else CUT_AFTER_S):
                 self._repeated_at = now
                 self._stop_after(0)
         elif waited_s > RELEASE_AFTER_S and self._named:
@@ -323,17 +331,17 @@ class InterruptEscalation:
             self._stop_after(self._last_step())
         elif waited_s > STOP_AT_EARLIER_STEP_AFTER_S and self._named_far:
             self._named_far = False
-            self._hold()
+            self._pause_at_step()
 
-    def _hold(self) -> None:
+    def _pause_at_step(self) -> None:
         """Ask the ranks for their optimizer step and hold them before the next one."""
         self._begun, self._held_at = {}, time.monotonic()
         self._workers.queue_request(
-            self.work.running, "control", messages.PAUSE, {}, self._take_begun
+            self.work.running, "control", messages.PAUSE, {}, self._on_steps_begun
         )
         self._workers.wake()
 
-    def _take_begun(self, rank: int, channel: Channel, message: Message) -> None:
+    def _on_steps_begun(self, rank: int, channel: Channel, message: Message) -> None:
         """Choose the last step when all ranks have replied; called on the reader thread."""
         if channel != "control":
             return
@@ -372,11 +380,11 @@ class InterruptEscalation:
             "control",
             messages.ABORT_COLLECTIVES,
             release_request(self._workers),
-            self._take_released,
+            self._on_groups_aborted,
         )
         self._workers.wake()
 
-    def _take_released(self, rank: int, channel: Channel, message: Message) -> None:
+    def _on_groups_aborted(self, rank: int, channel: Channel, message: Message) -> None:
         """Record why a rank could not abort its groups; called on the reader thread."""
         content: Any = message["content"]
         if channel == "control" and content.get("status") == "error":
@@ -385,7 +393,7 @@ class InterruptEscalation:
     def _end_ranks(self) -> None:
         """End the ranks, once."""
         with self._lock:
-            due = self.stage is Stage.ENDED and not self._ending
+            due = self.stage is InterruptStage.ENDED and not self._ending
             self._ending = self._ending or due
         if due:  # without the lock: the failure handler may need it
             left = rank_names.describe_ranks(self.work.pending)
@@ -394,23 +402,28 @@ class InterruptEscalation:
 
     # -- messages to the user
 
-    def _words(self, now: float) -> str:
+    def _status_text(self, now: float) -> str:
         """Return the status line."""
         left = self.work.running
-        if self.stage is Stage.RUNNING or not left:
+        if self.stage is InterruptStage.RUNNING or not left:
             words = [self.hang.description if self.hang else "", self.where(silent=True)]
             return "; ".join(filter(None, words))
-        if self.stage is Stage.INTERRUPTED and now - self._interrupted_at < RELEASE_AFTER_S:
+        if (
+            self.stage is InterruptStage.INTERRUPTED
+            and now - self._interrupted_at < RELEASE_AFTER_S
+        ):
             return ""
-        if self.stage is Stage.ABORTED and now - self._aborted_at < RETURN_AFTER_S:
+        if self.stage is InterruptStage.ABORTED and now - self._aborted_at < RETURN_AFTER_S:
             return f"stuck: {self._stuck}; aborting the process groups"
         where = self.where() or f"{rank_names.describe_ranks(left)} did not stop"
         done = "cannot be interrupted now" if self._kind == "repair" else "interrupted"
-        if self.stage is Stage.ABORTED:
+        if self.stage is InterruptStage.ABORTED:
             done = "the process groups were aborted"
         sentences = [f"{done}, but {where}"]
         if self._not_aborted:
-            problems = [f"rank {rank}: {why}" for rank, why in sorted(self._not_aborted.items())]
+            problems = [
+                f"rank {rank}: {reason}" for rank, reason in sorted(self._not_aborted.items())
+            ]
             text = f"Process groups could not be aborted on {'; '.join(problems)}"
             sentences.append(text.rstrip("."))
         if self.stops < TO_ABORT:

@@ -24,14 +24,14 @@ from nbdist.errors import (
     StartError,
 )
 from nbdist.hardware import discovery
-from nbdist.output.rank_log import RankLog
+from nbdist.output.rank_log import RankLogTail
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_runner import CellRunner
-from nbdist.session.config import FIXED_OPTIONS, ClusterOptions, SessionConfig
+from nbdist.session.config import FIXED_OPTIONS, SessionCluster, SessionConfig
+from nbdist.session.device_placement import check_usable, mixed_gpus_warning
 from nbdist.session.locking import exclusive, show_wait_reason
 from nbdist.session.metrics import Metrics
-from nbdist.session.placement import check_usable, mixed_gpus_warning
 from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from nbdist.cluster.interfaces import LauncherProvider
+    from nbdist.cluster.launcher_interface import LauncherProvider
     from nbdist.cluster.rank_channels import Message
     from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import UsageSnapshot
-    from nbdist.profiler.report import Profile
+    from nbdist.hardware.telemetry import NodeUsage
+    from nbdist.profiler.profile import Profile
     from nbdist.session.cell import Cell
     from nbdist.session.checkpoints import Checkpoints
+    from nbdist.session.device_placement import DevicePlacement
     from nbdist.session.failure_causes import WorkerFailure
-    from nbdist.session.placement import Placement
 
 SessionState = Literal["new", "ready", "running", "dead", "stopped"]
 NEWEST_S = 1.0
@@ -101,12 +101,12 @@ class SessionLifecycle:
         self._saves = checkpoints.BackgroundSaves(checkpoint_root)
         self._saving: dict[str, TrainingEvent] = {}
         """Events of saves that are not finished."""
-        self._where = ClusterOptions(requested)
+        self._where = SessionCluster(requested)
         self._workers = WorkerGroup(
             self._where.make_launcher_provider() or provider,
             on_message=self._receive,
             on_idle=self._on_idle,
-            on_death=self._die,
+            on_death=self._record_death,
             on_notice=lambda line: self._cells.print_line(line),  # noqa: PLW0108 - made below
         )
         self.rank_activity = RankActivityPoller(self._workers)
@@ -115,7 +115,7 @@ class SessionLifecycle:
             self._workers, lambda run: build_profile(self, self._workers, run)
         )
         self._cells = CellRunner(
-            self._workers, self.rank_activity, self._profiler, on_send=self._take_sent
+            self._workers, self.rank_activity, self._profiler, on_send=self._bind_sent_value
         )
         try:
             self._configure(
@@ -131,9 +131,9 @@ class SessionLifecycle:
         self._requested_options = dict(options)
         self._choice = SessionConfig.from_options(options, self._where)
         self.metrics = Metrics(self.world_size)
-        self.logs = {rank: RankLog() for rank in range(self.world_size)}
+        self.logs = {rank: RankLogTail() for rank in range(self.world_size)}
 
-    def _with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def _options_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the requested options with changes applied; the location cannot change."""
         self._where.check_changes(changes)
         stays = {name: value for name, value in changes.items() if name not in FIXED_OPTIONS}
@@ -147,7 +147,9 @@ class SessionLifecycle:
         """
         if not changes:
             return {}
-        return self._choice.diff(SessionConfig.from_options(self._with(changes), self._where))
+        return self._choice.diff(
+            SessionConfig.from_options(self._options_with(changes), self._where)
+        )
 
     @property
     def world_size(self) -> int:
@@ -165,7 +167,7 @@ class SessionLifecycle:
         return self._choice.describe_devices
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> DevicePlacement:
         """Devices of the ranks."""
         return self._choice.placement
 
@@ -232,7 +234,7 @@ class SessionLifecycle:
         """Cluster nodes of the ranks with their hardware; empty locally."""
         return self._workers.nodes
 
-    def nodes_now(self, within_s: float = 1.0) -> dict[str, UsageSnapshot]:
+    def nodes_now(self, within_s: float = 1.0) -> dict[str, NodeUsage]:
         """Return the current usage of each node, by name.
 
         Works while a cell runs. Nodes that do not reply within `within_s` seconds are left out.
@@ -241,14 +243,14 @@ class SessionLifecycle:
 
     def status(self) -> dict[str, Any]:
         """Return the state of session and ranks as plain values."""
-        gone = self._workers.exited_ranks()
+        exited = self._workers.exited_ranks()
         members = [
             {
                 "rank": rank,
                 "pid": member.pid,
                 "device": member.device,
                 "node": self._workers.node_of(rank),
-                "alive": rank not in gone,
+                "alive": rank not in exited,
                 "unresponsive": self._workers.stopped_process_watch.describe(f"rank {rank}"),
             }
             for rank, member in enumerate(self._workers.rank_processes)
@@ -361,16 +363,16 @@ class SessionLifecycle:
         startup.start_ranks(
             self._workers, choice, checkpoints=self._saves.root_for_ranks, progress=progress
         )
-        self._look_at_checkpoints(new=self.started_at is None)
+        self._check_checkpoint_root_async(new=self.started_at is None)
         return choice
 
-    def _look_at_checkpoints(self, *, new: bool) -> None:
+    def _check_checkpoint_root_async(self, *, new: bool) -> None:
         """Check in the background that checkpoints can be saved; warn below the cell if not."""
-        root, complain = self.checkpoints.root, checkpoints.make_async_warning()
+        root, on_warning = self.checkpoints.root, checkpoints.make_async_warning()
         if isinstance(root, Path):
-            self._workers.launcher_group.check_shared_folder_async(root, complain)
+            self._workers.launcher_group.check_shared_folder_async(root, on_warning)
         elif new:
-            checkpoints.check_writable_async(root, complain)
+            checkpoints.check_writable_async(root, on_warning)
 
     def stop(self) -> None:
         """End ranks and launcher and remove the session's files.
@@ -389,7 +391,7 @@ class SessionLifecycle:
             RankDied("The session was stopped. Run a %%distribute cell to start a new one.")
         )
         self._workers.close()
-        self._no_more_saves("the session was stopped")
+        self._fail_running_saves("the session was stopped")
         self._where.close()
         self.state = "stopped"
         if current[0] is self:
@@ -416,18 +418,18 @@ class SessionLifecycle:
         if self._death is not None and not wait:
             changes = self._where.options_for_remaining_nodes(self.placement) | changes
         # Raises before the old ranks are ended.
-        SessionConfig.from_options(self._with(changes), self._where)
+        SessionConfig.from_options(self._options_with(changes), self._where)
         self._end_others()
         return self._restart(**changes)
 
     @exclusive
     def _restart(self, **changes: Any) -> Self:
         self.num_restarts += 1
-        self._configure(self._with(changes))
+        self._configure(self._options_with(changes))
         self._saves.wait_for_running()
         self.abandon()
         self._workers.stop_ranks()
-        self._no_more_saves("the ranks were restarted")
+        self._fail_running_saves("the ranks were restarted")
         self.state, self._cells.last_cell = "new", None
         self._saving.clear()
         self.events.reset(TrainingEvent(0, "restart", f"new ranks: {self.describe()}"))
@@ -471,7 +473,7 @@ class SessionLifecycle:
         """End the ranks."""
         self.stop()
 
-    def _die(self, death: WorkerFailure) -> RankDied:
+    def _record_death(self, death: WorkerFailure) -> RankDied:
         """Record why the ranks ended; return the error with their last output and checkpoint."""
         self._death = death.to_error(
             log=self.logs[death.rank].tail(failure_causes.MAX_LOG_LINES)
@@ -499,9 +501,9 @@ class SessionLifecycle:
         self.restart()
         return f"{death.headline.partition(';')[0]}; all ranks were ended and new ranks started."
 
-    def _no_more_saves(self, why: str) -> None:
+    def _fail_running_saves(self, reason: str) -> None:
         """Fail running saves after the ranks have ended, and remove their partial files."""
-        self._saves.fail_running(f"{why} while it was written.")
+        self._saves.fail_running(f"{reason} while it was written.")
         self._saves.remove_partial_saves()
 
     # -- messages, on the reader thread
@@ -514,7 +516,7 @@ class SessionLifecycle:
             chosen = strategies.Options.from_json(content["options"])
             self._choice = self._choice.with_auto_decision(chosen)
         elif message["header"]["msg_type"] == messages.SAVE_STATUS:
-            self._take_saved(content)
+            self._on_save_status(content)
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:
@@ -522,7 +524,7 @@ class SessionLifecycle:
             show = self._profiler.update_progress if request is None else request.show_progress
             show(content["text"])
 
-    def _take_saved(self, content: messages.SaveStatus) -> None:
+    def _on_save_status(self, content: messages.SaveStatus) -> None:
         self._saves.update_status(content)
         if content["state"] == "running":  # the ranks have just copied their state
             self._saving[content["id"]] = TrainingEvent(
@@ -541,7 +543,7 @@ class SessionLifecycle:
         self._profiler.tick()
         return self._cells.render_background_output()
 
-    def _take_sent(self, rank: int, name: str, path: str) -> None:
+    def _bind_sent_value(self, rank: int, name: str, path: str) -> None:
         """Bind a value of send() in the notebook while the cell is running."""
         value = push_pull.read_payload_file(rank, path, self._workers)[name]
         self.sent_values[name] = value

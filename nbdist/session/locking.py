@@ -29,12 +29,12 @@ def exclusive(method: _M) -> _M:
     """
 
     @functools.wraps(method)
-    def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         show_wait_reason(self.operation)
         with self.lock:
             return method(self, *args, **kwargs)
 
-    return cast("_M", alone)
+    return cast("_M", wrapper)
 
 
 def exclusive_for_current_ranks(method: _M) -> _M:
@@ -49,7 +49,7 @@ def exclusive_for_current_ranks(method: _M) -> _M:
     """
 
     @functools.wraps(method)
-    def alone(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         restarts = self.num_restarts
         show_wait_reason(self.operation)
         with self.lock:
@@ -65,12 +65,12 @@ def exclusive_for_current_ranks(method: _M) -> _M:
                     raise
                 raise CellInterrupted(f"{replaced} Variables of the old ranks are lost.") from None
 
-    return cast("_M", alone)
+    return cast("_M", wrapper)
 
 
-def show_wait_reason(activity: CurrentOperation, more: str = "") -> None:
+def show_wait_reason(activity: CurrentOperation, details: str = "") -> None:
     """Show below the cell which operation of another thread has to finish first."""
     work = activity.progress
     if work is not None and current_operation() is not activity:
         with StatusLine() as line:
-            line.show(f"nbdist: waiting for a command of the panel: {work.text}{more}")
+            line.show(f"nbdist: waiting for a command of the panel: {work.text}{details}")

@@ -42,7 +42,7 @@ class UnknownMetric(OptionError, KeyError):  # noqa: N818 - a KeyError
     __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
-class Reports(NamedTuple):
+class MetricReports(NamedTuple):
     """Values of one name, one element per call of `report()`, in order of arrival."""
 
     ranks: NDArray[Any]
@@ -51,11 +51,11 @@ class Reports(NamedTuple):
     """Unix time in seconds."""
     values: NDArray[np.float64]
 
-    def select(self, which: NDArray[Any]) -> Reports:
+    def select(self, which: NDArray[Any]) -> MetricReports:
         """Return some of the reports, by a mask or by indices."""
-        return Reports(*(column[which] for column in self))
+        return MetricReports(*(column[which] for column in self))
 
-    def by_step(self) -> Reports:
+    def by_step(self) -> MetricReports:
         """Return the last report of each step and rank, sorted by step and rank."""
         import numpy as np
 
@@ -171,7 +171,7 @@ class Metrics:
         ranks, _, _, values = self._reports(name).by_step()
         return {rank: values[ranks == rank].tolist() for rank in np.unique(ranks).tolist()}
 
-    def recent(self, position: int) -> tuple[dict[str, Reports], int]:
+    def recent(self, position: int) -> tuple[dict[str, MetricReports], int]:
         """Return what has arrived since `position`, and the position of the next call.
 
         Args:
@@ -196,7 +196,7 @@ class Metrics:
         reports = {}
         for name, (rows, column) in columns.items():
             in_copy = rows - first
-            of_name = Reports(ranks[in_copy], steps[in_copy], times[in_copy], column)
+            of_name = MetricReports(ranks[in_copy], steps[in_copy], times[in_copy], column)
             new_steps = of_name.steps[rows >= position]
             reports[name] = of_name.select(np.isin(of_name.steps, new_steps))
         return reports, next_position
@@ -256,7 +256,7 @@ class Metrics:
         header, *others = rows
         return html_table(header, map(html_row, others), caption=summary)
 
-    def _reports(self, name: str, *, since: int | None = None) -> Reports:
+    def _reports(self, name: str, *, since: int | None = None) -> MetricReports:
         """Return copies of one column, from step `since` on; computed without the lock."""
         import numpy as np
 
@@ -264,7 +264,7 @@ class Metrics:
             if name not in self._columns and name != TIME:
                 known = f"Use one of {', '.join(self._columns)}." if self._columns else ""
                 raise UnknownMetric(f"No rank reported {name!r}. {known or f'{_EMPTY}.'}")
-            rows = Reports(
+            rows = MetricReports(
                 np.array(self._ranks), np.array(self._steps), *2 * (np.array(self._times),)
             )
             indices, values = map(np.array, self._columns.get(name, ((), ())))

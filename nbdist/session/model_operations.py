@@ -18,7 +18,7 @@ from nbdist.operations import import_checkpoint, resize
 from nbdist.operations import load as operations_load
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
-from nbdist.output.rank_log import RankLog
+from nbdist.output.rank_log import RankLogTail
 from nbdist.protocol.operations import SaveRequest
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import lifecycle, push_pull
@@ -98,8 +98,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
             SessionBusy: a cell is still running.
         """
         reset = bool(changes.pop("reset_optimizer", False))
-        wished = {"backend": backend, **changes} if backend is not None else changes
-        requested = self._with(wished)
+        with_backend = {"backend": backend, **changes} if backend is not None else changes
+        requested = self._options_with(with_backend)
         then = self._choice.merge_auto_decision(SessionConfig.from_options(requested, self._where))
         differing = self._choice.diff(then)
         if self.state in {"new", "stopped"} or not differing:
@@ -148,7 +148,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             RankDied("The ranks were replaced; output that was still pending is lost.")
         )
         with StatusLine() as line:
-            change = resize.RankResize(
+            change = resize.RankReplacement(
                 workers=self._workers,
                 before=self._choice,
                 after=new_config,
@@ -168,7 +168,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._choice = new_config.with_node_hardware(self._where)
         self._mark_ready()
         self.metrics.world_size = self.world_size
-        self.logs |= {rank: RankLog() for rank in range(self.world_size) if rank not in self.logs}
+        self.logs |= {
+            rank: RankLogTail() for rank in range(self.world_size) if rank not in self.logs
+        }
         return report
 
     # -- checkpoints
@@ -184,7 +186,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         """
         self._saves.set_root(folder)
         if self.state in {"ready", "running"}:
-            self._look_at_checkpoints(new=True)
+            self._check_checkpoint_root_async(new=True)
 
     @exclusive_for_current_ranks
     def save(
@@ -195,6 +197,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         wait: bool = False,  # noqa: FBT001, FBT002
         *,
         folder: str | os.PathLike[str] | None = None,
+        full: bool = False,
     ) -> Save:
         """Save the current training state, crash-safe; loads under any backend and world size.
 
@@ -207,6 +210,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
             keep: keep only this many checkpoints, newest first, once this one is complete.
             wait: return when the checkpoint is on disk.
             folder: root folder of checkpoints, or an fsspec URL. Default: the session's.
+            full: also store frozen parameters that are unchanged since `from_pretrained`, which
+                are stored by reference otherwise.
 
         Raises:
             CheckpointError: no model, no space, name taken, or an optimizer step is incomplete
@@ -219,7 +224,11 @@ class ModelOperations(lifecycle.SessionLifecycle):
         if isinstance(root, Path):
             self._workers.launcher_group.check_shared_folder(root)
         request = SaveRequest(
-            root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+            root=location_with_password(root),
+            name=name,
+            overwrite=overwrite,
+            keep=keep,
+            full=full,
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
             save = self._saves.start_save(request, self._workers, self.world_size)
@@ -233,6 +242,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         name: str,
         *,
         weights_only: bool = False,
+        reset_optimizer: bool = False,
         folder: str | os.PathLike[str] | None = None,
         trust: bool = False,
     ) -> LoadReport | ForeignReport:
@@ -245,6 +255,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             name: name of a checkpoint, or path of its folder; a path to files of another tool
                 is passed to `load_foreign`.
             weights_only: load only weights and buffers.
+            reset_optimizer: start with new optimizer state, and load everything else.
             folder: root folder of checkpoints, or a URL. Default: the session's.
             trust: as for `load_foreign`.
 
@@ -263,14 +274,19 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         with self.operation.track("loading", f"loading {last}"):
             report = operations_load.load_checkpoint(
-                self._workers, self.world_size, last, root, weights_only=weights_only
+                self._workers,
+                self.world_size,
+                last,
+                root,
+                weights_only=weights_only,
+                reset_optimizer=reset_optimizer,
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
         return report
 
-    def _folder(self, given: str | os.PathLike[str] | None) -> Path | Url:
+    def _folder(self, folder: str | os.PathLike[str] | None) -> Path | Url:
         """Return the root of checkpoints as an absolute path: ranks may run elsewhere."""
-        return self.checkpoints.root if given is None else session_checkpoints.parse_root(given)
+        return self.checkpoints.root if folder is None else session_checkpoints.parse_root(folder)
 
     # -- export and import
 

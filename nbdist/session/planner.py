@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbdist.errors import PlanError
-from nbdist.hardware.telemetry import UsageSnapshot
+from nbdist.hardware.telemetry import NodeUsage
 from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
+    from nbdist.planner.measured_comparison import MeasuredComparison, MeasuredMemory
     from nbdist.planner.result import Plan
-    from nbdist.planner.validation import MeasuredMemory, PlanValidation
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
     from nbdist.protocol import messages
     from nbdist.strategies import Hardware, Options
 
@@ -51,7 +51,7 @@ class SessionView(Protocol):
     def status(self) -> dict[str, Any]:
         """State of the session and of each rank."""
 
-    def nodes_now(self) -> dict[str, UsageSnapshot]:
+    def nodes_now(self) -> dict[str, NodeUsage]:
         """Use of each node now, by name."""
 
 
@@ -89,10 +89,10 @@ def plan_model(
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.planner import devices
+    from nbdist.planner import target_devices
 
     cluster = (
-        devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
+        target_devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
         if "devices" in arguments
         else cluster_spec(session)
     )
@@ -128,7 +128,7 @@ def plan_described_model(
     session: SessionView, reply: messages.ModelReply, arguments: Mapping[str, Any]
 ) -> Plan:
     """Plan a model as rank 0 describes it; `arguments` override the session's settings."""
-    from nbdist.planner import load_model, validation
+    from nbdist.planner import build_model_spec, measured_comparison
     from nbdist.planner import plan as planned
 
     own = {
@@ -138,28 +138,28 @@ def plan_described_model(
     }
     if "optimizer" not in arguments:
         kind = arguments["devices"].kind
-        own["optimizer"] = validation.resolve_optimizer(reply["optimizer"], kind).name
+        own["optimizer"] = measured_comparison.resolve_optimizer(reply["optimizer"], kind).name
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    return planned(load_model.spec_from_json(reply["spec"]), **{**own, **arguments})
+    return planned(build_model_spec.spec_from_json(reply["spec"]), **{**own, **arguments})
 
 
 def cluster_spec(session: SessionView) -> ClusterSpec:
     """Return the session's devices for the planner; memory used by its own ranks counts as free."""
-    from nbdist.planner import devices
+    from nbdist.planner import target_devices
 
     nodes = session.nodes
     if not nodes:
         own = {rank["pid"] for rank in session.status()["ranks"]}
-        return devices.detect_local_cluster(session.world_size, kind=session.hardware.kind, own=own)
+        return target_devices.detect_local_cluster(
+            session.world_size, kind=session.hardware.kind, own=own
+        )
     now = session.nodes_now()
     silent = {
-        node.name: UsageSnapshot(node.machine.memory_bytes)
-        for node in nodes
-        if node.name not in now
+        node.name: NodeUsage(node.machine.memory_bytes) for node in nodes if node.name not in now
     }
     now = silent | now
-    return devices.cluster_for_session_nodes(
+    return target_devices.cluster_for_session_nodes(
         [
             (node, now[node.name].gpu_memory_usage(node), now[node.name].host_free_bytes)
             for node in nodes
@@ -167,13 +167,13 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
     )
 
 
-def compare_with_measured(session: SessionWithModel) -> PlanValidation:
+def compare_with_measured(session: SessionWithModel) -> MeasuredComparison:
     """Compare what the ranks have measured with the planner's prediction.
 
     Raises:
         PlanError: no measurement yet, or the model cannot be planned.
     """
-    from nbdist.planner import load_model, validation
+    from nbdist.planner import build_model_spec, measured_comparison
 
     measured = {rank: memory for rank, memory in session.measured().items() if memory is not None}
     if not measured:
@@ -185,5 +185,7 @@ def compare_with_measured(session: SessionWithModel) -> PlanValidation:
     description = session.model_spec(
         batch_size=first.batch_size, seq_len=first.seq_len, kind=session.hardware.kind
     )
-    spec, nodes = load_model.spec_from_json(description["spec"]), session.hardware.nodes
-    return validation.validate_plan(spec, session.options, measured, nodes=nodes)
+    spec, nodes = build_model_spec.spec_from_json(description["spec"]), session.hardware.nodes
+    return measured_comparison.compare_plan_with_measurements(
+        spec, session.options, measured, nodes=nodes
+    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
     from nbdist.session.cell import Cell
     from nbdist.session.planner import SessionView
     from nbdist.session.worker_group import WorkerGroup
@@ -169,9 +169,11 @@ class ProfileRun:
     def take_refusal_notes(self) -> list[str]:
         """Return why ranks have no measurements, grouped by reason."""
         reasons: dict[str, list[int]] = {}
-        for rank, why in sorted(self.refusals.items()):
-            reasons.setdefault(why, []).append(rank)
-        return [f"{rank_names.describe_ranks(ranks)}: {why}" for why, ranks in reasons.items()]
+        for rank, reason in sorted(self.refusals.items()):
+            reasons.setdefault(reason, []).append(rank)
+        return [
+            f"{rank_names.describe_ranks(ranks)}: {reason}" for reason, ranks in reasons.items()
+        ]
 
     def __str__(self) -> str:
         """Return a sentence for the user."""
@@ -291,14 +293,14 @@ class SessionProfiler:
             run.is_building, run.text = True, "profiling: analyzing"
         threading.Thread(target=self._end, args=(run,), name="nbdist-profile", daemon=True).start()
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Drop the profile in progress, because its ranks have ended; an armed one stays."""
         with self._lock:
             run = self.current_run
             if run is None or run.cell is None or run.is_building:
                 return
             self.current_run = None
-        run.cell.print_line(f"nbdist: no profile: {why}")
+        run.cell.print_line(f"nbdist: no profile: {reason}")
 
     def _end(self, run: ProfileRun) -> None:
         """Build and show the profile; on its own thread, since it queries the ranks."""
@@ -336,10 +338,10 @@ class SessionProfiler:
 
 def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
     """Build the profile from the measurements and the session's model, options and cells."""
-    from nbdist.planner import fit_measurements
+    from nbdist.planner import measurements_from_profiles
     from nbdist.profiler import lint
+    from nbdist.profiler.profile import Profile
     from nbdist.profiler.profile_data import ProfiledConfig
-    from nbdist.profiler.report import Profile
 
     cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
     setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
@@ -357,7 +359,7 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
         notes=notes,
     )
     if spec is not None:
-        fit_measurements.learn_from_profile(
+        measurements_from_profiles.learn_from_profile(
             profile.ranks, spec=spec, options=session.options, cluster=cluster
         )
     return profile
@@ -365,7 +367,7 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
 
 def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:
     """Return the prepared model for the planner; None if it has no closed form."""
-    from nbdist.planner import load_model
+    from nbdist.planner import build_model_spec
 
     content = messages.ModelRequest(
         name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
@@ -374,6 +376,6 @@ def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | 
         reply: messages.ModelReply = workers.request_all(
             [rank], messages.MODEL, content, channel="control", patience_s=MODEL_TIMEOUT_S
         )[rank]
-        return load_model.spec_from_json(reply["spec"])
+        return build_model_spec.spec_from_json(reply["spec"])
     except NbdistError:  # no closed form, no answer in time, or the rank has just ended
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.display.units import format_bytes
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CellInterrupted, PayloadError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import PULL_MODEL, PullModelRequest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from nbdist.cluster.interfaces import TransferCallback
+    from nbdist.cluster.launcher_interface import TransferCallback
     from nbdist.session.worker_group import WorkerGroup
 
 SHOW_AFTER_S = 0.5
@@ -30,7 +30,7 @@ PROGRESS_INTERVAL_S = 0.25
 
 def push_variables(values: Mapping[str, object], ranks: Sequence[int], workers: WorkerGroup) -> int:
     """Bind `values` on `ranks`; return their size in bytes, written once for all ranks."""
-    file = serialization.write_payload_where_room(
+    file = serialization.write_payload_to_free_folder(
         dict(values), workers.launcher_group.staging_folders
     )
     size = file.stat().st_size
@@ -152,9 +152,13 @@ class _TransferStatus:
             self._show(stopped if half_way else done)
         with self._line:
             if kind is KeyboardInterrupt:
-                late = self._doing == "push" and not half_way
-                kept = "the ranks may have the values" if late else "no variable was changed"
-                raise CellInterrupted(f"The {self._doing} was {stopped}; {kept}.") from None
+                may_have_arrived = self._doing == "push" and not half_way
+                outcome = (
+                    "the ranks may have the values"
+                    if may_have_arrived
+                    else "no variable was changed"
+                )
+                raise CellInterrupted(f"The {self._doing} was {stopped}; {outcome}.") from None
 
     def _rate(self, now: float) -> str:
         return f"{format_bytes(int(self._done / max(now - self._began, 1e-6)))}/s"

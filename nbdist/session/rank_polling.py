@@ -50,24 +50,24 @@ class RankPoller(Generic[ReplyT]):
         """Send the request to those of these ranks that have no pending one."""
         now = time.monotonic()
         with self._lock, contextlib.suppress(SessionError):  # the ranks may be ending
-            wanted = [
+            ranks_to_poll = [
                 rank
                 for rank in ranks
                 if now - self._requests.get(rank, ("", -math.inf))[1] >= self.timeout_s
             ]
-            if wanted:
-                self._forget(wanted)
+            if ranks_to_poll:
+                self._drop_requests(ranks_to_poll)
                 request = self._workers.queue_request(
-                    wanted, "control", self._kind, content or {}, self._take
+                    ranks_to_poll, "control", self._kind, content or {}, self._store_reply
                 )
-                self._requests.update(dict.fromkeys(wanted, (request, now)))
-                self._silent_since = dict.fromkeys(wanted, now) | self._silent_since
+                self._requests.update(dict.fromkeys(ranks_to_poll, (request, now)))
+                self._silent_since = dict.fromkeys(ranks_to_poll, now) | self._silent_since
         self._workers.wake()
 
     def clear(self) -> None:
         """Drop replies and pending requests, because the cell has ended."""
         with self._lock:
-            self._forget(list(self._requests))
+            self._drop_requests(list(self._requests))
             self._replies.clear()
             self._silent_since.clear()
 
@@ -87,7 +87,7 @@ class RankPoller(Generic[ReplyT]):
         with self._lock:
             return {rank: now - since for rank, since in self._silent_since.items()}
 
-    def _take(self, rank: int, channel: Channel, message: Message) -> None:
+    def _store_reply(self, rank: int, channel: Channel, message: Message) -> None:
         """Store a reply, on the reader thread; ignore its `idle` status on iopub."""
         if channel != "control":
             return
@@ -95,12 +95,12 @@ class RankPoller(Generic[ReplyT]):
         with self._lock:
             if message["parent_header"].get("msg_id") != self._requests.get(rank, ("", 0.0))[0]:
                 return  # belongs to an earlier cell
-            self._forget([rank])
+            self._drop_requests([rank])
             self._silent_since.pop(rank, None)
             if content.get("status") != "error":  # on errors the rank is polled again
                 self._replies[rank] = content
 
-    def _forget(self, ranks: Iterable[int]) -> None:
+    def _drop_requests(self, ranks: Iterable[int]) -> None:
         """Drop the pending requests of ranks, unless other ranks may still reply to them."""
         dropped = {self._requests.pop(rank)[0] for rank in ranks if rank in self._requests}
         pending = {request for request, _ in self._requests.values()}

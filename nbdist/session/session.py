@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets as rank_names
-from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.errors import PlanError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from nbdist.cluster.interfaces import LauncherProvider
+    from nbdist.cluster.launcher_interface import LauncherProvider
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.output.renderer import ShownRanks
-    from nbdist.planner.validation import MeasuredMemory
+    from nbdist.planner.measured_comparison import MeasuredMemory
     from nbdist.session.checkpoints import Save
 
 TURN_S = 1.0
@@ -74,9 +74,9 @@ class Session(ModelOperations):
         **options: Any,
     ) -> None:
         named = {"backend": backend, "precision": precision, "offload": offload}
-        given = {name: value for name, value in named.items() if value is not None}
+        options_given = {name: value for name, value in named.items() if value is not None}
         checkpoint_root = options.pop("checkpoints", None)
-        requested = {"nproc": nproc, "devices": devices, "auto": auto, **given, **options}
+        requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
         super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested)
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
@@ -228,7 +228,7 @@ class Session(ModelOperations):
 
         Ranks measure automatically, once for each `prepare()`. Works while a cell runs.
         """
-        from nbdist.planner.validation import MeasuredMemory
+        from nbdist.planner.measured_comparison import MeasuredMemory
 
         self._ensure_alive()
         self.start()

@@ -9,7 +9,7 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets as ranks_of
-from nbdist.cluster import local
+from nbdist.cluster import local_launcher
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
@@ -58,38 +58,38 @@ class RankStartup:
         workers.wake()
         connected: set[int] = set()
         while len(connected) < len(world) or len(self._joined) < len(world):
-            match self._next_sign():
+            match self._next_message():
                 case messages.LauncherProgress(text=text):
                     self._progress(text)
                 case messages.LauncherReady():
                     self._progress("starting the ranks")
                 case (
                     messages.AllRanksExited(
-                        generation=workers.generation | local.LAUNCHER_GONE
+                        generation=workers.generation | local_launcher.LAUNCHER_GONE
                     ) as ended
                 ):
-                    raise StartError(self._why(ended))
+                    raise StartError(self._start_error(ended))
                 case messages.RankExited(generation=workers.generation, code=int()):
-                    raise StartError(self._why(None))
+                    raise StartError(self._start_error(None))
                 case int(rank):
                     connected.add(rank)
                 case (int(rank), "shell", message):
                     self._joined[rank] = RankProcessInfo(**message["content"])
         return [self._joined[rank] for rank in world]
 
-    def _next_sign(self) -> Any:
+    def _next_message(self) -> Any:
         """Wait for the next message from launcher or ranks; report missing ranks while waiting."""
-        waited = 0.0
-        while waited < (
+        waited_s = 0.0
+        while waited_s < (
             patience_s := START_TIMEOUT_S if self._workers.is_warm else IMPORT_TIMEOUT_S
         ):
             try:
                 return self._workers.startup_events.get(timeout=PROGRESS_INTERVAL_S)
             except Empty:
-                waited += PROGRESS_INTERVAL_S
+                waited_s += PROGRESS_INTERVAL_S
             if self._workers.rank_exits:  # torch elastic reaps first, and does not report code 0
-                raise StartError(self._why(None))
-            self._progress(f"{self._missing()} for {waited:.0f} s")
+                raise StartError(self._start_error(None))
+            self._progress(f"{self._missing()} for {waited_s:.0f} s")
         raise StartError(
             f"No message from the ranks for {patience_s:.0f} s. {self._workers.log_excerpt()}\n"
             f"Stacks of the processes:\n{stacks.startup_stacks(self._workers)}"
@@ -101,7 +101,7 @@ class RankStartup:
         missing = set(range(self._world_size)) - self._joined.keys()
         return f"starting the ranks; no message from {ranks_of.describe_ranks(sorted(missing))}"
 
-    def _why(self, ended: messages.AllRanksExited | None) -> str:
+    def _start_error(self, ended: messages.AllRanksExited | None) -> str:
         death = self._workers.find_failure(ended)
         notes = self._workers.crash_artifacts().notes
         if death.rank is not None:  # its own output first: it is the cause

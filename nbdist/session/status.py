@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.units import format_gib
+from nbdist.display.number_formatting import format_gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
+    from nbdist.hardware.telemetry import GpuReading, NodeUsage
     from nbdist.session.session import Session
 
 
@@ -24,19 +24,19 @@ def status_lines(session: Session) -> Iterator[str]:
         if launcher["unresponsive"]:
             name = launcher["name"].removeprefix("the ")
             yield f"  {name}: pid {launcher['pid']}, {launcher['unresponsive']}"
-    living = session.state in {"ready", "running"}
-    usages = session.nodes_now() if living else {}
+    is_running = session.state in {"ready", "running"}
+    usages = session.nodes_now() if is_running else {}
     first = {node.ranks[0]: node for node in session.nodes}
     readings = {
         rank: reading for usage in usages.values() for rank, reading in usage.readings.items()
     }
     for member in report["ranks"]:
         if node := first.get(member["rank"]):
-            yield f"  {_node(node, usages.get(node.name))}" if living else f"  node {node.name}"
+            yield f"  {_node(node, usages.get(node.name))}" if is_running else f"  node {node.name}"
         yield f"  {_rank(member, readings.get(member['rank']))}"
 
 
-def _node(node: SessionNode, now: UsageSnapshot | None) -> str:
+def _node(node: SessionNode, now: NodeUsage | None) -> str:
     """Return the heading of a node: its hardware and its host memory use."""
     if now is None:
         return f"node {node.name}: {node.describe()}, not responding"

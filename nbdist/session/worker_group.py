@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
-from nbdist.cluster.interfaces import EXITED, CrashArtifacts
+from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts
 from nbdist.cluster.launcher_process import STOPPED_STATUSES, remove_launch_variables
-from nbdist.cluster.local import LAUNCHER_GONE
+from nbdist.cluster.local_launcher import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.hardware import discovery
 from nbdist.protocol import messages
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.interfaces import LauncherGroup, LauncherProvider
+    from nbdist.cluster.launcher_interface import LauncherGroup, LauncherProvider
     from nbdist.cluster.rank_channels import Channel, Message, RankChannels
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import UsageSnapshot
+    from nbdist.hardware.telemetry import NodeUsage
     from nbdist.session.config import SessionConfig
     from nbdist.session.failure_causes import WorkerFailure
 
@@ -165,7 +165,7 @@ class WorkerGroup:
         self.stopped_process_watch = StoppedProcessWatch()
         launchers.listener = self._from_launcher
         devices, auto = config.visible_devices, config.auto if config.is_auto_pending else None
-        launch = messages.LaunchRanks(
+        launch = messages.LaunchRanksRequest(
             generation=self.generation,
             world_size=config.placement.nproc,
             devices=None if devices is None else list(devices),
@@ -210,15 +210,15 @@ class WorkerGroup:
         launchers = self._launcher_group
         if launchers is None or not launchers.is_alive:
             return
-        gone: SimpleQueue[messages.LauncherMessage] = SimpleQueue()
-        launchers.listener = gone.put
+        exit_messages: SimpleQueue[messages.LauncherMessage] = SimpleQueue()
+        launchers.listener = exit_messages.put
         launchers.resume_stopped()
         if self._ended is not None and self._ended.generation == self.generation:
             return  # already exited: the launcher will not report again
         try:
-            launchers.send(messages.StopRanks())
+            launchers.send(messages.StopRanksRequest())
             while not isinstance(
-                message := gone.get(timeout=STOP_TIMEOUT_S), messages.AllRanksExited
+                message := exit_messages.get(timeout=STOP_TIMEOUT_S), messages.AllRanksExited
             ):
                 pass
             self._ended = message
@@ -231,12 +231,12 @@ class WorkerGroup:
         """Cancel all waiting for replies, on any thread; the ranks are ended next."""
         self._up = False
 
-    def end(self, process_name: str, how: str) -> None:
+    def end(self, process_name: str, cause: str) -> None:
         """End ranks that did not stop otherwise, as a failure; callable from any thread."""
-        self._died(
+        self._report_death(
             None,
             failure_causes.WorkerFailure(
-                process_name=process_name, exit_description=how, by_stop=True
+                process_name=process_name, exit_description=cause, by_stop=True
             ),
         )
 
@@ -259,7 +259,7 @@ class WorkerGroup:
     def set_folder_cleanup(self, folder: Path, *, remove: bool = True) -> None:
         """Set whether the launcher removes a folder when this kernel exits."""
         if self._launcher_group is not None and self._launcher_group.is_alive:
-            self._launcher_group.send(messages.CleanupFolder(str(folder), remove))
+            self._launcher_group.send(messages.CleanupFolderRequest(str(folder), remove))
 
     # -- requests
 
@@ -314,7 +314,7 @@ class WorkerGroup:
         """Return the name of a rank's node; "" locally."""
         return "" if self._launcher_group is None else self._launcher_group.node_of(rank)
 
-    def node_usage(self, within_s: float) -> dict[str, UsageSnapshot]:
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:
         """Return the usage of each node that replies in time."""
         launchers = self._launcher_group
         return (
@@ -405,7 +405,7 @@ class WorkerGroup:
         replies: dict[int, Any] = {}
         try:
             while len(replies) < len(contents):
-                rank, answered_on, message = self._answer(answers, kind, patience_s)
+                rank, answered_on, message = self._next_reply(answers, kind, patience_s)
                 if answered_on == channel:
                     replies[rank] = message["content"]
                     if replies[rank].get("status") == "error":
@@ -414,7 +414,7 @@ class WorkerGroup:
             self.drop_requests(requests)
         return replies
 
-    def _answer(
+    def _next_reply(
         self, answers: SimpleQueue[Any], kind: str, patience_s: float
     ) -> tuple[int, str, Message]:
         since = time.monotonic()
@@ -476,14 +476,14 @@ class WorkerGroup:
         """Check that the ranks are alive, then call `on_idle`."""
         now = time.monotonic()
         dying = self._up and bool(self.rank_exits)
-        if dying and self._settled(now):
-            self._died(None)
+        if dying and self._is_exit_known(now):
+            self._report_death(None)
         elif self._up and now >= self._watch_due:
             self._watch_due = now + LIVENESS_INTERVAL_S
             self._watch()
         return self._on_idle() or dying
 
-    def _settled(self, now: float) -> bool:
+    def _is_exit_known(self, now: float) -> bool:
         """Return whether the first exit is fully known: torch elastic may report its code late."""
         patience_s = SETTLE_S if self.rank_exits[0].code is not None else REPORT_S
         return now - self._first_end_at > patience_s
@@ -497,18 +497,18 @@ class WorkerGroup:
         statuses = launchers.process_statuses(members)
         for line in self.stopped_process_watch.update(statuses):
             self._on_notice(line)
-        gone = [rank for rank in members if statuses[f"rank {rank}"].status == EXITED]
-        if not gone:
+        exited = [rank for rank in members if statuses[f"rank {rank}"].status == EXITED]
+        if not exited:
             self._missing_since = None
         elif self._missing_since is None:
             self._missing_since = time.monotonic()
             launchers.resume_stopped()  # the launcher has the exit code
         elif time.monotonic() - self._missing_since > REPORT_S:
             end = messages.RankExited(
-                self.generation, gone[0], None, node=launchers.node_of(gone[0])
+                self.generation, exited[0], None, node=launchers.node_of(exited[0])
             )
             self.rank_exits = self.rank_exits or [end]
-            self._died(None)
+            self._report_death(None)
 
     def _from_launcher(self, message: messages.LauncherMessage) -> None:
         if isinstance(message, messages.RankForked) and message.generation == self.generation:
@@ -521,9 +521,9 @@ class WorkerGroup:
         if isinstance(message, messages.AllRanksExited):
             self._ended = message
             if not self.rank_exits or message.generation == LAUNCHER_GONE:
-                self._died(message)
+                self._report_death(message)
 
-    def _died(
+    def _report_death(
         self, ended: messages.AllRanksExited | None, death: WorkerFailure | None = None
     ) -> None:
         with self._lock:
@@ -536,7 +536,7 @@ class WorkerGroup:
         if self._launcher_group is not None:
             self._launcher_group.resume_stopped()
             with contextlib.suppress(StartError):  # the launcher has exited
-                self._launcher_group.send(messages.StopRanks())
+                self._launcher_group.send(messages.StopRanksRequest())
         self._end_error = self._on_death(death)
         self._dying = False
         self._end_known.set()

@@ -4,5 +4,5 @@ Runs on ranks, with torch; independent of the session and the kernel. All engine
 representation: each parameter and each element-wise tensor of optimizer state is a set of
 contiguous intervals of the row-major flattened tensor, as views of the engine's own storage.
 `shards` defines it, `layouts` reads it from each engine, `reshard` converts between two
-shardings, `digest` checks that two shardings hold the same values.
+shardings, `tensor_digest` checks that two shardings hold the same values.
 """

@@ -46,7 +46,7 @@ def comm_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
-def _agreeing() -> torch.device:
+def _metadata_device() -> torch.device:
     """Return the device for the other collectives: the CPU, unless the group has only NCCL."""
     gloo = "gloo" in str(distributed.get_backend_config())
     return torch.device("cpu") if gloo else comm_device()
@@ -70,30 +70,30 @@ def all_gather_values(value: Any, *, about: int = 0) -> list[Any]:
     if group_size() == 1:
         return [value]
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = _heads(packed.numel(), about)
-    room = torch.zeros(max(lengths), dtype=torch.uint8, device=_agreeing())
-    room[: packed.numel()] = packed
+    lengths = _gather_numbers(packed.numel(), about)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=_metadata_device())
+    padded[: packed.numel()] = packed
     return [
         unpickle_values(packed_values[:length])
-        for packed_values, length in zip(_gathered(room), lengths, strict=True)
+        for packed_values, length in zip(_gather_tensor(padded), lengths, strict=True)
     ]
 
 
-def _heads(number: int, about: int) -> list[int]:
+def _gather_numbers(number: int, about: int) -> list[int]:
     """All-gather a number and check that all ranks use the same tag.
 
     Raises:
         CollectiveMismatch: the tags differ; no other collective has begun.
     """
-    own_head = torch.tensor([number, about], device=_agreeing())
-    numbers, abouts = zip(*(head.tolist() for head in _gathered(own_head)), strict=True)
+    own_head = torch.tensor([number, about], device=_metadata_device())
+    numbers, abouts = zip(*(head.tolist() for head in _gather_tensor(own_head)), strict=True)
     if len(set(abouts)) > 1:
         message = "The ranks are out of sync: they entered different collectives."
         raise CollectiveMismatch(message)
     return list(numbers)
 
 
-def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _gather_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All-gather a tensor that has the same shape on all ranks."""
     gathered = [torch.empty_like(tensor) for _ in range(group_size())]
     distributed.all_gather(gathered, tensor)
@@ -140,8 +140,8 @@ def all_reduce_sum(numbers: Sequence[int]) -> list[int]:
     Raises:
         CollectiveMismatch: the ranks are in different collectives, as a rule after an error.
     """
-    _heads(len(numbers), SUMS)
-    added = torch.tensor(numbers, dtype=torch.int64, device=_agreeing())
+    _gather_numbers(len(numbers), SUMS)
+    added = torch.tensor(numbers, dtype=torch.int64, device=_metadata_device())
     distributed.all_reduce(added)
     totals: list[int] = added.tolist()
     return totals
@@ -161,6 +161,6 @@ def all_to_all_bytes(
         CollectiveMismatch: a rank failed, usually out of memory; nothing was sent.
     """
     incoming = torch.empty(sum(expected), dtype=torch.uint8, device=outgoing.device)
-    _heads(0, EXCHANGE)
+    _gather_numbers(0, EXCHANGE)
     distributed.all_to_all_single(incoming, outgoing, list(expected), list(sizes))
     return incoming

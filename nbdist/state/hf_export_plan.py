@@ -59,7 +59,7 @@ class DerivedTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOutline:
+class ExportPlan:
     """Tensors of an export."""
 
     file_prefix: str
@@ -72,7 +72,7 @@ class ExportOutline:
 
 def plan_export(
     model: nn.Module, keys: Mapping[str, tuple[str, torch.dtype]], dtype: torch.dtype | None
-) -> ExportOutline:
+) -> ExportPlan:
     """Plan the tensors that `save_pretrained` would write.
 
     Args:
@@ -109,7 +109,7 @@ def plan_export(
         ) from error
     targets = tuple(provenance.describe(name, out, dtype) for name, out in outputs.items())
     computed = {target.name: outputs[target.name] for target in targets if not target.key}
-    return ExportOutline(
+    return ExportPlan(
         file_prefix=ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX,
         targets=targets,
         groups=tuple(provenance.group(computed)),
@@ -132,7 +132,7 @@ def compute_tensors(
 
 
 def assign_to_files(
-    outlined: ExportOutline, max_shard_size: str | int
+    outlined: ExportPlan, max_shard_size: str | int
 ) -> dict[str, list[OutputTensor]]:
     """Assign the tensors to files as transformers does: file name -> tensors, in order.
 

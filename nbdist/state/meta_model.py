@@ -144,10 +144,10 @@ def module_attributes(prepared: nn.Module, meta_model: MetaModel) -> dict[str, d
     A module's config may have changed since `prepare()` and variables may refer to it, so values
     are not copied. Attributes that contain modules or tensors are skipped.
     """
-    living = dict(named_modules(prepared))
+    prepared_modules = dict(named_modules(prepared))
     values: dict[str, dict[str, object]] = {}
     for name, module in meta_model.model.named_modules():
-        current = vars(living[name]) if name in living else {}
+        current = vars(prepared_modules[name]) if name in prepared_modules else {}
         values[name] = {
             key: current[key]
             for key in vars(module)

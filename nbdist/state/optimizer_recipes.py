@@ -56,6 +56,8 @@ class OptimizerRecipe:
     """Constructor arguments, without the parameters."""
     param_group_names: tuple[tuple[str, ...], ...]
     """Parameter names of each group, in order."""
+    rebuild_error: str = ""
+    """Why the optimizer cannot be rebuilt; its state can be saved and loaded."""
 
 
 def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerRecipe:
@@ -66,32 +68,35 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
         names: id of a parameter -> its name in the bare model.
 
     Raises:
-        SwitchError: a parameter has no name, or a constructor argument is not stored.
+        SwitchError: a parameter has no name.
     """
     cls = type(optimizer)
-    held = get_param_group_names(optimizer, names)
-    _, _, *wanted = inspect.signature(cls.__init__).parameters.values()  # without self and params
+    group_names = get_param_group_names(optimizer, names)
+    _, _, *constructor_arguments = inspect.signature(
+        cls.__init__
+    ).parameters.values()  # without self and params
     stored = {**vars(optimizer), **optimizer.defaults}
     arguments = {
         argument.name: stored[name]
-        for argument in wanted
+        for argument in constructor_arguments
         if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
     }
     missing = [
         argument.name
-        for argument in wanted
+        for argument in constructor_arguments
         if argument.name not in arguments
         and argument.default is inspect.Parameter.empty
         and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ]
-    if missing:
-        message = (
-            f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so"
-            " it cannot be rebuilt."
-        )
-        raise SwitchError(message)
+    rebuild_error = (
+        f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so it"
+        " cannot be rebuilt."
+    )
     return OptimizerRecipe(
-        optimizer_class=cls, constructor_kwargs=arguments, param_group_names=held
+        optimizer_class=cls,
+        constructor_kwargs=arguments,
+        param_group_names=group_names,
+        rebuild_error=rebuild_error if missing else "",
     )
 
 
@@ -103,9 +108,11 @@ def get_param_group_names(
     Raises:
         SwitchError: a parameter has no name.
     """
-    held = [group["params"] for group in optimizer.param_groups]
+    param_groups = [group["params"] for group in optimizer.param_groups]
     if unknown := sum(
-        id(parameter) not in names for group_parameters in held for parameter in group_parameters
+        id(parameter) not in names
+        for group_parameters in param_groups
+        for parameter in group_parameters
     ):
         message = (
             f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model."
@@ -113,7 +120,8 @@ def get_param_group_names(
         )
         raise SwitchError(message)
     return tuple(
-        tuple(names[id(parameter)] for parameter in group_parameters) for group_parameters in held
+        tuple(names[id(parameter)] for parameter in group_parameters)
+        for group_parameters in param_groups
     )
 
 
@@ -130,10 +138,16 @@ def why_not_reshardable(cls: type) -> str:
     )
 
 
+def is_reshardable(optimizer: Optimizer) -> bool:
+    """Return whether the state of an optimizer can be resharded."""
+    return not why_not_reshardable(type(optimizer))
+
+
 def why_unsupported_by(cls: type, backend: str) -> str:
     """Return why an optimizer cannot train with a backend, even with new state; empty if it can."""
     # torch 2.13: Muon needs matrices, but ZeRO and FSDP1 step parts of flattened parameters;
-    # Adafactor's row and column norms fail on FSDP2's DTensors.
+    # Adafactor's row and column norms fail on FSDP2's DTensors, and so do the kernels of
+    # bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor").
     for name, backends in _NO_STEP.items():
         if backend in backends and any(base.__name__ == name for base in cls.__mro__):
             return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
@@ -143,6 +157,7 @@ def why_unsupported_by(cls: type, backend: str) -> str:
 _NO_STEP = {
     "Muon": frozenset({"fsdp1", "zero1", "zero2", "zero3"}),
     "Adafactor": frozenset({"fsdp2"}),
+    "Optimizer8bit": frozenset({"fsdp2"}),
 }
 _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
@@ -165,7 +180,12 @@ def build_optimizer(
         recipe: the recipe.
         parameters: parameters of the model by name.
         groups: options of each group.
+
+    Raises:
+        SwitchError: a constructor argument is not known.
     """
+    if recipe.rebuild_error:
+        raise SwitchError(recipe.rebuild_error)
     named = [
         {**group_options, "params": [parameters[name] for name in names]}
         for names, group_options in zip(recipe.param_group_names, groups, strict=True)

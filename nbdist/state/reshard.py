@@ -15,12 +15,12 @@ import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
-from nbdist.state.shards import TensorEntry
+from nbdist.state.shards import ShapeAndDtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from nbdist.state.shards import Piece, Shard, ShardMap
+    from nbdist.state.shards import Shard, ShardMap, ShardPiece
 
 BATCH_BYTES = 64 << 20
 """Size of one all-to-all over all ranks together; a rank needs at most twice that memory."""
@@ -61,12 +61,12 @@ class _TransferSegment(NamedTuple):
     view: torch.Tensor
 
 
-def gather_keys(shards: ShardMap) -> dict[str, TensorEntry]:
+def gather_keys(shards: ShardMap) -> dict[str, ShapeAndDtype]:
     """Return the keys of all ranks in order, the same on every rank; a collective.
 
     Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
     """
-    entries = [(key, TensorEntry(shard.shape, shard.dtype)) for key, shard in shards.items()]
+    entries = [(key, ShapeAndDtype(shard.shape, shard.dtype)) for key, shard in shards.items()]
     return {
         key: entry
         for rank_entries in collectives.all_gather_values(entries)
@@ -101,16 +101,20 @@ def reshard(source: ShardMap, target: ShardMap) -> int:
         if key in target and key in source:
             # what this rank both owns and needs
             for piece in target[key].pieces:
-                for start, stop, view in _cut(source[key].pieces, piece.start, piece.stop):
-                    room = piece.view[start - piece.start : stop - piece.start]
-                    room.copy_(view, non_blocking=True)
+                for start, stop, view in _overlapping_parts(
+                    source[key].pieces, piece.start, piece.stop
+                ):
+                    target_view = piece.view[start - piece.start : stop - piece.start]
+                    target_view.copy_(view, non_blocking=True)
     sent = sum(plan.exchange(batch) for batch in plan.busy()) if plan.world > 1 else 0
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
     return sent
 
 
-def _cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[_TransferSegment]:
+def _overlapping_parts(
+    pieces: Iterable[ShardPiece], start: int, stop: int
+) -> Iterator[_TransferSegment]:
     """Yield the parts of pieces that are in an interval."""
     for piece in pieces:
         low, high = max(start, piece.start), min(stop, piece.stop)
@@ -135,13 +139,13 @@ class _ReshardPlan:
         }
         self.keys = sorted(wanted - self.zeros)
         self._numel: dict[str, int] = {}
-        self._dtypes = {key: self._checked(key) for key in self.keys}
+        self._dtypes = {key: self._dtype_of(key) for key in self.keys}
 
     def _rows(self, key: str) -> list[_KeyIntervals]:
         """Return the intervals of a key from all ranks that have it."""
         return [table[key] for table in self._tables if key in table]
 
-    def _checked(self, key: str) -> torch.dtype:
+    def _dtype_of(self, key: str) -> torch.dtype:
         """Return the dtype of a key; raise if it cannot be filled."""
         rows = self._rows(key)
         shapes = {shape for row in rows for shape in row.shapes}
@@ -170,19 +174,19 @@ class _ReshardPlan:
     def _batches(self) -> Iterator[list[_TransferWindow]]:
         """Split all needed keys into batches."""
         batch: list[_TransferWindow] = []
-        room = BATCH_BYTES
+        free_bytes = BATCH_BYTES
         for key in self.keys:
             itemsize = self._dtypes[key].itemsize
             numel = self._numel[key]
             position = 0
             while position < numel:
-                end = min(numel, position + max(1, room // itemsize))
+                end = min(numel, position + max(1, free_bytes // itemsize))
                 batch.append(_TransferWindow(key, position, end))
-                room -= (end - position) * itemsize
+                free_bytes -= (end - position) * itemsize
                 position = end
-                if room < itemsize:
+                if free_bytes < itemsize:
                     yield batch
-                    batch, room = [], BATCH_BYTES
+                    batch, free_bytes = [], BATCH_BYTES
         if batch:
             yield batch
 
@@ -201,7 +205,7 @@ class _ReshardPlan:
             return
         pieces = self._source[window.key].pieces
         for start, stop in self._tables[other][window.key].wanted:
-            yield from _cut(pieces, max(start, window.start), min(stop, window.stop))
+            yield from _overlapping_parts(pieces, max(start, window.start), min(stop, window.stop))
 
     def _segments_from(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
         """Yield the segments of a window that this rank needs and another rank owns."""
@@ -214,12 +218,12 @@ class _ReshardPlan:
                 if start >= piece.stop:
                     break
                 low, high = max(start, window.start), min(stop, window.stop)
-                yield from _cut([piece], low, high)
+                yield from _overlapping_parts([piece], low, high)
 
     def exchange(self, batch: Sequence[_TransferWindow]) -> int:
         """Send and receive a batch; return the bytes that this rank sent. A collective."""
-        outgoing, sizes, sent = self._packed(batch)
-        rooms = [
+        outgoing, sizes, sent = self._pack(batch)
+        received = [
             [
                 (part, self._dtypes[window.key])
                 for window in batch
@@ -228,29 +232,29 @@ class _ReshardPlan:
             ]
             for rank in range(self.world)
         ]
-        splits = [sum(_padded(part, dtype) for part, dtype in parts) for parts in rooms]
+        splits = [sum(_padded_size(part, dtype) for part, dtype in parts) for parts in received]
         incoming = collectives.all_to_all_bytes(outgoing, sizes, splits)
         offset = 0
-        for part, dtype in (segment for parts in rooms for segment in parts):
+        for part, dtype in (segment for parts in received for segment in parts):
             size = (part.stop - part.start) * dtype.itemsize
             part.view.copy_(incoming[offset : offset + size].view(dtype))
-            offset += _padded(part, dtype)
+            offset += _padded_size(part, dtype)
         return sent
 
-    def _packed(self, batch: Sequence[_TransferWindow]) -> tuple[torch.Tensor, list[int], int]:
+    def _pack(self, batch: Sequence[_TransferWindow]) -> tuple[torch.Tensor, list[int], int]:
         """Pack this rank's segments for others.
 
         Returns:
             The buffer, its bytes for each rank, and its bytes without padding.
         """
         sends = self._sends(batch)
-        splits = [sum(_padded(part, part.view.dtype) for part in parts) for parts in sends]
+        splits = [sum(_padded_size(part, part.view.dtype) for part in parts) for parts in sends]
         buffer = torch.empty(sum(splits), dtype=torch.uint8, device=collectives.comm_device())
         offset = sent = 0
         for part in (segment for parts in sends for segment in parts):
             size = (part.stop - part.start) * part.view.element_size()
             buffer[offset : offset + size].view(part.view.dtype).copy_(part.view, non_blocking=True)
-            offset += _padded(part, part.view.dtype)
+            offset += _padded_size(part, part.view.dtype)
             sent += size
         return buffer, splits, sent
 
@@ -271,7 +275,7 @@ def _intervals(shard: Shard | None) -> list[Interval]:
     return sorted((piece.start, piece.stop) for piece in shard.pieces) if shard else []
 
 
-def _padded(part: _TransferSegment, dtype: torch.dtype) -> int:
+def _padded_size(part: _TransferSegment, dtype: torch.dtype) -> int:
     """Return the size of a segment in a buffer, with padding."""
     return -(-(part.stop - part.start) * dtype.itemsize // _ALIGNED) * _ALIGNED
 

@@ -17,13 +17,14 @@ import torch
 
 from nbdist.checkpoint import CheckpointReader
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.names import printable
-from nbdist.checkpoint.safetensors_file import SHARDING_KEY, StoredTensor
+from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.safetensors_writer import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
+from nbdist.state import base_model
 from nbdist.state.shards import (
     Chunk,
-    Piece,
     Shard,
+    ShardPiece,
     chunk_to_intervals,
     interval_to_chunks,
     joined_intervals,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.checkpoint import CheckpointFile, Manifest, PendingCheckpoint
-    from nbdist.checkpoint.safetensors_file import SafetensorsWriter
+    from nbdist.checkpoint.safetensors_writer import SafetensorsWriter
     from nbdist.state.shards import ShardMap
 
 SUFFIX = ".safetensors"
@@ -189,10 +190,12 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
     (most, if several ranks wrote the checkpoint) are read immediately. Tied tensors are the same
     tensor under all their names. Works without a session and without ranks.
 
-    Do not modify the files while such a tensor is in use; removing them is fine.
+    Do not modify the files while such a tensor is in use; removing them is fine. Tensors that are
+    stored by reference are read from the files of the base model.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a file is damaged.
+        CheckpointError: there is no checkpoint, a file is damaged, or a base model is missing or
+            has changed.
     """
     with CheckpointReader.open_folder(folder) as opened:
         manifest = opened.manifest
@@ -202,6 +205,8 @@ def read_state_dict(folder: Path, prefix: str = "model.") -> dict[str, torch.Ten
             if name.startswith(prefix)
         }
         index = _build_index(opened, {key: key for key in wanted.values()})
+    if referenced := manifest.referenced.keys() & set(wanted.values()):
+        index.parts |= base_model.open_references(manifest, sorted(referenced), ()).parts
     tensors = {key: _whole_tensor(index, key) for key in dict.fromkeys(wanted.values())}
     return {name.removeprefix(prefix): tensors[key] for name, key in wanted.items()}
 
@@ -218,7 +223,7 @@ def _whole_tensor(index: TensorIndex, key: str) -> torch.Tensor:
     if [(part.start, part.stop) for part in parts] == [(0, numel)]:
         return parts[0].fetch(0, numel).view(shape)
     tensor = torch.empty(shape, dtype=dtype)
-    piece = Piece(0, numel, tensor.view(-1))
+    piece = ShardPiece(0, numel, tensor.view(-1))
     index.read_into({key: Shard(shape=shape, dtype=dtype, pieces=(piece,))})
     return tensor
 
@@ -236,7 +241,7 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         keys = {name: manifest.aliases.get(name, name) for name in target}
         missing = [name for name, key in keys.items() if key not in manifest.keys]
         if missing:
-            names = _list(list(map(printable, missing)))
+            names = _join(list(map(printable, missing)))
             raise CheckpointError(
                 f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {names}. Load"
                 " it into the model that it was saved from."
@@ -248,7 +253,7 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         ]
         if wrong:
             raise CheckpointError(
-                f"{len(wrong)} of {len(target)} tensors have a different shape: {_list(wrong)}."
+                f"{len(wrong)} of {len(target)} tensors have a different shape: {_join(wrong)}."
                 " Load it into the model that it was saved from."
             )
         return _build_index(opened, keys)
@@ -327,6 +332,6 @@ def _saved_offsets(
     return offsets
 
 
-def _list(names: list[str]) -> str:
-    more = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _join(names: list[str]) -> str:
+    suffix = ", ..." if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + suffix

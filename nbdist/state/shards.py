@@ -23,7 +23,7 @@ _CHUNK_BYTES = 256 << 20
 """Size of one allocation of pinned memory; torch 2.13 rounds each up to a power of two."""
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """One interval of a flattened tensor, with a view of its elements."""
 
     start: int
@@ -39,11 +39,11 @@ class Shard:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dtype: torch.dtype
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ShardPiece, ...] = ()
     """Sorted by start, disjoint; empty if the rank has no elements."""
 
 
-class TensorEntry(NamedTuple):
+class ShapeAndDtype(NamedTuple):
     """Shape and dtype of a whole tensor."""
 
     shape: tuple[int, ...]
@@ -78,20 +78,20 @@ def copy_to_host(shards: ShardMap, *, like: ShardMap | None = None) -> dict[str,
     copies = {}
     for key, shard in shards.items():
         previous = like.get(key) if like is not None else None
-        pieces = _again(shard, previous) or tuple(_copies(shard, memory))
+        pieces = _copy_into_existing(shard, previous) or tuple(_copies(shard, memory))
         copies[key] = Shard(shape=shard.shape, dtype=shard.dtype, pieces=pieces)
     if any(piece.view.is_cuda for shard in shards.values() for piece in shard.pieces):
         torch.cuda.current_stream().synchronize()
     return copies
 
 
-def give_back() -> None:
+def empty_pinned_cache() -> None:
     """Free unused pinned memory, which torch 2.13 caches otherwise."""
     if torch.cuda.is_initialized():
         torch._C._host_emptyCache()  # noqa: SLF001
 
 
-def _again(shard: Shard, old: Shard | None) -> tuple[Piece, ...]:
+def _copy_into_existing(shard: Shard, old: Shard | None) -> tuple[ShardPiece, ...]:
     """Copy into the memory of an earlier copy; return no pieces if it does not fit."""
     if old is None or old.dtype != shard.dtype or joined_intervals(shard) != joined_intervals(old):
         return ()
@@ -114,15 +114,15 @@ def joined_intervals(shard: Shard) -> list[tuple[int, int]]:
     return joined
 
 
-def _copies(shard: Shard, memory: _HostBuffer) -> Iterator[Piece]:
+def _copies(shard: Shard, memory: _HostBuffer) -> Iterator[ShardPiece]:
     """Copy a shard's pieces, split where an allocation ends."""
     for start, stop, view in shard.pieces:
         position = start
         while position < stop:
-            room = memory.room(stop - position, shard.dtype, locked=view.is_cuda)
-            end = position + room.numel()
-            room.copy_(view[position - start : end - start], non_blocking=True)
-            yield Piece(position, end, room)
+            target = memory.allocate(stop - position, shard.dtype, pinned=view.is_cuda)
+            end = position + target.numel()
+            target.copy_(view[position - start : end - start], non_blocking=True)
+            yield ShardPiece(position, end, target)
             position = end
 
 
@@ -132,16 +132,16 @@ class _HostBuffer:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, numel: int, dtype: torch.dtype, *, locked: bool) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         """Return memory for at least one and at most `numel` elements."""
-        if not locked:
+        if not pinned:
             return torch.empty(numel, dtype=dtype)
         if self._free.numel() < dtype.itemsize:
             self._free = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         size = min(numel, self._free.numel() // dtype.itemsize) * dtype.itemsize
-        room = self._free[:size].view(dtype)
+        memory = self._free[:size].view(dtype)
         self._free = self._free[-(-size // 16) * 16 :]
-        return room
+        return memory
 
 
 # ---------------------------------------------------------------------------- chunks
@@ -172,7 +172,7 @@ def interval_to_chunks(shape: Sequence[int], start: int, stop: int) -> list[Chun
         raise ValueError(f"Interval [{start}, {stop}) exceeds a tensor of shape {tuple(shape)}.")
     strides, chunks = _strides(shape), []
     while start < stop:
-        box = _first(shape, strides, start, stop)
+        box = _largest_chunk_at(shape, strides, start, stop)
         chunks.append(box)
         start += box.numel
     return chunks
@@ -205,7 +205,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
-def _first(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Chunk:
+def _largest_chunk_at(shape: Sequence[int], strides: Sequence[int], start: int, stop: int) -> Chunk:
     """Return the largest contiguous chunk that begins at `start` and ends at or before `stop`."""
     for dim, stride in enumerate(strides):
         if start % stride == 0 and start + stride <= stop:

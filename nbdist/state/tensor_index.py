@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
-from nbdist.state.shards import TensorEntry
+from nbdist.state.shards import ShapeAndDtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ class TensorPart(NamedTuple):
 class TensorIndex:
     """The tensors of a checkpoint by key: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
 
-    keys: dict[str, TensorEntry] = field(default_factory=dict)
+    keys: dict[str, ShapeAndDtype] = field(default_factory=dict)
     parts: dict[str, list[TensorPart]] = field(default_factory=dict)
 
     def add_tensor(
@@ -55,7 +55,7 @@ class TensorIndex:
         Raises:
             CheckpointError: the key exists with another shape or dtype.
         """
-        entry = TensorEntry(tuple(shape), dtype)
+        entry = ShapeAndDtype(tuple(shape), dtype)
         if self.keys.setdefault(key, entry) != entry:
             raise CheckpointError(
                 f"The checkpoint has {printable(key)} twice, with different shapes or dtypes."

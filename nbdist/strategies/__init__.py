@@ -8,7 +8,6 @@ config_files     --fsdp-config and --deepspeed-config
 
 from __future__ import annotations
 
-from nbdist.strategies.arguments import Argument
 from nbdist.strategies.backends import (
     ALIASES,
     BACKENDS,
@@ -22,6 +21,7 @@ from nbdist.strategies.backends import (
     canonical_backend,
 )
 from nbdist.strategies.config_files import load_config
+from nbdist.strategies.option_arguments import Argument
 from nbdist.strategies.session_options import ARGUMENTS, SessionOptions
 
 __all__ = [

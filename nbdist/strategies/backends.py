@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.arguments import option, parse_clip_norm, strip_quotes
 from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
+from nbdist.strategies.option_arguments import option, parse_clip_norm, strip_quotes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +93,10 @@ class Options:
     activation_checkpointing: bool = option(
         default=False, help="recompute activations in the backward pass", panel_limit=1
     )
-    compile: bool = option(default=False, help="torch.compile at prepare()")
+    compile: bool = option(default=False, help="torch.compile each block of a model at prepare()")
+    compile_model: bool = option(
+        default=False, help="torch.compile the whole model, slower to start than --compile"
+    )
     fsdp_config: Mapping[str, Any] | None = option(
         None,
         metavar="FILE",
@@ -117,6 +120,10 @@ class Options:
         values=REPLICATE_ACROSS,
         panel_limit=64,
     )
+    sharded_load: bool = option(
+        default=True,
+        help="with fsdp, fsdp1, zero3: each rank reads only its shards of a from_pretrained model",
+    )
     accumulate: int = option(
         1, metavar="N", help="micro-batches per optimizer step", type=int, panel_limit=4096
     )
@@ -134,6 +141,11 @@ class Options:
         return STRATEGIES[canonical_backend(self.backend)]
 
     @property
+    def is_compiled(self) -> bool:
+        """True if blocks or the whole model are compiled."""
+        return self.compile or self.compile_model
+
+    @property
     def offload_device(self) -> str:
         """Offload device: none, cpu or nvme."""
         return self.offload.partition(":")[0]
@@ -146,8 +158,10 @@ class Options:
     @property
     def reshard_after_forward(self) -> bool:
         """FSDP: True if parameters are resharded between forward and backward."""
-        key, kept = _KEEPS_GATHERED.get((self.strategy.engine, self.strategy.level), ("", ""))
-        return str((self.fsdp_config or {}).get(key)).upper() != kept
+        key, gathered_value = _KEEPS_GATHERED.get(
+            (self.strategy.engine, self.strategy.level), ("", "")
+        )
+        return str((self.fsdp_config or {}).get(key)).upper() != gathered_value
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Options:
@@ -171,8 +185,8 @@ class Options:
                 words += [] if self.reshard_after_forward else ["no reshard"]
             elif value in (item.default, "no") or item.name in {"backend", "deepspeed_config"}:
                 continue
-            elif value is True:
-                words.append(name)
+            elif isinstance(value, bool):
+                words.append(name if value else f"no {name}")
             else:
                 words.append(f"{name} {value:g}" if item.name == "clip" else f"{name} {value}")
         return ", ".join(words)
@@ -238,7 +252,7 @@ class Strategy:
             "mixed_precision": options.precision or "no",
             "gradient_accumulation_steps": options.accumulate,
         }
-        return kwargs | ({"dynamo_backend": "inductor"} if options.compile else {})
+        return kwargs | ({"dynamo_backend": "inductor"} if options.compile_model else {})
 
     def fsdp_kwargs(self, options: Options) -> JsonObject:
         """Arguments of `FullyShardedDataParallelPlugin(...)`; the user's file takes precedence."""

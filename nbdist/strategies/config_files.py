@@ -52,7 +52,7 @@ _FSDP_FILE_NAMES = {
 }
 
 
-def load_config(given: str | Path) -> JsonObject:
+def load_config(config: str | Path) -> JsonObject:
     """Load the value of --fsdp-config or --deepspeed-config: inline JSON, or a JSON or YAML file.
 
     Text that starts with a brace is JSON, anything else a path. YAML is read with the safe loader.
@@ -61,49 +61,51 @@ def load_config(given: str | Path) -> JsonObject:
     Raises:
         OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
     """
-    if str(given).startswith("{"):
+    if str(config).startswith("{"):
         try:
-            inline: JsonObject = json.loads(str(given))
+            inline: JsonObject = json.loads(str(config))
         except (ValueError, RecursionError) as error:
-            shown = str(given)[:_SHOWN]
+            shown = str(config)[:_SHOWN]
             message = f"{shown} is not JSON ({error}). Put it in single quotes, or name a file."
             raise OptionError(message) from error
         return inline
     import yaml  # only here: most sessions have no config file
 
-    file = expand_user(given)
+    file = expand_user(config)
     is_yaml = file.suffix in {".yaml", ".yml"}
     try:
         text = file.read_text(encoding="utf-8")
         content: Any = yaml.safe_load(text) if is_yaml else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"Cannot read the config file {str(given)!r}: {error}.") from error
+        raise OptionError(f"Cannot read the config file {str(config)!r}: {error}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"is not JSON ({error}). Name it .yaml if it is YAML."
         if is_yaml:
-            problem = f"is not YAML: {' '.join(str(error).split())}."
-        raise OptionError(f"{str(file)!r} {problem}") from error
+            problem = f"is not YAML: {' '.join(str(error).split())}. Correct the file."
+        raise OptionError(f"The config file {str(file)!r} {problem}") from error
     section = content.get("fsdp_config", content) if isinstance(content, dict) else content
     if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
         kind = type(section).__name__
-        raise OptionError(f"{str(given)!r} must contain a mapping with string keys, got {kind}.")
+        raise OptionError(
+            f"The config file {str(config)!r} must contain a mapping with string keys, got {kind}."
+        )
     return section
 
 
-def abbreviate(given: object) -> str:
+def abbreviate(config: object) -> str:
     """Return the repr of a value for a message, shortened."""
-    text = repr(given)
+    text = repr(config)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _agree(option: str, given: object, key: str, filed: object, *, unset: object) -> Any:
+def _check_agreement(option: str, value: object, key: str, filed: object, *, unset: object) -> Any:
     """Return the value of an option that may also be in the file; raise if the two differ."""
-    if filed in (None, "auto", given):
-        return given
-    if given == unset:
+    if filed in (None, "auto", value):
+        return value
+    if value == unset:
         return filed
     raise OptionError(
-        f"{option} is {abbreviate(given)} but the config file has {key} = {abbreviate(filed)}."
+        f"{option} is {abbreviate(value)} but the config file has {key} = {abbreviate(filed)}."
         " Remove one of them."
     )
 
@@ -128,9 +130,9 @@ def read_fsdp_config(
             f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
             f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
-    wanted = plain.pop("fsdp_version", None)
-    if wanted is not None and str(wanted) != str(version):
-        named = str(wanted)[:_SHOWN]
+    file_version = plain.pop("fsdp_version", None)
+    if file_version is not None and str(file_version) != str(version):
+        named = str(file_version)[:_SHOWN]
         raise OptionError(
             f"The fsdp_config is for version {named} but the backend is {options['backend']}. "
             f"Use backend fsdp{named}."
@@ -141,7 +143,9 @@ def read_fsdp_config(
     checkpointing = plain.pop("activation_checkpointing", None)
     return {
         "fsdp_config": plain,
-        "offload": _agree("offload", options["offload"], "cpu_offload", offload, unset="none"),
+        "offload": _check_agreement(
+            "offload", options["offload"], "cpu_offload", offload, unset="none"
+        ),
         "activation_checkpointing": bool(checkpointing) or options["activation_checkpointing"],
     }
 
@@ -176,9 +180,9 @@ def read_deepspeed_config(
     for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
         if not isinstance(section, dict):
             raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
-    wanted = zero.get("stage", "auto")
-    if wanted not in ("auto", stage):
-        named = str(wanted)[:_SHOWN]
+    file_stage = zero.get("stage", "auto")
+    if file_stage not in ("auto", stage):
+        named = str(file_stage)[:_SHOWN]
         raise OptionError(
             f"The deepspeed_config has ZeRO stage {named} but the backend is {options['backend']}. "
             f"Use backend zero{named} or change the stage."
@@ -197,7 +201,7 @@ def read_deepspeed_config(
     if offload == "nvme":
         offload = f"nvme:{zero['offload_optimizer'].get('nvme_path') or ''}"
     agreed = {
-        name: _agree(name, options[name], key, filed, unset=unset)
+        name: _check_agreement(name, options[name], key, filed, unset=unset)
         for name, key, filed, unset in (
             ("accumulate", "gradient_accumulation_steps", accumulate, 1),
             ("clip", "gradient_clipping", clipping, None),

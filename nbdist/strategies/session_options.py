@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist.strategies.arguments import arguments_of, option
 from nbdist.strategies.backends import Options
+from nbdist.strategies.option_arguments import arguments_of, option
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.strategies.arguments import Argument
+    from nbdist.strategies.option_arguments import Argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

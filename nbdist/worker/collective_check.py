@@ -91,7 +91,7 @@ _SLOT_BYTES = _GROUP.size + CALLS_PER_GROUP * _CALL.size
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedCall:
+class LoggedCollective:
     """One call of a collective."""
 
     key: int
@@ -100,9 +100,9 @@ class LoggedCall:
     """For messages: "all_reduce of float32[4]"."""
 
     @classmethod
-    def from_signature(cls, what: str, words: str) -> LoggedCall:
+    def from_signature(cls, kind: str, text: str) -> LoggedCollective:
         """Return a call from its signature; calls with equal signatures match."""
-        return cls(_hash(what), words)
+        return cls(_hash(kind), text)
 
 
 class CollectiveLog:
@@ -133,7 +133,7 @@ class CollectiveLog:
         self._own: dict[int, int] = {}
         """Group -> number of its last call on this rank."""
 
-    def append(self, group: str, call: LoggedCall) -> int:
+    def append(self, group: str, call: LoggedCollective) -> int:
         """Log a call of this rank; return its number, or 0 if there is no free slot."""
         key = _hash(group)
         if key not in self._own:
@@ -141,14 +141,14 @@ class CollectiveLog:
                 return 0
             offset = len(self._own) * _SLOT_BYTES
             self._slots[self.rank, key] = offset
-            _GROUP.pack_into(self._page(self.rank), offset, key)
+            _GROUP.pack_into(self._rank_page(self.rank), offset, key)
             self._own[key] = 0
         self._own[key] += 1
         number = self._own[key]
-        words = call.description.encode(errors="replace")[:_WORDS_BYTES]
-        page, place = self._page(self.rank), self._place(self.rank, key, number)
+        text = call.description.encode(errors="replace")[:_WORDS_BYTES]
+        page, place = self._rank_page(self.rank), self._call_offset(self.rank, key, number)
         # Write the number last, so that a reader that sees it also sees the rest.
-        _CALL.pack_into(page, place, 0, call.key, words, _sum(number, call.key, words))
+        _CALL.pack_into(page, place, 0, call.key, text, _sum(number, call.key, text))
         _NUMBER.pack_into(page, place, number)
         return number
 
@@ -157,20 +157,20 @@ class CollectiveLog:
         key = _hash(group)
         if self._own.get(key) == number:
             self._own[key] -= 1
-            place = self._place(self.rank, key, number)
-            _CALL.pack_into(self._page(self.rank), place, 0, 0, b"", 0)
+            place = self._call_offset(self.rank, key, number)
+            _CALL.pack_into(self._rank_page(self.rank), place, 0, 0, b"", 0)
 
-    def call_at(self, rank: int, group: str, number: int) -> LoggedCall | None:
+    def call_at(self, rank: int, group: str, number: int) -> LoggedCollective | None:
         """Return a rank's call by number; None if it is not logged yet or was overwritten."""
         key = _hash(group)
         if self._slot(rank, key) is None:
             return None
-        page, place = self._pages[rank], self._place(rank, key, number)
-        logged, signature, words, checksum = _CALL.unpack_from(page, place)
-        words = words.rstrip(b"\0")
-        if logged != number or checksum != _sum(logged, signature, words):
+        page, place = self._pages[rank], self._call_offset(rank, key, number)
+        logged, signature, text, checksum = _CALL.unpack_from(page, place)
+        text = text.rstrip(b"\0")
+        if logged != number or checksum != _sum(logged, signature, text):
             return None  # another call, or one that is being written
-        return LoggedCall(signature, words.decode(errors="replace"))
+        return LoggedCollective(signature, text.decode(errors="replace"))
 
     def has_reached(self, rank: int, group: str, number: int) -> bool:
         """Return whether a rank has made its call of this number or a later one."""
@@ -178,14 +178,14 @@ class CollectiveLog:
         if self._slot(rank, key) is None:
             # A rank without a free slot does not log its calls in further groups.
             last = (MAX_GROUPS - 1) * _SLOT_BYTES
-            return bool(_GROUP.unpack_from(self._page(rank), last)[0])
-        logged, *_ = _CALL.unpack_from(self._pages[rank], self._place(rank, key, number))
+            return bool(_GROUP.unpack_from(self._rank_page(rank), last)[0])
+        logged, *_ = _CALL.unpack_from(self._pages[rank], self._call_offset(rank, key, number))
         return bool(logged >= number)
 
     def _slot(self, rank: int, key: int) -> int | None:
         """Return the offset of a group in a rank's page; None if the rank has not used it."""
         if (rank, key) not in self._slots:
-            page = self._page(rank)
+            page = self._rank_page(rank)
             for offset in range(0, MAX_GROUPS * _SLOT_BYTES, _SLOT_BYTES):
                 (group,) = _GROUP.unpack_from(page, offset)
                 if group == key:
@@ -197,14 +197,14 @@ class CollectiveLog:
 
     def clear(self) -> None:
         """Remove all groups of this rank."""
-        self._page(self.rank)[:] = bytes(MAX_GROUPS * _SLOT_BYTES)
+        self._rank_page(self.rank)[:] = bytes(MAX_GROUPS * _SLOT_BYTES)
         self._slots.clear()
         self._own.clear()
 
-    def _place(self, rank: int, key: int, number: int) -> int:
+    def _call_offset(self, rank: int, key: int, number: int) -> int:
         return self._slots[rank, key] + _GROUP.size + number % CALLS_PER_GROUP * _CALL.size
 
-    def _page(self, rank: int) -> mmap.mmap:
+    def _rank_page(self, rank: int) -> mmap.mmap:
         if rank not in self._pages:
             with (self._folder / f"board{rank}").open("r+b") as file:
                 self._pages[rank] = mmap.mmap(file.fileno(), 0)
@@ -215,9 +215,9 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
-def _sum(number: int, what: int, words: bytes) -> int:
+def _sum(number: int, kind: int, text: bytes) -> int:
     """Return a checksum that detects a partially written entry."""
-    return zlib.crc32(words, (number ^ what ^ what >> 32) & 0xFFFFFFFF) | 1 << 40
+    return zlib.crc32(text, (number ^ kind ^ kind >> 32) & 0xFFFFFFFF) | 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,28 +234,28 @@ class PendingCollective:
 class CollectiveBarrier:
     """Barrier before each collective that checks that all ranks call the same one."""
 
-    def __init__(self, board: CollectiveLog) -> None:
-        self._board = board
+    def __init__(self, log: CollectiveLog) -> None:
+        self._board = log
         self._era = 0
         """Number of times the groups were recreated; torch then reuses group names."""
-        self._given_up = False
+        self._abandoned = False
         self.pending: PendingCollective | None = None
 
     def reset(self) -> None:
         """Reset the log after the process groups were recreated."""
         self._era += 1
         self._board.clear()
-        self._given_up = False
+        self._abandoned = False
 
     def abort(self) -> None:
         """Raise in every wait until the groups are recreated; thread-safe."""
-        self._given_up = True
+        self._abandoned = True
 
     def group_name(self, group: ProcessGroup) -> str:
         """Return the name of a group in the log."""
         return f"{self._era}:{group.group_name}"
 
-    def __call__(self, group: ProcessGroup, call: LoggedCall, *, wait: bool) -> None:
+    def __call__(self, group: ProcessGroup, call: LoggedCollective, *, wait: bool) -> None:
         """Log a call and compare it with those of the other ranks.
 
         Raises:
@@ -281,39 +281,41 @@ class CollectiveBarrier:
         finally:
             self.pending = None
 
-    def _wait(self, name: str, number: int, call: LoggedCall, others: Sequence[int]) -> None:
+    def _wait(self, name: str, number: int, call: LoggedCollective, others: Sequence[int]) -> None:
         """Return when all ranks have logged the call, or some time after a mismatch."""
-        began, nap, misfit_at = time.monotonic(), MIN_SLEEP_S, 0.0
+        start_time, nap, misfit_at = time.monotonic(), MIN_SLEEP_S, 0.0
         missing = tuple(others)
         while missing := tuple(r for r in missing if not self._board.has_reached(r, name, number)):
             now = time.monotonic()
-            if self._given_up:
+            if self._abandoned:
                 raise RuntimeError(ABORTED_MESSAGE)
-            if not misfit_at and self._misfits(name, number, call, others):
+            if not misfit_at and self._mismatched_calls(name, number, call, others):
                 misfit_at = now
             if misfit_at and now - misfit_at > MISMATCH_WAIT_S:
                 return
-            if now - began < SPIN_S:
+            if now - start_time < SPIN_S:
                 time.sleep(0)
                 continue
-            self.pending = PendingCollective(call.description, missing, began)
+            self.pending = PendingCollective(call.description, missing, start_time)
             time.sleep(nap)
             nap = min(nap * 1.5, MAX_SLEEP_S)
 
-    def _misfits(
-        self, name: str, number: int, call: LoggedCall, others: Sequence[int]
-    ) -> dict[int, LoggedCall]:
+    def _mismatched_calls(
+        self, name: str, number: int, call: LoggedCollective, others: Sequence[int]
+    ) -> dict[int, LoggedCollective]:
         calls = {rank: self._board.call_at(rank, name, number) for rank in others}
         return {rank: other for rank, other in calls.items() if other and other.key != call.key}
 
-    def _compare(self, name: str, number: int, call: LoggedCall, others: Sequence[int]) -> None:
-        if self._misfits(name, number, call, others):
+    def _compare(
+        self, name: str, number: int, call: LoggedCollective, others: Sequence[int]
+    ) -> None:
+        if self._mismatched_calls(name, number, call, others):
             calls = {rank: self._board.call_at(rank, name, number) for rank in others}
             calls[self._board.rank] = call
             raise CollectiveMismatch(describe_mismatch(calls))
 
 
-def describe_mismatch(calls: dict[int, LoggedCall | None]) -> str:
+def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:
     """Return the error message for mismatched calls; it is the same on all ranks."""
     by_words: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -327,9 +329,9 @@ def describe_mismatch(calls: dict[int, LoggedCall | None]) -> str:
     )
 
 
-def patch_collectives(board: CollectiveLog) -> CollectiveBarrier:
+def patch_collectives(log: CollectiveLog) -> CollectiveBarrier:
     """Patch torch.distributed to check each collective first; call it once per process."""
-    barrier = CollectiveBarrier(board)
+    barrier = CollectiveBarrier(log)
     for name in _SAME_SIZE | _ANY_SIZE:
         if hasattr(ProcessGroup, name):
             patch(
@@ -365,13 +367,13 @@ def _wrap_new_group(barrier: CollectiveBarrier, original: Callable[..., Any]) ->
                 "new_group" if ranks is None else f"new_group of {rank_names.describe_ranks(ranks)}"
             )
             world = distributed_c10d._get_default_group()  # noqa: SLF001
-            barrier(world, LoggedCall.from_signature(words, words), wait=True)
+            barrier(world, LoggedCollective.from_signature(words, words), wait=True)
         return original(ranks, *args, **kwargs)
 
     return new_group
 
 
-def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCall:
+def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCollective:
     """Return the key for comparing a call with other ranks' calls, and its description."""
     collective = (_SAME_SIZE | _ANY_SIZE)[name]
     inputs = args[1:2] if name in _OUTPUT_FIRST else args[:1]
@@ -389,7 +391,9 @@ def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCal
     more = [f"{len(tensors) - 2} more tensors"] if len(tensors) > 2 else []  # noqa: PLR2004
     of = f" of {', '.join([*shapes, *more])}" if tensors else ""
     by = f" ({', '.join(details)})" if details else ""
-    return LoggedCall.from_signature("|".join([*signature, *details]), f"{collective}{by}{of}")
+    return LoggedCollective.from_signature(
+        "|".join([*signature, *details]), f"{collective}{by}{of}"
+    )
 
 
 def tensors_of(values: object) -> Iterator[torch.Tensor]:

@@ -28,16 +28,16 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
-from nbdist.worker import stacks
+from nbdist.worker import process_group, stacks
 from nbdist.worker.interrupt import abort_collectives
-from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
-from nbdist.worker.interrupt.step_gate import step_gate
+from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.memory import memory_probe, model_description, oom_advice
 from nbdist.worker.operations import run_operation
-from nbdist.worker.operations.transaction import error_text
-from nbdist.worker.profiling import window
+from nbdist.worker.operations.collective_phases import error_text
+from nbdist.worker.output_streams import MAX_ERROR_CHARS, log_to_launcher, truncate
+from nbdist.worker.profiling import profile_window
 from nbdist.worker.stacks import MainThreadMonitor
-from nbdist.worker.stream import MAX_ERROR_CHARS, log_to_launcher, truncate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.operations import Operation
     from nbdist.worker.collective_check import CollectiveBarrier
     from nbdist.worker.operations import RankContext
-    from nbdist.worker.profiling.window import ProfileContext
+    from nbdist.worker.profiling.profile_window import ProfileContext
 
 log = logging.getLogger(__name__)
 
@@ -121,8 +121,8 @@ class RankKernel(IPythonKernel):
     def __init__(self, **traits: Any) -> None:
         """Register the handlers of nbdist's own requests."""
         super().__init__(**traits)
-        self.before_reply: Callable[[], object] = _do_nothing
-        self.on_cell_end: Callable[[], object] = _do_nothing
+        self.before_reply: Callable[[], object] = _ignore_signal
+        self.on_cell_end: Callable[[], object] = _ignore_signal
         """Called when a cell's code has ended, whether it succeeded or failed."""
         self.oom_advice_for: Callable[
             [BaseException | None], Callable[[], messages.OomAdvice] | None
@@ -177,7 +177,7 @@ class RankKernel(IPythonKernel):
         def run_unless_interrupted(content: Any, request: str) -> Any:
             if request == self.interrupted_request:
                 raise KeyboardInterrupt
-            with interrupt_flag.defer_interrupts() if in_phases else nullcontext():
+            with deferred_interrupts.defer_interrupts() if in_phases else nullcontext():
                 return work(content)
 
         def handle(stream: Any, ident: Any, parent: Message) -> None:
@@ -223,7 +223,8 @@ class RankKernel(IPythonKernel):
         if note:
             self.shell.execution_count = note["count"]
             self.set_checkpoint_root(note["checkpoints"])
-        step_gate.begin_cell()
+            process_group.set_cell_ranks(note["ranks"])
+        optimizer_step_gate.begin_cell()
         self.running_request = request["header"]["msg_id"]
         if self.running_request == self.interrupted_request:
             raise KeyboardInterrupt
@@ -231,7 +232,8 @@ class RankKernel(IPythonKernel):
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
             self.running_request, self.finished_request = None, self.running_request
-            step_gate.begin_cell()
+            optimizer_step_gate.begin_cell()
+            process_group.set_cell_ranks(None)
             self.on_cell_end()
         self.before_reply()
         if reply["status"] == "error":
@@ -267,14 +269,14 @@ class RankKernel(IPythonKernel):
         """
         content: messages.InterruptRequest = parent["content"]
         if self.running_request == content["request"]:
-            step_gate.interrupt_after(content["after"])
+            optimizer_step_gate.interrupt_after(content["after"])
         else:
             self.interrupted_request = content["request"]
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def pause_steps(self, _: object) -> messages.PauseReply:
         """Pause before the next optimizer step until the kernel sends the step to stop after."""
-        begun, next_s = step_gate.pause_steps()
+        begun, next_s = optimizer_step_gate.pause_steps()
         return messages.PauseReply(begun=begun, next_s=next_s)
 
     def raw_input(self, prompt: str = "") -> NoReturn:
@@ -369,7 +371,7 @@ class RankKernel(IPythonKernel):
 
     def start_profile(self, request: messages.ProfileRequest) -> messages.ProfileStartReply:
         """Start to record steps of a cell; runs on the control thread, also during the cell."""
-        return window.start_profile(
+        return profile_window.start_profile(
             request, self.profile_context, running=self.running_request, over=self.finished_request
         )
 
@@ -381,7 +383,7 @@ class RankKernel(IPythonKernel):
 class RankApp(IPKernelApp):
     """Application that opens a rank's sockets from the kernel's connection file."""
 
-    outstream_class = DottedObjectName("nbdist.worker.stream.BufferedOutStream")
+    outstream_class = DottedObjectName("nbdist.worker.output_streams.BufferedOutStream")
 
     @classmethod
     def for_rank(
@@ -493,5 +495,5 @@ def _with_shorter_text(message: Message) -> Message:
     return message
 
 
-def _do_nothing() -> None:
+def _ignore_signal() -> None:
     return None

@@ -167,6 +167,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "FSDP2 renames the model's class, so that label smoothing does not shift the labels",
         "https://github.com/huggingface/transformers/issues/27161",
     ),
+    "transformers.trainer:load_fsdp_optimizer": LibraryPatch(
+        TRANSFORMERS,
+        "FSDP1 with SHARDED_STATE_DICT: accelerate 1.15 loads nothing into an optimizer that has"
+        " not stepped, without a message",
+    ),
     "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
         TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
     ),
@@ -174,6 +179,23 @@ PATCHES: Mapping[str, LibraryPatch] = {
         TRANSFORMERS,
         "a second train() creates a new optimizer for an engine that has one",
         "https://github.com/huggingface/transformers/issues/35073",
+    ),
+    "transformers.generation.utils:GenerationMixin.generate": LibraryPatch(
+        TRANSFORMERS,
+        "ZeRO-3: synced_gpus is off, and ranks whose texts end earlier hang the others; FSDP1: the"
+        " root's parameters are not gathered",
+        "https://github.com/huggingface/transformers/pull/22242",
+    ),
+    "transformers.modeling_utils:PreTrainedModel._load_pretrained_model": LibraryPatch(
+        TRANSFORMERS, "record the files of from_pretrained, to load them as shards"
+    ),
+    "transformers.core_model_loading:_materialize_copy": LibraryPatch(
+        TRANSFORMERS,
+        "every rank casts the whole model in host memory",
+        "https://github.com/huggingface/transformers/issues/43749",
+    ),
+    "transformers.core_model_loading:set_param_for_module": LibraryPatch(
+        TRANSFORMERS, "copies a weight that is read later to make it a parameter"
     ),
     # -- peft
     "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
@@ -266,5 +288,5 @@ def _resolve(target: str) -> tuple[Any, str]:
 
 def _wrapped(original: Any, wrap: Callable[[Any], Any]) -> Any:
     replacement = wrap(original)
-    is_function = callable(replacement) and not isinstance(replacement, type)
+    is_function = callable(replacement) and not isinstance(replacement, type | staticmethod)
     return functools.update_wrapper(replacement, original) if is_function else replacement

@@ -22,12 +22,12 @@ from nbdist.protocol import messages
 from nbdist.worker import (
     collective_check,
     namespace,
+    output_streams,
     process_group,
     rendezvous_store,
-    stream,
 )
 from nbdist.worker.collective_check import CollectiveLog
-from nbdist.worker.engines import accelerator, trainer
+from nbdist.worker.engines import accelerator_patch, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
 from nbdist.worker.kernel import RankApp
 from nbdist.worker.memory import memory_probe
@@ -35,12 +35,15 @@ from nbdist.worker.memory import memory_probe
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.launcher.exit_watch import RankExitWatch
     from nbdist.launcher.kernel_link import KernelLink
+    from nbdist.launcher.rank_exit_watch import RankExitWatch
 
 
 def rank_main(
-    launch: messages.LaunchRanks, link: KernelLink, watch: RankExitWatch, shown: Mapping[str, str]
+    launch: messages.LaunchRanksRequest,
+    link: KernelLink,
+    watch: RankExitWatch,
+    shown: Mapping[str, str],
 ) -> None:
     """Serve cells until the launcher ends this process."""
     process_tree.die_with_parent()
@@ -55,14 +58,14 @@ def rank_main(
     os.environ["NBDIST_RANK"] = str(rank)
     try:
         app = set_up_rank(launch, rank)
-        watch.share_pipes(rank, stream.c_output_pipes())
+        watch.share_pipes(rank, output_streams.c_output_pipes())
     except Exception:
         messages.startup_error_file(launch.run_dir, rank).write_text(traceback.format_exc())
         raise
     app.start()
 
 
-def set_rank_environment(launch: messages.LaunchRanks) -> int:
+def set_rank_environment(launch: messages.LaunchRanksRequest) -> int:
     """Set RANK, WORLD_SIZE and related variables for all nodes, and return the rank.
 
     torch elastic runs separately on each node: across nodes it would use a TCPStore, which
@@ -80,7 +83,7 @@ def set_rank_environment(launch: messages.LaunchRanks) -> int:
     return rank
 
 
-def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
+def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     """Create the process group, the kernel and the namespace; pass the first barrier."""
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = launch.devices is not None
@@ -100,9 +103,10 @@ def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
         rank=rank,
         local_rank=local_rank,
         world_size=launch.world_size,
-        accelerator=accelerator.patch_accelerator(options, hardware, nodes=nodes, chooser=chooser),
+        accelerator=accelerator_patch.patch_accelerator(
+            options, hardware, nodes=nodes, chooser=chooser
+        ),
     )
-    trainer.install()
     run_dir = Path(launch.run_dir)
     app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, barrier=barrier)
     if chooser is not None:
@@ -114,11 +118,12 @@ def set_up_rank(launch: messages.LaunchRanks, rank: int) -> RankApp:
     namespace.add_kernel_functions(
         app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=launch.checkpoints, cwd=cwd
     )
+    trainer.install(app.kernel.operation_context.reporter)
     process_group.verify_group()
     return app
 
 
-def set_num_threads(launch: messages.LaunchRanks) -> None:
+def set_num_threads(launch: messages.LaunchRanksRequest) -> None:
     """Divide the CPU cores among the ranks of this node, unless OMP_NUM_THREADS is set.
 
     This matters on GPUs too: ZeRO-Offload's Adam and FSDP2's CPU offload use OpenMP, whose thread

@@ -11,11 +11,11 @@ from IPython.display import display
 
 from nbdist.errors import OptionError
 from nbdist.protocol import messages, serialization
-from nbdist.worker.engines import accelerator as accelerators
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.memory import memory_probe, oom_advice
 from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
-from nbdist.worker.profiling import kineto, window
+from nbdist.worker.profiling import kineto, profile_window
 from nbdist.worker.report import Reporter
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def add_kernel_functions(
 ) -> None:
     """Add `report`, `send` and `save` to the namespace and set the kernel's callbacks."""
     kineto.quiet()
-    reporter = Reporter(Publisher(kernel).report)
+    reporter = Reporter(MessagePublisher(kernel).report)
     kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
     kernel.on_cell_end = _after_code
-    kernel.profile_context = window.ProfileContext(
+    kernel.profile_context = profile_window.ProfileContext(
         rank=kernel.shell.user_ns["rank"],
         folder=run_dir,
         cell_of=kernel.shell.compile.format_code_name,
@@ -68,7 +68,7 @@ def add_kernel_functions(
     )
     kernel.oom_advice_for = oom_advice.advice_for
     sender = Sender(kernel, [bulk, spare])
-    saver = CheckpointSaver(checkpoints, cwd, Publisher(kernel).saved, kernel.warn_async)
+    saver = CheckpointSaver(checkpoints, cwd, MessagePublisher(kernel).saved, kernel.warn_async)
     kernel.set_checkpoint_root = saver.set_root
     kernel.shell.push({"report": reporter.report, "send": sender.send, "save": saver.save})
     kernel.operation_context = RankContext(
@@ -86,7 +86,7 @@ def add_kernel_functions(
 def _after_code() -> None:
     accelerators.restore_shared_states()
     memory_probe.on_cell_end()
-    window.on_cell_end()
+    profile_window.on_cell_end()
 
 
 def publish_auto_choice(kernel: RankKernel, chooser: AutoStrategy) -> None:
@@ -101,7 +101,7 @@ def publish_auto_choice(kernel: RankKernel, chooser: AutoStrategy) -> None:
     chooser.show, chooser.tell = show, tell
 
 
-class Publisher:
+class MessagePublisher:
     """Publisher of nbdist's own messages on iopub; thread-safe."""
 
     def __init__(self, kernel: RankKernel) -> None:
@@ -138,5 +138,5 @@ class Sender:
         if not str(name).isidentifier():
             msg = f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
             raise OptionError(msg)
-        path = serialization.write_payload_where_room({name: value}, self._folders)
+        path = serialization.write_payload_to_free_folder({name: value}, self._folders)
         self._kernel.publish(messages.SENT_VALUE, messages.SentValue(name=name, path=str(path)))

@@ -22,13 +22,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 
-from nbdist.errors import SessionError
+from nbdist import rank_sets
+from nbdist.errors import OptionError, SessionError
 from nbdist.worker import rendezvous_store as stores
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -43,6 +44,35 @@ _NAMES_APART = 10_000
 _init, _destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
 
 _of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+_cell_ranks: Sequence[int] | None = None
+"""Ranks that run the current cell; None outside of a cell."""
+
+
+def set_cell_ranks(ranks: Sequence[int] | None) -> None:
+    """Record which ranks run the cell that starts; None at its end."""
+    global _cell_ranks  # noqa: PLW0603 - a rank runs one cell at a time
+    _cell_ranks = ranks
+
+
+def require_all_ranks(action: str, advice: str = "") -> None:
+    """Raise if the current cell runs on some ranks only.
+
+    Args:
+        action: what is called, as the subject of a sentence.
+        advice: what to use instead of all ranks, such as ", or use ...".
+
+    Raises:
+        OptionError: the cell has --ranks, so that a collective would wait forever.
+    """
+    if _cell_ranks is not None and len(_cell_ranks) < distributed.get_world_size():
+        message = (
+            f"{action} communicates with all ranks, but this cell runs on"
+            f" {rank_sets.describe_ranks(_cell_ranks)} only and would wait forever. Run the cell"
+            f" without --ranks{advice}."
+        )
+        raise OptionError(message)
 
 
 def known_groups() -> list[Group]:
@@ -65,7 +95,7 @@ def protect_groups() -> None:
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{module}:init_process_group", lambda _: _check_init)
         patch(f"{module}:destroy_process_group", lambda _: _destroy_groups_of_cells)
-    patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _outlived_by_its_group)
+    patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _keep_group_alive)
 
 
 def _check_init(*args: Any, **kwargs: Any) -> None:
@@ -77,11 +107,15 @@ def _check_init(*args: Any, **kwargs: Any) -> None:
     if not distributed.is_initialized():
         _init(*args, **kwargs)
         return
-    given = inspect.signature(_init).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(_init).bind(*args, **kwargs).arguments
     config = str(distributed.get_backend_config())
     own = {"world_size": distributed.get_world_size(), "rank": distributed.get_rank()}
-    wrong = [f"{name}={given[name]}" for name in own if given.get(name, -1) not in {-1, own[name]}]
-    backend = str(given.get("backend") or "").lower()
+    wrong = [
+        f"{name}={arguments[name]}"
+        for name in own
+        if arguments.get(name, -1) not in {-1, own[name]}
+    ]
+    backend = str(arguments.get("backend") or "").lower()
     if any(part not in config for part in backend.split(",")):
         wrong.append(f"backend={backend!r}")
     if wrong:
@@ -105,7 +139,7 @@ def _destroy_groups_of_cells(group: Group | None = None) -> None:
             _destroy(known)
 
 
-def _outlived_by_its_group(original: Callable[..., None]) -> Callable[..., None]:
+def _keep_group_alive(original: Callable[..., None]) -> Callable[..., None]:
     """Keep a reference to DDP's process group until its Reducer has been freed.
 
     Freeing a ProcessGroupGloo (torch 2.13) while holding the GIL can deadlock: the destructor
@@ -165,7 +199,7 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     """
     # Abort first: NCCL would run the verification on a stream that may wait for a collective
     # which another rank has never started.
-    abort_collectives.release_together(f"era{era}")
+    abort_collectives.abort_on_all_ranks(f"era{era}")
     old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001

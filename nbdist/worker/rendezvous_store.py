@@ -36,7 +36,7 @@ _opened: list[Store] = []
 """Kept until the rank exits: torch deletes the file with the last FileStore on it."""
 
 
-def open_store(launch: messages.LaunchRanks) -> Store:
+def open_store(launch: messages.LaunchRanksRequest) -> Store:
     """Open the store and return it; ``get_store()`` returns it from then on."""
     _opened[:] = [NodeAgentStore(launch.store) if launch.store else _file(launch)]
     return get_store()
@@ -47,7 +47,7 @@ def get_store() -> Store:
     return _opened[0]
 
 
-def _file(launch: messages.LaunchRanks) -> FileStore:
+def _file(launch: messages.LaunchRanksRequest) -> FileStore:
     path = Path(launch.run_dir) / _NAME
     path.touch(mode=0o600)
     return FileStore(str(path), launch.world_size)
@@ -65,27 +65,27 @@ class NodeAgentStore(Store):
 
     def set(self, key: str, value: bytes | str) -> None:
         """Set a value."""
-        self._ask("set", [key], value)
+        self._request("set", [key], value)
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
-        return self._ask("get", [key], seconds=self._limit_s)[1]
+        return self._request("get", [key], seconds=self._limit_s)[1]
 
     def add(self, key: str, amount: int) -> int:
         """Increment a counter and return its new value."""
-        return self._ask("add", [key], number=amount)[0]
+        return self._request("add", [key], number=amount)[0]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a value if the current one is `expected`; return the resulting value."""
-        return self._ask("compare_set", [key], expected, desired)[1]
+        return self._request("compare_set", [key], expected, desired)[1]
 
     def append(self, key: str, value: bytes | str) -> None:
         """Append to a value."""
-        self._ask("append", [key], value)
+        self._request("append", [key], value)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys exist."""
-        return bool(self._ask("check", list(keys))[0])
+        return bool(self._request("check", list(keys))[0])
 
     def wait(self, keys: Sequence[str], timeout: dt.timedelta | None = None) -> None:
         """Wait until all keys exist.
@@ -94,15 +94,15 @@ class NodeAgentStore(Store):
             DistStoreError: the wait timed out.
         """
         seconds = self._limit_s if timeout is None else timeout.total_seconds()
-        self._ask("wait", list(keys), seconds=seconds)
+        self._request("wait", list(keys), seconds=seconds)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it existed."""
-        return bool(self._ask("delete", [key])[0])
+        return bool(self._request("delete", [key])[0])
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return self._ask("count", [])[0]
+        return self._request("count", [])[0]
 
     # torch 2.13 calls these two by their C++ names
     deleteKey = delete_key  # noqa: N815
@@ -118,11 +118,11 @@ class NodeAgentStore(Store):
         """Return False: multi-key requests are not supported."""
         return False
 
-    def _ask(
+    def _request(
         self, op: str, keys: list[str], *values: bytes | str, number: int = 0, seconds: float = 0.0
     ) -> tuple[int, bytes]:
         """Send a request and return the reply: a number and a value."""
-        request = protocol.KeyValueRequest(op, keys, number=number, seconds=seconds)
+        request = protocol.KeyValueMessage(op, keys, number=number, seconds=seconds)
         frames = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         try:
             answer, payload = self._exchange(protocol.pack_message(request, *frames), seconds)
@@ -130,9 +130,9 @@ class NodeAgentStore(Store):
             self._own.socket.close(0)
             del self._own.socket
             raise
-        if not isinstance(answer, protocol.KeyValueRequest) or answer.error:
+        if not isinstance(answer, protocol.KeyValueMessage) or answer.error:
             reason = (
-                answer.error if isinstance(answer, protocol.KeyValueRequest) else "invalid reply"
+                answer.error if isinstance(answer, protocol.KeyValueMessage) else "invalid reply"
             )
             message = f"{op} {', '.join(keys)}: {reason}"
             raise DistStoreError(message)

@@ -46,7 +46,7 @@ class Reporter:
         self,
         publish: Callable[[list[dict[str, float]]], None],
         *,
-        copy: Callable[[Mapping[str, torch.Tensor]], DeviceCopies] | None = None,
+        copy: Callable[[Mapping[str, torch.Tensor]], PendingScalarCopies] | None = None,
     ) -> None:
         """Start the thread that calls `publish` with batches of rows.
 
@@ -55,10 +55,10 @@ class Reporter:
             copy: starts the copies of device tensors; a parameter for tests.
         """
         self._publish = publish
-        self._copy = copy or PinnedSlots().copy_async
+        self._copy = copy or PinnedScalarPool().copy_async
         self.next_step = 0
         """Step of the next call without an explicit one."""
-        self._pending: deque[tuple[dict[str, float], DeviceCopies | None]] = deque()
+        self._pending: deque[tuple[dict[str, float], PendingScalarCopies | None]] = deque()
         self._publishing = threading.Lock()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nbdist-report", daemon=True)
@@ -130,13 +130,13 @@ class Reporter:
     def _publish_ready(self) -> None:
         """Publish the rows up to the first one that is not ready, which keeps their order."""
         with self._publishing:
-            while rows := self._take_ready():
+            while rows := self._pop_ready_rows():
                 try:
                     self._publish(rows)
                 except Exception:  # noqa: BLE001 - a closed socket must not end the thread
                     _log.exception("%d rows of report() could not be published", len(rows))
 
-    def _take_ready(self) -> list[dict[str, float]]:
+    def _pop_ready_rows(self) -> list[dict[str, float]]:
         rows: list[dict[str, float]] = []
         while self._pending and len(rows) < _BATCH_ROWS:
             row, copies = self._pending[0]
@@ -152,13 +152,13 @@ class Reporter:
 # ---------------------------------------------------------------------------- devices
 
 
-class PinnedSlots:
+class PinnedScalarPool:
     """Pool of one-element pinned tensors, reused because pinning can synchronize the device."""
 
     def __init__(self) -> None:
         self._free: deque[torch.Tensor] = deque()
 
-    def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> DeviceCopies:
+    def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> PendingScalarCopies:
         """Start the copies and return immediately."""
         if torch.cuda.is_current_stream_capturing():
             message = (
@@ -176,11 +176,11 @@ class PinnedSlots:
             slots[name] = self._free.popleft()
             slots[name].copy_(tensor.detach().reshape(()), non_blocking=True)
         events = [_event_behind(device) for device in {t.device for t in tensors.values()}]
-        return DeviceCopies(slots, events, self._free)
+        return PendingScalarCopies(slots, events, self._free)
 
 
 @dataclass(slots=True)
-class DeviceCopies:
+class PendingScalarCopies:
     """Asynchronous copies of one row into pinned slots, with the events recorded after them."""
 
     slots: dict[str, torch.Tensor]
@@ -270,11 +270,13 @@ def _number(name: str, value: Any) -> float:
 
 def _one_element(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
-        given = "a DTensor. Its value needs a collective: call .full_tensor() on all ranks first"
-        raise _no_scalar(name, given)
+        description = (
+            "a DTensor. Its value needs a collective: call .full_tensor() on all ranks first"
+        )
+        raise _no_scalar(name, description)
     if tensor.numel() != 1:
-        given = f"a tensor of shape {tuple(tensor.shape)}. Take its mean() or sum()"
-        raise _no_scalar(name, given)
+        description = f"a tensor of shape {tuple(tensor.shape)}. Take its mean() or sum()"
+        raise _no_scalar(name, description)
     if tensor.is_complex() or tensor.is_meta or tensor.layout != torch.strided:
         raise _no_scalar(name, f"a {tensor.layout} {tensor.dtype} tensor on {tensor.device}")
     return tensor
@@ -294,9 +296,9 @@ def _checked_step(step: Any) -> int:
     raise OptionError(message)
 
 
-def _no_scalar(name: str, given: str) -> OptionError:
+def _no_scalar(name: str, description: str) -> OptionError:
     return OptionError(
-        f"report({name}=...) must be a real number or a tensor with one element, got {given}."
+        f"report({name}=...) must be a real number or a tensor with one element, got {description}."
     )
 
 

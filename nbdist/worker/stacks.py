@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from nbdist.protocol import messages
 from nbdist.worker import collective_check
-from nbdist.worker.interrupt.interrupt_flag import interrupt_flag
+from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class MainThreadMonitor:
             missing=list(pending.missing_ranks) if pending else [],
             still_s=(now - (pending.since if pending else self._since)) // ROUND_TO_S * ROUND_TO_S,
             sleeps=_is_sleeping(),
-            failed=interrupt_flag.failed,
+            failed=deferred_interrupts.failed,
             counts=counts,
             midway=prepared_models.interrupted_pass(),
         )

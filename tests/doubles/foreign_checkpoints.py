@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from nbdist.state import importers
-    from nbdist.state.shards import TensorEntry
+    from nbdist.state.shards import ShapeAndDtype
 
 
 class Bomb:
@@ -37,11 +37,11 @@ def metadata(folder: Path) -> Any:
     return pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - just written
 
 
-def whole(entry: TensorEntry) -> tuple[torch.Tensor, Shard]:
+def whole(entry: ShapeAndDtype) -> tuple[torch.Tensor, Shard]:
     """Room for a tensor, and the shard that asks for all of it."""
     room = torch.zeros(entry.shape, dtype=entry.dtype)
     flat = room.view(-1)
-    pieces = (Piece(0, flat.numel(), flat),)
+    pieces = (ShardPiece(0, flat.numel(), flat),)
     return room, Shard(shape=entry.shape, dtype=entry.dtype, pieces=pieces)
 
 

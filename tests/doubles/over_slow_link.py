@@ -13,9 +13,9 @@ import time
 import numpy as np
 
 from nbdist import CellInterrupted, Session
-from nbdist.cluster.agent_server import NODE_TIMEOUT_S
+from nbdist.cluster.agent_connections import NODE_TIMEOUT_S
 from nbdist.cluster.node_group import ClusterLauncherProvider
-from tests.two_nodes import Hosts, OnHosts
+from tests.two_nodes import Hosts, NodesOnHosts
 
 TRAIN = """
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def main() -> None:
     def done(what: str) -> None:
         seen[f"{what}_at_s"] = round(time.monotonic() - began, 1)
 
-    with Session(2, engine=ClusterLauncherProvider(OnHosts(Hosts(sys.argv[1])))) as session:
+    with Session(2, engine=ClusterLauncherProvider(NodesOnHosts(Hosts(sys.argv[1])))) as session:
         done("started")
         session.run("pass")
         done("cell")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.cluster import factory
 from nbdist.cluster.allocation import RankDistribution
-from tests.two_nodes import Hosts, OnHosts
+from tests.two_nodes import Hosts, NodesOnHosts
 
 if TYPE_CHECKING:
     from nbdist.cluster.allocation import DeviceType
 
 
-class Stand(OnHosts):
+class TwoHostCluster(NodesOnHosts):
     """Both hosts, one CPU rank on each, under Ray's name."""
 
     name = "ray"
@@ -35,13 +35,13 @@ class Stand(OnHosts):
         """Both: only agents are killed here."""
         return nodes
 
-    disconnect = OnHosts.close
+    disconnect = NodesOnHosts.close
 
 
 def stand_in(prefix: str) -> None:
     """Have `--on ray` take these hosts; the prefix names their namespaces."""
 
-    def made(*_: Any) -> Stand:
-        return Stand(Hosts(prefix))
+    def made(*_: Any) -> TwoHostCluster:
+        return TwoHostCluster(Hosts(prefix))
 
     factory.RayCluster = made  # type: ignore[assignment, misc]

@@ -8,8 +8,8 @@ import pytest
 
 import nbdist
 from nbdist.session import session as session_module
-from tests.kept import keeper
 from tests.live_kernel import LiveKernel
+from tests.reused_launcher import reusing_provider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def one_launcher() -> Iterator[None]:
     """Sessions take over the launcher of those before; in tests/faults each starts its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "LocalLauncherProvider", lambda: keeper)
+        patch.setattr(session_module, "LocalLauncherProvider", lambda: reusing_provider)
         yield
 
 

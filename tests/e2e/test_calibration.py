@@ -10,7 +10,7 @@ import pytest
 import nbdist
 from nbdist import PlanError, Session, SessionBusy, SessionError
 from nbdist.operations import calibrate
-from nbdist.planner import devices, measurements, step_time
+from nbdist.planner import measurement_store, step_time, target_devices
 from nbdist.session import planner
 from nbdist.worker.benchmarks import calibration
 from tests.conftest import eventually
@@ -88,7 +88,7 @@ def test_each_collective_is_measured_at_four_sizes_and_its_latency(
     measured: CalibrationReport,
 ) -> None:
     for figures in measured.figures.values():
-        assert set(figures["curves"]) == set(measurements.COLLECTIVES)
+        assert set(figures["curves"]) == set(measurement_store.COLLECTIVES)
         for curve in figures["curves"].values():
             assert [size for size, _ in curve] == list(calibration.MESSAGE_BYTES)
             assert all(seconds > 0 for _, seconds in curve)
@@ -127,7 +127,7 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
         ranks.calibrate()
         for size, found in ratios.items():
             planned = step_time.collective_time_s(
-                "all_reduce", size, devices.detect_local_cluster(2, kind="cpu")
+                "all_reduce", size, target_devices.detect_local_cluster(2, kind="cpu")
             )
             found.append(value(ranks, f"fresh({size})") / planned)
     for found in ratios.values():
@@ -201,7 +201,7 @@ def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
     # the planner learns from the median of the ranks
     assert after.compute_s == pytest.approx(computing, rel=0.3)
     assert after.uncertainty < before.uncertainty
-    device = devices.detect_local_cluster(2, kind="cpu").slowest_device
+    device = target_devices.detect_local_cluster(2, kind="cpu").slowest_device
     assert device.loop_speeds["bf16"].runs == 1
     assert "compute speed" in str(planner.plan_model(ranks)).partition("measured here")[0]
 
@@ -213,4 +213,4 @@ def test_one_rank_alone_has_no_link_to_measure() -> None:
         assert figures["products"]["fp32"] > 0
         with pytest.raises(PlanError):
             planner.plan_model(alone)
-    assert devices.detect_local_cluster(1, kind="cpu").comm_speed is None
+    assert target_devices.detect_local_cluster(1, kind="cpu").comm_speed is None

@@ -31,9 +31,9 @@ STATE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
     from nbdist.worker.training.model_state import ModelState
-    from nbdist.state import digest
+    from nbdist.state import tensor_digest
     def fingerprint():
-        return digest.global_digests(ModelState(0, training.all_models()[0]).owned_shards())
+        return tensor_digest.global_digests(ModelState(0, training.all_models()[0]).owned_shards())
     """
 )
 
@@ -427,7 +427,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
         found = []
         for phase in ("reading", "verifying", "checking"):
             trained.run(
-                "from nbdist.worker.operations import transaction as inside\n"
+                "from nbdist.worker.operations import collective_phases as inside\n"
                 f"def fail(phase, wanted={phase!r}):\n"
                 "    if phase == wanted and rank == 1:\n"
                 "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"

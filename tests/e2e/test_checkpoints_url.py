@@ -22,7 +22,7 @@ from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
 from tests.e2e.training import MODEL, START, apart, one
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ import nbdist
 from nbdist import CellError, Session
 from nbdist.planner import cluster_spec
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
-from nbdist.profiler.report import Profile
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel

@@ -107,6 +107,31 @@ def test_clip_and_accumulate_mean_the_same(
     assert_same(losses(backend, clip=0.5, accumulate=2), under_ddp_with_options)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("option", ["compile", "compile_model"])
+@pytest.mark.parametrize("backend", STRATEGIES)
+def test_compiled_models_train_and_generate_as_others(
+    backend: str, option: str, under_ddp: dict[str, list[float]]
+) -> None:
+    with Session(nproc=2, backend=backend, **{option: True}) as session:
+        session.run(MODEL)
+        _, found = session.run(CELL.format(steps=6, cell_clip=None)).values[0]
+        assert found == pytest.approx(under_ddp["plain"][:6], abs=1e-4)
+        blocks = session.run(
+            "blocks = [m for m in model.modules() if type(m).__name__.endswith('GPT2Block')]\n"
+            "[block._compiled_call_impl is not None for block in blocks]"
+        ).values[0]
+        assert blocks == [option == "compile"] * 2
+        graphs = "torch._dynamo.utils.counters['stats']['unique_graphs']"
+        before = session.run(graphs).values[0]
+        session.run("import nbdist\nids = tokens[:3, :4]")
+        session.run("batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids))")
+        sample = "nbdist.generate(model, batch, max_new_tokens=6, pad_token_id=0)"
+        assert session.run(f"tuple({sample}.shape)").values[0] == (3, 10)
+        assert session.run(graphs).values[0] == before  # nothing is compiled for a sample
+
+
 def test_the_late_accelerator_answers_without_an_engine() -> None:
     with Session(nproc=2, backend="zero3") as session:
         before = session.run("(accelerator.num_processes, str(accelerator.device))").values
@@ -135,6 +160,15 @@ def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     assert losses != exact
     assert losses[1] == pytest.approx(exact[1], abs=1e-2)
     assert engine.values[0] == "torch.float32"
+
+
+def test_what_a_trainer_logs_is_reported_step_by_step(under_zero2: Session) -> None:
+    before = under_zero2.metrics.last_step
+    losses = under_zero2.run(TRAINER.format(steps=4, arguments="")).values[0][1]
+    metrics = under_zero2.metrics
+    assert metrics.steps("loss")[-4:] == [before + step for step in (1, 2, 3, 4)]
+    assert list(metrics["loss"][-4:]) == losses
+    assert {"loss", "grad_norm", "learning_rate"} == set(metrics)
 
 
 def test_a_trainer_that_contradicts_the_session_says_so_in_one_sentence() -> None:

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist import CellError, OptionError, Session
-from nbdist.cluster.local import Launcher
+from nbdist.cluster.local_launcher import Launcher
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import SessionNode
 from nbdist.panel import plan_view
-from nbdist.session import placement as session_placement
+from nbdist.session import device_placement as session_placement
 from nbdist.session import planner
 from tests.e2e.cells import TRAINER
 from tests.e2e.training import MODEL, START, apart, one
-from tests.stopping import stopped_with
+from tests.interrupts import stopped_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from nbdist.hardware.discovery import Machine
-    from nbdist.session.placement import Placement
+    from nbdist.session.device_placement import DevicePlacement
     from nbdist.strategies import Hardware
 
 pytestmark = pytest.mark.timeout(300)
 
 LOOK = textwrap.dedent(
     """
-    from nbdist.state import digest, layouts
+    from nbdist.state import tensor_digest, layouts
 
     def looked():
         layout = layouts.layout_for(model, [optimizer.optimizer])
@@ -50,7 +50,7 @@ LOOK = textwrap.dedent(
             "local": sum(p.to_local().numel() for p in model.parameters()),
             "owned": sum(v.stop - v.start for one in owned.values() for v in one.pieces),
             "given": sum(v.stop - v.start for one in given.values() for v in one.pieces),
-            "mine": [digest.local_digests(given), digest.local_digests(moments)],
+            "mine": [tensor_digest.local_digests(given), tensor_digest.local_digests(moments)],
             "all": sum(p.numel() for p in model.parameters()),
         }
     """
@@ -62,7 +62,9 @@ def two_nodes() -> Iterator[Session]:
     """Four ranks on this machine; each of two is told that it shares a node with the next."""
     found = session_placement.hardware_for_placement
 
-    def hardware(placement: Placement, machine: Machine, nodes: Sequence[SessionNode]) -> Hardware:
+    def hardware(
+        placement: DevicePlacement, machine: Machine, nodes: Sequence[SessionNode]
+    ) -> Hardware:
         return replace(found(placement, machine, nodes), nodes=2)
 
     def nodes(_: Launcher, world_size: int) -> list[SessionNode]:

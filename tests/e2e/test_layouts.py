@@ -26,8 +26,8 @@ PRELUDE = textwrap.dedent(
     from tests.models import gpt2
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from nbdist.errors import SwitchError
-    from nbdist.worker.engines import accelerator as accelerators
-    from nbdist.state import digest, layouts, reshard as moving, shards
+    from nbdist.worker.engines import accelerator_patch as accelerators
+    from nbdist.state import tensor_digest, layouts, reshard as moving, shards
     from nbdist.strategies import Options
 
     tokens = torch.randint(0, 211, (256, 24), generator=torch.Generator().manual_seed(5))
@@ -142,7 +142,7 @@ PRELUDE = textwrap.dedent(
             self.shards = shards.copy_to_host(training.state(owned=True))
             self.counts = training.layout.scalar_state()
             self.buffers = [one.clone() for one in training.buffers()]
-            self.digests = digest.global_digests(self.shards)
+            self.digests = tensor_digest.global_digests(self.shards)
             self.names = {}
             for key, (shape, dtype) in moving.gather_keys(self.shards).items():
                 if key.startswith("optim.state."):
@@ -165,8 +165,8 @@ PRELUDE = textwrap.dedent(
         '''Keys whose values are not the kept ones, in the types that the engine keeps.'''
         state = training.state(owned=True)
         types = {key: one.dtype for key, one in state.items()}
-        mine = digest.global_digests(state)
-        return differing(mine, digest.global_digests(kept.shards, dtypes=types))
+        mine = tensor_digest.global_digests(state)
+        return differing(mine, tensor_digest.global_digests(kept.shards, dtypes=types))
 
     def farthest(one, two):
         return max(abs(a - b) for a, b in zip(one, two, strict=True))

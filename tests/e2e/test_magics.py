@@ -23,6 +23,11 @@ def test_last_expression_is_merged(notebook: LiveKernel) -> None:
     assert "[0-1] 2" in notebook.run("%%distribute\nworld_size").text
 
 
+def test_a_notebook_variable_in_braces_is_expanded_as_by_other_magics(notebook: LiveKernel) -> None:
+    notebook.run("last = 1")
+    assert "[1] it is me" in notebook.run("%%distribute --ranks {last}\nprint('it is me')").text
+
+
 def test_rich_output(notebook: LiveKernel) -> None:
     shown = notebook.run(
         "%%distribute --ranks 0\nfrom IPython.display import HTML\nHTML('<b>bold</b>')"

@@ -29,11 +29,11 @@ from nbdist.panel.controller import PanelData
 from nbdist.session import planner, push_pull, status
 from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
-from tests.doubles import unlike_nodes
-from tests.inside import workers
+from tests.doubles import different_nodes
+from tests.interrupts import runs_for, stopped
 from tests.processes import gone
-from tests.stopping import runs_for, stopped
-from tests.two_nodes import Here, Hosts
+from tests.session_internals import workers
+from tests.two_nodes import Hosts, LocalNodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,13 +75,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Here:
+def cluster() -> LocalNodes:
     """Two nodes with room for two ranks each."""
-    return Here("alpha", "beta", ranks=2)
+    return LocalNodes("alpha", "beta", ranks=2)
 
 
 @pytest.fixture(scope="module")
-def one_session(cluster: Here, folder: Path) -> Iterator[Session]:  # noqa: ARG001 - runs there
+def one_session(cluster: LocalNodes, folder: Path) -> Iterator[Session]:  # noqa: ARG001 - runs there
     with Session(3, engine=ClusterLauncherProvider(cluster)) as running:
         yield running
 
@@ -164,7 +164,7 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
 
 @pytest.mark.parametrize("doing", ["push", "pull"])
 def test_stop_ends_a_push_or_pull_and_leaves_no_file(
-    session: Session, cluster: Here, doing: str, monkeypatch: pytest.MonkeyPatch
+    session: Session, cluster: LocalNodes, doing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = np.ones(10_000_000)
     session.push(given=given)
@@ -190,7 +190,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
     session.run("del given")
 
 
-def payloads(session: Session, cluster: Here) -> list[Path]:
+def payloads(session: Session, cluster: LocalNodes) -> list[Path]:
     """Files with values in the private folders of the notebook and of the agents."""
     folders = {
         folder
@@ -223,13 +223,13 @@ def test_the_panel_shows_memory_by_node_and_asks_each_once(
 ) -> None:
     asked: list[int] = []
     fleet: Any = workers(session).launcher_group
-    send = fleet.agent_server.send
+    send = fleet.agent_connections.send
 
     def counted(index: int, *what: Any) -> None:
         asked.append(index)
         send(index, *what)
 
-    monkeypatch.setattr(fleet.agent_server, "send", counted)
+    monkeypatch.setattr(fleet.agent_connections, "send", counted)
     view = PanelData(session)
     moment = view.devices.sample_once()
     assert sorted(asked) == [0, 1]
@@ -282,7 +282,7 @@ def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
         assert re.fullmatch(rf"  rank {rank}: pid \d+, cpu, alive, [\d.]+ GiB", line)
 
 
-def test_what_a_silent_node_holds_is_unknown(cluster: Here, session: Session) -> None:
+def test_what_a_silent_node_holds_is_unknown(cluster: LocalNodes, session: Session) -> None:
     agent = cluster.processes("beta")[0]
     view = PanelData(session)
     agent.suspend()
@@ -313,7 +313,7 @@ def test_stacks_come_from_all_nodes(session: Session) -> None:
         session.wait(10)
 
 
-def test_a_restart_keeps_the_nodes(session: Session, cluster: Here) -> None:
+def test_a_restart_keeps_the_nodes(session: Session, cluster: LocalNodes) -> None:
     agents = {name: one.pid for name, one in cluster.agents.items()}
     session.run("mine = 1")
     session.restart()
@@ -369,7 +369,7 @@ def test_a_training_goes_to_fewer_ranks_and_back(session: Session) -> None:
 # ------------------------------------------------------------------- folders that are not shared
 
 
-class Apart(Here):
+class Apart(LocalNodes):
     """Two nodes; of a folder beta has another one."""
 
     def __init__(self, folder: Path) -> None:
@@ -448,7 +448,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 
 @pytest.mark.fault("S23")
-def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
+def test_nothing_listens_but_the_hub(session: Session, cluster: LocalNodes) -> None:
     (ticket, _) = map(json.loads, cluster.tickets)
     host, port = ticket["hub"].removeprefix("tcp://").split(":")
     assert listening(os.getpid()) == {(host, int(port))}
@@ -460,7 +460,7 @@ def test_nothing_listens_but_the_hub(session: Session, cluster: Here) -> None:
 
 
 @pytest.mark.fault("S23")
-def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
+def test_a_wrong_key_is_not_let_in(session: Session, cluster: LocalNodes) -> None:
     ticket: dict[str, Any] = json.loads(cluster.tickets[0])
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
@@ -476,7 +476,7 @@ def test_a_wrong_key_is_not_let_in(session: Session, cluster: Here) -> None:
 
 
 @pytest.mark.fault("S23")
-def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None:
+def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: LocalNodes) -> None:
     host, port = json.loads(cluster.tickets[0])["hub"].removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(os.urandom(4096))
@@ -484,7 +484,7 @@ def test_bytes_of_a_stranger_do_no_harm(session: Session, cluster: Here) -> None
 
 
 @pytest.mark.fault("S23")
-def test_secrets_are_in_no_command_line_and_no_environment(cluster: Here) -> None:
+def test_secrets_are_in_no_command_line_and_no_environment(cluster: LocalNodes) -> None:
     secrets = {json.loads(one)["secret"] for one in cluster.tickets}
     for name in cluster.names:
         for process in cluster.processes(name):
@@ -520,7 +520,9 @@ def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
 
 
 @pytest.mark.fault("N2")
-def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, cluster: Here) -> None:
+def test_a_killed_agent_ends_the_cell_and_the_other_node(
+    session: Session, cluster: LocalNodes
+) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
     cluster.agents["beta"].kill()
@@ -531,7 +533,7 @@ def test_a_killed_agent_ends_the_cell_and_the_other_node(session: Session, clust
 
 @pytest.mark.nightly
 @pytest.mark.fault("N3")
-def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> None:
+def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: LocalNodes) -> None:
     everything = [one.pid for name in cluster.names for one in cluster.processes(name)]
     session.run(SPIN, background=True)
     os.kill(cluster.agents["beta"].pid, signal.SIGSTOP)
@@ -541,7 +543,7 @@ def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: Here) -> No
 
 
 @pytest.mark.fault("N3")
-def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: Here) -> None:
+def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: LocalNodes) -> None:
     session.run(SPIN, background=True)
     cluster.told[1] = "was taken back by the cluster (preempted)"
     with pytest.raises(RankDied, match=r"node beta .* was taken back by the cluster"):
@@ -582,7 +584,7 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
         pytest.skip(f"no network namespaces here: {error}")
     with contextlib.ExitStack() as stack:
         stack.callback(hosts.__exit__)
-        command = [*hosts.inside("alpha"), sys.executable, "-m", "tests.doubles.cut_off"]
+        command = [*hosts.inside("alpha"), sys.executable, "-m", "tests.doubles.unplug_host"]
         given = [hosts.prefix, str(LEASE_S), str(SILENT_S)]
         shown = subprocess.run([*command, *given], capture_output=True, text=True, check=True)
         seen = json.loads(shown.stdout.splitlines()[-1])
@@ -622,12 +624,12 @@ def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:
 
 def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG001 - runs there
     with pytest.raises(StartError, match="Requested 5 ranks, but double provides 2"):
-        Session(5, engine=ClusterLauncherProvider(Here("alpha", "beta"))).start()
+        Session(5, engine=ClusterLauncherProvider(LocalNodes("alpha", "beta"))).start()
 
 
 @pytest.mark.fault("N6")
 def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG001 - runs there
-    class Broken(Here):
+    class Broken(LocalNodes):
         def lost_nodes(self) -> dict[int, str]:
             ended = {n: a.poll() for n, a in enumerate(self.agents.values())}
             return {n: f"ended with exit code {code}" for n, code in ended.items() if code}
@@ -642,11 +644,11 @@ def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG0
 # --------------------------------------------------------------------------- nodes that differ
 
 
-class Unlike(Here):
+class Unlike(LocalNodes):
     """Two nodes of which the second has less of everything; two GPUs each that nobody can use."""
 
     name = "ray"
-    module = "tests.doubles.unlike_nodes"
+    module = "tests.doubles.different_nodes"
     distribution: RankDistribution | None = None
 
     def distribute_ranks(
@@ -661,7 +663,7 @@ class Unlike(Here):
     def place(self, name: str) -> AllocatedNode:
         """Make one node."""
         assert self.distribution is not None
-        gpus = unlike_nodes.gpus(name) if self.distribution.kind == "cuda" else ()
+        gpus = different_nodes.gpus(name) if self.distribution.kind == "cuda" else ()
         return AllocatedNode(
             name=name,
             address=self.kernel_address,
@@ -692,7 +694,7 @@ def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) ->
         assert "beta has the least free host memory, 12.0 GiB against 64.0 GiB" in planned.notes[0]
         # as --auto plans on rank 0, with what each rank has found free
         session.run(
-            "from nbdist.worker.engines import accelerator as a, auto_strategy as choose\n"
+            "from nbdist.worker.engines import accelerator_patch as a, auto_strategy as choose\n"
             "config = a.current_config()\n"
             "there = choose.build_cluster_spec([5 << 30, 3 << 30], config.hardware, config.nodes)"
         )

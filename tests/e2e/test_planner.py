@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, OptionError, PlanError, Session
-from nbdist.planner.validation import DISTINCT_PARTS, OTHER_MODELS_PART, REMAINING_PART
+from nbdist.planner.measured_comparison import DISTINCT_PARTS, OTHER_MODELS_PART, REMAINING_PART
 from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines

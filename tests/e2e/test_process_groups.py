@@ -335,14 +335,14 @@ def test_a_rank_that_lacks_memory_in_a_switch_takes_all_back(session: Session) -
         from nbdist.worker.collective_check import CollectiveBarrier
         from nbdist.state import reshard as moving
         meet, CollectiveBarrier.__call__ = CollectiveBarrier.__call__, lambda *_, **__: None
-        packed = moving._ReshardPlan._packed
+        packed = moving._ReshardPlan._pack
 
         def lacking(*_):
-            moving._ReshardPlan._packed = packed
+            moving._ReshardPlan._pack = packed
             raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
 
         if rank == 1:
-            moving._ReshardPlan._packed = lacking
+            moving._ReshardPlan._pack = lacking
     """)
     try:
         with pytest.raises(SwitchError, match=r"while loading, on rank 1: .*out of memory"):

@@ -9,7 +9,7 @@ import pytest
 
 import nbdist
 from nbdist import CellError, OptionError, ProfileError, RankDied, SessionError
-from tests import planted
+from tests import bottleneck_loops
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ while True:
 def session() -> Iterator[Session]:
     """Two CPU ranks with a small model."""
     with nbdist.Session(nproc=2, precision="no") as running:
-        running.run(planted.SETUP + SMALL)
+        running.run(bottleneck_loops.SETUP + SMALL)
         yield running
 
 
 def loop(steps: int) -> str:
-    return planted.Planted(name="").cell(steps)
+    return bottleneck_loops.BottleneckLoop(name="").cell(steps)
 
 
 def running_loop(session: Session) -> nbdist.CellResult:
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_refused(session: Session, trace: str
 def test_a_wish_outlives_a_switch_and_a_restart() -> None:
     with nbdist.Session(nproc=2, precision="no") as session:
         session.profile(steps=2)
-        session.run(planted.SETUP + SMALL)
+        session.run(bottleneck_loops.SETUP + SMALL)
         assert session.profiling is None
         session.profile(steps=2)
         session.switch("fsdp2")
@@ -206,14 +206,14 @@ def test_a_wish_outlives_a_switch_and_a_restart() -> None:
         assert session.profiles[-1].ranks[0].model.backend == "fsdp2"
         session.profile(steps=2)
         session.restart()
-        session.run(planted.SETUP + SMALL + loop(8))
+        session.run(bottleneck_loops.SETUP + SMALL + loop(8))
         assert len(session.profiles) == 2
 
 
 @pytest.mark.nightly
 def test_a_profile_ends_with_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     with nbdist.Session(nproc=2, precision="no") as session:
-        session.run(planted.SETUP + SMALL)
+        session.run(bottleneck_loops.SETUP + SMALL)
         running_loop(session)
         session.profile(steps=1000)
         session.restart()
@@ -238,7 +238,7 @@ def test_without_a_session_the_magic_says_how_to_get_one(notebook: LiveKernel) -
 
 
 def test_the_verdict_stands_below_the_cell(notebook: LiveKernel) -> None:
-    notebook.run(f"%%distribute -n 2 --precision no\n{planted.SETUP}{SMALL}")
+    notebook.run(f"%%distribute -n 2 --precision no\n{bottleneck_loops.SETUP}{SMALL}")
     assert "no profile yet" in notebook.run("%nbdist profile --show").text
     shown = notebook.run(f"%%distribute --profile --steps 3\n{loop(9)}")
     assert shown.status == "ok", shown.text

@@ -15,7 +15,7 @@ from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -113,7 +113,7 @@ def test_a_failed_phase_brings_the_old_engine_back(trained: Session) -> None:
     found = []
     for phase in ("checking", "keeping", "freeing", "building", "loading", "verifying", "binding"):
         trained.run(
-            "import nbdist.worker.operations.transaction as inside\n"
+            "import nbdist.worker.operations.collective_phases as inside\n"
             f"def fail(phase, wanted={phase!r}):\n"
             "    if phase == wanted and rank == 1:\n"
             "        inside.before_phase.clear(); raise RuntimeError('on purpose')\n"
@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_be_made_brings_the_old_one_back(trained: Session)
     trained.switch("ddp")
     trained.run(START.format(""))
     trained.run(
-        "import nbdist.worker.engines.accelerator as inside\n"
+        "import nbdist.worker.engines.accelerator_patch as inside\n"
         "original = inside._original_init\n"
         "def once(*_, **__):\n"
         "    inside._original_init = original\n"
@@ -212,7 +212,7 @@ WATCHED = textwrap.dedent(
     """
     import weakref
     from nbdist.state import shards
-    genuine, copies, left = (shards.copy_to_host, shards.give_back), [], []
+    genuine, copies, left = (shards.copy_to_host, shards.empty_pinned_cache), [], []
 
     def watched(live, **options):
         made = genuine[0](live, **options)
@@ -220,7 +220,7 @@ WATCHED = textwrap.dedent(
         return made
 
     shards.copy_to_host = watched
-    shards.give_back = lambda: left.append(sum(copy() is not None for copy in copies))
+    shards.empty_pinned_cache = lambda: left.append(sum(copy() is not None for copy in copies))
     """
 )
 
@@ -241,4 +241,4 @@ def test_page_locked_memory_is_given_back_when_no_copy_of_the_state_lives(
         take()
         trained.run("save.__self__.wait()")
         assert one(trained, "len(copies) > 0 and left[-1] == 0"), take
-    trained.run("shards.copy_to_host, shards.give_back = genuine")
+    trained.run("shards.copy_to_host, shards.empty_pinned_cache = genuine")

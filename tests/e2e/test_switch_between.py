@@ -84,9 +84,9 @@ def test_layers_that_were_unfrozen_are_trained_on(ranks: Session, backend: str) 
         "train(1, model, optimizer)"
     )
     ranks.switch("fsdp1" if backend == "ddp" else "ddp")
-    ranks.run("from nbdist.worker.memory.memory_probe import probe_state")
+    ranks.run("from nbdist.worker.memory.memory_probe import current_probe")
     assert one(
-        ranks, "[list(shape) for shape, _ in probe_state.probe.forward_inputs.values()]"
+        ranks, "[list(shape) for shape, _ in current_probe.probe.forward_inputs.values()]"
     ) == [[4, 8]]  # plans go on with the batches that were seen
     assert one(ranks, "[len(g['params']) for g in optimizer.param_groups]") == [4, 2]
     assert one(ranks, "[p.requires_grad for p in model.parameters()]") == [True] * 5 + [False]

@@ -19,13 +19,13 @@ PRELUDE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
     from nbdist.worker.training.model_state import ModelState
-    from nbdist.state import digest, layouts
+    from nbdist.state import tensor_digest, layouts
 
     def digests():
         "Of all state; the same on all ranks."
         (trained,) = training.all_models()
         found = ModelState(0, trained)
-        return digest.global_digests(found.owned_shards()), found.scalar_state()
+        return tensor_digest.global_digests(found.owned_shards()), found.scalar_state()
 
     def types():
         "Of the weights that are stepped."

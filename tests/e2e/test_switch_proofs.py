@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 LOSSES = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
-    from nbdist.worker.operations import transaction as inside
+    from nbdist.worker.operations import collective_phases as inside
     from nbdist.state import layouts
 
     def layout():

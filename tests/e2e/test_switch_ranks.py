@@ -15,7 +15,7 @@ from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
 from tests.e2e.training import MODEL, WRAPPED, apart, one
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,7 +197,7 @@ BOMB = textwrap.dedent(
         bomb = Bomb()
         bomb.phase = phase
         if world_size == 4:
-            import nbdist.worker.operations.transaction as inside
+            import nbdist.worker.operations.collective_phases as inside
             inside.before_phase.append(bursting(phase))
         return bomb
 
@@ -230,14 +230,14 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
         trained.run(f"bomb.phase = {phase!r}; mine = rank + 5")
         if phase == "checking":
             trained.run(
-                "import nbdist.worker.operations.transaction as inside\n"
+                "import nbdist.worker.operations.collective_phases as inside\n"
                 "inside.before_phase.append(bursting(bomb.phase))"
             )
         message = f"failed while {phase}, on rank 1: RuntimeError: on purpose"
         with pytest.raises(SwitchError, match=message) as caught:
             trained.switch("fsdp2", nproc=4)
         trained.run(
-            "import nbdist.worker.operations.transaction as inside; inside.before_phase.clear()"
+            "import nbdist.worker.operations.collective_phases as phase; phase.before_phase.clear()"
         )
         if phase != "checking":
             assert "Rolled back to 2 CPU ranks" in str(caught.value)

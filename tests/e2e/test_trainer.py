@@ -121,7 +121,7 @@ def test_the_best_model_is_loaded_and_saved_for_from_pretrained(
         "optim='adafactor'",
         "train_sampling_strategy='group_by_length'",
         "save_strategy='steps', save_steps=4, save_only_model=True",
-        "max_grad_norm=0.0, eval_strategy='steps', eval_steps=3, bf16_full_eval=True",
+        "max_grad_norm=0.0, eval_strategy='steps', eval_steps=3",
     ],
 )
 def test_it_trains_with(ranks: Session, arguments: str, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kept import keeper
+from tests.reused_launcher import reusing_provider
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_launcher_of_others() -> None:
     """Processes are counted here: none that another module has handed on may be among them."""
-    keeper.end()
+    reusing_provider.end()

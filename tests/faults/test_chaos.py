@@ -22,7 +22,7 @@ from nbdist import NbdistError, RankDied, Session, checkpoint
 from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.faults import training
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import CellError, RankDied, Session
-from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.session.failure_causes import find_memory_events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
-from tests.inside import workers
 from tests.live_kernel import ANSI
 from tests.processes import gone
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

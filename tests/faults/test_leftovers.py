@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist.cluster import orphan_cleanup, run_dir
-from nbdist.cluster.local import Launcher
+from nbdist.cluster.local_launcher import Launcher
 from tests.conftest import eventually
 
 if TYPE_CHECKING:

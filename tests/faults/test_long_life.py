@@ -16,7 +16,7 @@ from nbdist import CellError, Session
 from nbdist.launcher.__main__ import WARM_UP_IMPORTS
 from tests.conftest import eventually
 from tests.faults import training
-from tests.inside import workers
+from tests.session_internals import workers
 
 MB = 1e6
 RSS_TOLERANCE = 8 * MB

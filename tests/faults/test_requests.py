@@ -15,7 +15,7 @@ import nbdist
 from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
 from nbdist.errors import CheckpointError
 from tests.conftest import eventually
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults import table
-from tests.faults.rows import GROUPS, ROWS, WHY_NOT
+from tests.faults import fault_table
+from tests.faults.fault_rows import GROUPS, ROWS, WHY_NOT
 
 KNOWN = {row.id for row in ROWS}
 
 
 @pytest.mark.parametrize("row", sorted(KNOWN))
 def test_a_row_has_a_test_or_a_reason(row: str) -> None:
-    assert bool(table.marked().get(row)) != bool(WHY_NOT.get(row))
+    assert bool(fault_table.marked().get(row)) != bool(WHY_NOT.get(row))
 
 
 def test_no_mark_or_reason_names_an_unknown_row() -> None:
-    assert table.marked().keys() | WHY_NOT.keys() <= KNOWN
+    assert fault_table.marked().keys() | WHY_NOT.keys() <= KNOWN
 
 
 def test_each_row_is_there_once() -> None:
@@ -27,4 +27,6 @@ def test_each_row_is_there_once() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert table.PAGE.read_text() == table.page(), "run `python tests/faults/table.py`"
+    assert fault_table.PAGE.read_text() == fault_table.page(), (
+        "run `python tests/faults/fault_table.py`"
+    )

@@ -19,8 +19,8 @@ import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
 from nbdist.session import hang_detection, interrupt
 from tests.conftest import eventually
-from tests.inside import escalation, num_stops
-from tests.stopping import press
+from tests.interrupts import press
+from tests.session_internals import escalation, num_stops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -223,7 +223,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     mark = tmp_path / "mark"
     prepare(session, library, mark)
     session.run(
-        "from nbdist.worker.operations import transaction as phases\n"
+        "from nbdist.worker.operations import collective_phases as phases\n"
         "def fail(name):\n"
         "    if name == 'keeping': raise torch.OutOfMemoryError('CUDA out of memory')\n"
         "if rank == 0: phases.before_phase.append(fail)\n"
@@ -255,7 +255,7 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
     mark = tmp_path / "mark"
     prepare(session, library, mark)
     timer = "import threading\nthreading.Timer(4, lambda: setattr(flag, 'value', 1)).start()"
-    stages: list[interrupt.Stage] = []
+    stages: list[interrupt.InterruptStage] = []
 
     def press_once() -> None:
         eventually(mark.exists, within_s=60)
@@ -273,4 +273,4 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
             session.run(f"{timer}\ntrap = 'spins'\nfall()")
     finally:
         thread.join()
-    assert stages == [interrupt.Stage.INTERRUPTED]
+    assert stages == [interrupt.InterruptStage.INTERRUPTED]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from nbdist import Session, StartError
-from nbdist.cluster.local import LocalLauncherProvider
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.session import startup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel

@@ -13,9 +13,9 @@ import nbdist
 from nbdist import CellError, CellInterrupted, Session
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
-from tests.inside import num_stops, workers
+from tests.interrupts import press, runs_for, stopped, stopped_with
 from tests.live_kernel import LiveKernel
-from tests.stopping import press, runs_for, stopped, stopped_with
+from tests.session_internals import num_stops, workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

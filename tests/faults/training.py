@@ -8,7 +8,7 @@ MODEL = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as inside
     from nbdist.worker.training.model_state import ModelState
-    from nbdist.state import digest as digests
+    from nbdist.state import tensor_digest as digests
 
     def build():
         global model, optimizer, done

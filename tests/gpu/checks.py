@@ -238,9 +238,7 @@ def holders() -> set[int]:
 def device_before(lab: Lab) -> Findings:
     """What was used before a rank's context, within 64 MiB of NVML."""
     session = lab.session()
-    code = (
-        "from nbdist.worker.memory.memory_probe import probe_state\nprobe_state.device_before_bytes"
-    )
+    code = "from nbdist.worker.memory import memory_probe as m\nm.current_probe.device_before_bytes"
     found = values(session, code)
     for rank, before in found.items():
         idle = 0 if lab.rehearse else lab.idle_bytes[rank]
@@ -288,7 +286,7 @@ for _backend in BACKENDS:
 
 def planned(lab: Lab, *, backend: str) -> Findings:
     """Compare the plan of a prepared model with the allocator's own figures."""
-    from nbdist.planner import measurements
+    from nbdist.planner import measurement_store
     from nbdist.session import planner
 
     session = prepared(lab, lab.sizes, backend=backend, precision="bf16")
@@ -305,7 +303,7 @@ def planned(lab: Lab, *, backend: str) -> Findings:
         return
     same = peak >= figures.allocated_bytes
     yield same, f"torch's own peak {mib(peak)}, reserved {mib(figures.reserved_bytes or 0)}"
-    device = measurements.default_overhead("cuda", session.world_size).device_bytes(predicted)
+    device = measurement_store.default_overhead("cuda", session.world_size).device_bytes(predicted)
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
     yield (

@@ -14,10 +14,10 @@ import pytest
 import nbdist
 from nbdist import strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
-from nbdist.planner.measurements import MeasurementStore, device_overhead
+from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.state import importers
 from tests.doubles.foreign_checkpoints import read
-from tests.hostile import corpus
+from tests.hostile import malicious_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,18 +39,18 @@ def marker(tmp_path: Path) -> Path:
 
 def test_each_bomb_is_live(folder: Path, marker: Path) -> None:
     """The files below would run something where they were simply unpickled."""
-    corpus.bare_pickle(folder, marker)
+    malicious_files.bare_pickle(folder, marker)
     pickle.loads((folder / "pytorch_model.bin").read_bytes())  # noqa: S301 - to see it go off
     assert marker.exists()
 
 
 @pytest.mark.fault("S7")
 @pytest.mark.fault("E9")
-@pytest.mark.parametrize("name", corpus.FOREIGN)
+@pytest.mark.parametrize("name", malicious_files.FOREIGN)
 def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
     name: str, folder: Path, marker: Path
 ) -> None:
-    corpus.FOREIGN[name](folder, marker)
+    malicious_files.FOREIGN[name](folder, marker)
     with pytest.raises(CheckpointError) as caught:
         read(importers.open_checkpoint(folder, groups=[["w"]]))
     assert len(str(caught.value)) < 1000
@@ -61,7 +61,7 @@ def test_a_foreign_checkpoint_runs_nothing_and_ends_in_a_sentence(
 @pytest.mark.fault("S7")
 @pytest.mark.fault("E9")
 def test_pickles_of_accelerate_beside_a_model_are_not_looked_at(folder: Path, marker: Path) -> None:
-    corpus.custom_checkpoint(folder, marker)
+    malicious_files.custom_checkpoint(folder, marker)
     assert read(importers.open_checkpoint(folder, groups=[["w"]]))["model.w"].tolist() == [1, 1]
     assert not marker.exists()
 
@@ -75,7 +75,7 @@ def test_ranks_refuse_them_too_and_go_on(session: Session, tmp_path: Path) -> No
     for number, name in enumerate(("a bare pickle", "bomb_metadata", "bomb_zero")):
         folder, marker = tmp_path / str(number), tmp_path / f"marker{number}"
         folder.mkdir()
-        corpus.FOREIGN[name](folder, marker)
+        malicious_files.FOREIGN[name](folder, marker)
         with pytest.raises(CheckpointError):
             session.load_foreign(folder)
         assert not marker.exists()
@@ -88,7 +88,7 @@ def test_ranks_refuse_them_too_and_go_on(session: Session, tmp_path: Path) -> No
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ""])
 def test_a_config_that_asks_for_objects_is_refused(suffix: str, folder: Path, marker: Path) -> None:
     file = folder / f"config{suffix}"
-    file.write_text(corpus.YAML.format(marker=marker))
+    file.write_text(malicious_files.YAML.format(marker=marker))
     with pytest.raises(OptionError):
         strategies.load_config(file)
     assert not marker.exists()
@@ -98,7 +98,7 @@ def test_a_config_that_asks_for_objects_is_refused(suffix: str, folder: Path, ma
 @pytest.mark.fault("A12")
 def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
     file = folder / "config.yaml"
-    file.write_text(corpus.LAUGHS)
+    file.write_text(malicious_files.LAUGHS)
     content = strategies.load_config(file)  # shared, not copied
     with pytest.raises(OptionError, match="Unknown keys"):
         strategies.Options(backend="fsdp2", fsdp_config=content).validate(
@@ -153,7 +153,7 @@ def test_a_plan_runs_no_code_of_the_model_and_asks_no_network(
     model_type: str, words: str, folder: Path, marker: Path, tmp_path: Path
 ) -> None:
     """By closed form, by a trace in a process of its own, and not at all."""
-    corpus.remote_code(folder, marker, model_type)
+    malicious_files.remote_code(folder, marker, model_type)
     asked = tmp_path / "network"
     guard = tmp_path / "guard"
     guard.mkdir()
@@ -185,7 +185,7 @@ def test_the_guard_against_the_network_guards(tmp_path: Path) -> None:
 def test_an_export_over_a_strangers_folder_leaves_it_alone(
     session: Session, folder: Path, marker: Path
 ) -> None:
-    corpus.remote_code(folder, marker, "llama")
+    malicious_files.remote_code(folder, marker, "llama")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     session.run("model = accelerator.prepare(torch.nn.Linear(2, 1))")
     with pytest.raises(NbdistError):

@@ -16,7 +16,7 @@ from nbdist.errors import StartError
 from nbdist.protocol.signing import MessageSigner as Ours
 from nbdist.worker.kernel import RankApp
 from tests.conftest import eventually
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
 from nbdist import rank_sets, strategies
-from nbdist.checkpoint import CheckpointFile, names
+from nbdist.checkpoint import CheckpointFile, name_validation
 from nbdist.checkpoint.manifest import Manifest
 from nbdist.display import panel_html, panel_text
 from nbdist.errors import NbdistError, OptionError, PlanError
@@ -25,8 +25,8 @@ from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
 from nbdist.panel import commands
 from nbdist.panel.snapshot import ProfileViewCache
-from nbdist.planner import devices
-from nbdist.planner.measurements import MeasurementStore, device_overhead
+from nbdist.planner import target_devices
+from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.models import analytic, traced
 from nbdist.profiler.measurements import (
     CollectiveStats,
@@ -35,22 +35,22 @@ from nbdist.profiler.measurements import (
     PeakMemory,
     RankProfile,
 )
+from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
-from nbdist.profiler.report import Profile
 from nbdist.protocol import messages
 from nbdist.session import config as session_config
-from nbdist.session import placement
+from nbdist.session import device_placement
 from nbdist.session.cell import Cell
 from nbdist.session.metrics import Metrics
 from tests.hostile.fuzzing import NESTED, hold, mutated, often, plain, texts, trees
-from tests.unit import saved
+from tests.unit import small_checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_SENTENCE = 2000
 MANIFEST = json.loads(
-    saved.manifest(
+    small_checkpoints.manifest(
         (CheckpointFile(name="model-00000-0.safetensors", size_bytes=10, crc32=1),)
     ).to_json()
 )
@@ -181,9 +181,11 @@ def test_the_line_of_plan(examples: int) -> None:
 @pytest.mark.fault("A4")
 def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
     def check(given: Any) -> None:
-        quietly(lambda: placement.parse_nproc(given))
-        quietly(lambda: placement.choose_placement(2, given, discovery.discover_machine()))
-        quietly(lambda: placement.choose_placement(given, "none", discovery.discover_machine()))
+        quietly(lambda: device_placement.parse_nproc(given))
+        quietly(lambda: device_placement.choose_placement(2, given, discovery.discover_machine()))
+        quietly(
+            lambda: device_placement.choose_placement(given, "none", discovery.discover_machine())
+        )
 
     hold(check, st.one_of(rank_texts, plain, st.lists(plain, max_size=4)), examples)
 
@@ -197,7 +199,7 @@ def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
 def test_names_of_checkpoints_stay_in_their_folder(examples: int, tmp_path: Path) -> None:
     def check(name: Any) -> None:
         try:
-            path = names.checkpoint_path(tmp_path, name)
+            path = name_validation.checkpoint_path(tmp_path, name)
         except NbdistError as error:
             short(error)
         else:
@@ -215,7 +217,7 @@ def test_manifests(examples: int) -> None:
         text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
         found = quietly(lambda: Manifest.from_json(text))
         for part in found.files if found else ():
-            assert names.is_checkpoint_name(part.name.split(".")[0])
+            assert name_validation.is_checkpoint_name(part.name.split(".")[0])
             assert "/" not in part.name
 
     anything = st.one_of(mutated(MANIFEST), trees, st.binary(max_size=200))
@@ -260,7 +262,7 @@ def test_devices_in_words(examples: int) -> None:
     words = st.one_of(texts, st.lists(parts, max_size=5).map("".join))
 
     def check(text: str) -> None:
-        quietly(lambda: devices.parse_devices(text))
+        quietly(lambda: target_devices.parse_devices(text))
 
     hold(check, words, examples)
 
@@ -425,11 +427,11 @@ def test_messages_of_a_page(examples: int) -> None:
     def check(message: Any) -> None:
         try:
             found = commands.parse_message(message)
-        except commands.BadMessage as error:
+        except commands.InvalidPanelMessage as error:
             short(error)
             return
-        assert isinstance(found, commands.PageOpened | commands.LogRequest | commands.Command)
-        if isinstance(found, commands.Command):
+        assert isinstance(found, commands.PageOpened | commands.LogRequest | commands.PanelCommand)
+        if isinstance(found, commands.PanelCommand):
             assert found.name in commands.ARGUMENTS
             assert found.arguments.keys() <= commands.ARGUMENTS[found.name].keys()
 
@@ -461,7 +463,9 @@ FIGURES = RankProfile(
 @often
 @pytest.mark.fault("G1")
 def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
-    setting = ProfiledConfig(options=strategies.Options(), cluster=devices.parse_devices("2xcpu"))
+    setting = ProfiledConfig(
+        options=strategies.Options(), cluster=target_devices.parse_devices("2xcpu")
+    )
     good = RankProfile.from_json({**FIGURES, "rank": 0})
 
     def check(told: Any) -> None:

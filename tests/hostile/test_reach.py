@@ -19,8 +19,8 @@ import pytest
 
 import nbdist
 from tests.conftest import eventually
-from tests.inside import workers
 from tests.live_kernel import LiveKernel
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

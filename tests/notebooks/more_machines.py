@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import nbformat
 
-from tests.notebooks.runs import ROOT, cell, executed, text
+from tests.notebooks.run_notebook import ROOT, cell, executed, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.panel import assets
 from tests.notebooks import more_machines
-from tests.notebooks.runs import ROOT, cell, executed, mimes, text
+from tests.notebooks.run_notebook import ROOT, cell, executed, mimes, text
 from tests.two_nodes import Hosts
 
 if TYPE_CHECKING:
@@ -137,6 +137,18 @@ def test_switch() -> None:
         assert kind in text(notebook, name)
     assert "image/png" in mimes(notebook, "curve")
     assert "largest difference of 100 losses" in text(notebook, "difference")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_fine_tune() -> None:
+    notebook = executed("09_fine_tune.ipynb")
+    assert "Loaded 21 of 49 weights of PeftModel as shards" in text(notebook, "train")
+    for word in ("HELLO", "WORLD", "PYTHON", "TORCH"):
+        assert f"{word}!" in text(notebook, "answers")
+    assert "DeepSpeedEngine" in text(notebook, "again")
+    assert "frozen parameters (0.4 MB) are stored by reference" in text(notebook, "save")
+    assert "MERGED!" in text(notebook, "merged-answer")
 
 
 @pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.cluster.local import Launcher
+from nbdist.cluster.local_launcher import Launcher
 from nbdist.protocol import messages
 from nbdist.strategies import Hardware, Options
 
@@ -67,7 +67,7 @@ class GpuMachine:
         seen.mkdir()
         run_dir = self.launcher.run_dir
         self.launcher.send(
-            messages.LaunchRanks(
+            messages.LaunchRanksRequest(
                 generation=self._starts,
                 world_size=len(uuids),
                 devices=list(uuids),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RTX_40 = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 
 
-def next_launch(link: KernelLink) -> messages.LaunchRanks:
+def next_launch(link: KernelLink) -> messages.LaunchRanksRequest:
     """Import everything, then wait for a request."""
     while launcher.WARM_UP_IMPORTS:
         importlib.import_module(launcher.WARM_UP_IMPORTS.pop(0))

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import saved
+import small_checkpoints
 
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage
@@ -27,10 +27,12 @@ def save(root: Path, name: str, seed: int) -> None:
     """Write a checkpoint whose files all say which save they are of."""
     draft = FolderStorage(root).begin(name, overwrite=True)
     for rank in range(FILES):
-        part = saved.write(draft.location / f"model-{rank:05d}-0.safetensors", seed, NUMEL)
+        part = small_checkpoints.write(
+            draft.location / f"model-{rank:05d}-0.safetensors", seed, NUMEL
+        )
         draft.write_report(rank, [part], {})
-    parts = saved.files_of(draft, FILES)
-    made = saved.manifest(parts, step=seed, world_size=FILES)
+    parts = small_checkpoints.files_of(draft, FILES)
+    made = small_checkpoints.manifest(parts, step=seed, world_size=FILES)
     draft.commit(name, made, overwrite=True)
     FolderStorage(root).remove_oldest(3, written=name)
 

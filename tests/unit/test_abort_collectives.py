@@ -37,8 +37,10 @@ class Group:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(abort_collectives, "_close", lambda _: found.append(CLOSED) or 1)
-    monkeypatch.setattr(abort_collectives, "_ends_of_others", lambda *_: set())
+    monkeypatch.setattr(
+        abort_collectives, "_close_connections", lambda _: found.append(CLOSED) or 1
+    )
+    monkeypatch.setattr(abort_collectives, "_peer_addresses", lambda *_: set())
     return found
 
 

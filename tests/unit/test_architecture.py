@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ROOT = Path(__file__).parents[2] / "nbdist"
-PURE = {"_version", "errors", "hardware", "paths", "protocol", "rank_sets", "redaction", "signals"}
+PURE = {
+    "_version",
+    "errors",
+    "hardware",
+    "paths",
+    "protocol",
+    "rank_sets",
+    "redaction",
+    "keyboard_interrupt",
+}
 PURE |= {"strategies"}
 MAY_IMPORT = {
     "_version": set(),
@@ -25,8 +34,8 @@ MAY_IMPORT = {
     "paths": {"errors"},
     "redaction": set(),
     "rank_sets": {"errors"},
-    "signals": set(),
-    "protocol": {"errors", "signals"},
+    "keyboard_interrupt": set(),
+    "protocol": {"errors", "keyboard_interrupt"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint"},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import saved
+import small_checkpoints
 
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint, durable_io
@@ -84,7 +84,7 @@ def short(path: str | Path) -> str:
 
 @pytest.mark.fault("E5")
 def test_the_order_survives_a_power_cut(root: Path, calls: list[str]) -> None:
-    saved.save(root, "a")
+    small_checkpoints.save(root, "a")
     order = [
         "fsync model-00000-0.safetensors",
         "fsync manifest.json",
@@ -97,9 +97,9 @@ def test_the_order_survives_a_power_cut(root: Path, calls: list[str]) -> None:
 
 
 def test_the_order_of_replacing(root: Path, calls: list[str]) -> None:
-    saved.save(root, "a", seed=1)
+    small_checkpoints.save(root, "a", seed=1)
     calls.clear()
-    saved.save(root, "a", seed=2, overwrite=True)
+    small_checkpoints.save(root, "a", seed=2, overwrite=True)
     order = [
         "fsync model-00000-0.safetensors",
         "fsync manifest.json",
@@ -118,11 +118,11 @@ def test_the_order_of_replacing(root: Path, calls: list[str]) -> None:
 def test_a_save_is_listed_once_it_is_whole(root: Path) -> None:
     draft = FolderStorage(root).begin("a", size_bytes=1)
     assert stat.S_IMODE(draft.location.stat().st_mode) == 0o700
-    part = saved.write(draft.location / "model-00000-0.safetensors")
+    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors")
     assert names(root) == []
     assert FolderStorage(root).list_checkpoints() == []
     draft.write_report(0, [part], {})
-    made = saved.manifest(saved.files_of(draft, 1))
+    made = small_checkpoints.manifest(small_checkpoints.files_of(draft, 1))
     path = draft.commit("a", made)
     assert path == root / "a"
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", part.name]
@@ -136,7 +136,7 @@ def test_a_save_is_listed_once_it_is_whole(root: Path) -> None:
 
 
 def test_abort_removes_drafts_alone(root: Path) -> None:
-    path = saved.save(root, "a")
+    path = small_checkpoints.save(root, "a")
     PendingFolderCheckpoint(path).abort()
     PendingFolderCheckpoint(root).abort()
     assert names(root) == ["a"]
@@ -144,20 +144,23 @@ def test_abort_removes_drafts_alone(root: Path) -> None:
 
 def test_a_report_counts_once_it_is_whole(root: Path) -> None:
     draft = FolderStorage(root).begin("a")
-    parts = [saved.write(draft.location / f"model-{rank:05d}-0.safetensors") for rank in range(4)]
+    parts = [
+        small_checkpoints.write(draft.location / f"model-{rank:05d}-0.safetensors")
+        for rank in range(4)
+    ]
     for rank in (0, 2):
         draft.write_report(rank, [parts[rank]], {})
     (draft.location / "part-00003.json").write_text('[{"name":"a"')
     assert draft.read_reports(range(4)).keys() == {0, 2}
     for rank in (1, 3):
         draft.write_report(rank, [parts[rank]], {})
-    assert saved.files_of(draft, 4) == tuple(parts)
+    assert small_checkpoints.files_of(draft, 4) == tuple(parts)
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "unnamed"])
 def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
     draft = FolderStorage(root).begin("a")
-    part = saved.write(draft.location / "model-00000-0.safetensors")
+    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors")
     if how == "missing":
         (draft.location / part.name).unlink()
     elif how == "short":
@@ -165,17 +168,17 @@ def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
     else:
         (draft.location / "stray").write_text("")
     with pytest.raises(CheckpointError, match="differs from what its rank reported"):
-        draft.commit("a", saved.manifest((part,)))
+        draft.commit("a", small_checkpoints.manifest((part,)))
     draft.abort()
     assert names(root) == hidden(root) == []
 
 
 def test_a_name_that_was_taken_meanwhile_is_refused(root: Path) -> None:
     draft = FolderStorage(root).begin("a")
-    part = saved.write(draft.location / "model-00000-0.safetensors")
-    saved.save(root, "a", seed=1)
+    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors")
+    small_checkpoints.save(root, "a", seed=1)
     with pytest.raises(CheckpointError, match="exists"):
-        draft.commit("a", saved.manifest((part,)))
+        draft.commit("a", small_checkpoints.manifest((part,)))
     draft.abort()
     assert names(root) == ["a"]
 
@@ -191,7 +194,7 @@ def test_only_checkpoints_are_replaced(root: Path, kind: str) -> None:
         path.mkdir()
         (path / "thesis.tex").write_text("mine")
     else:
-        saved.save(root, "a")
+        small_checkpoints.save(root, "a")
         name = "manifest.json" if kind == "damaged" else "notes.txt"
         (path / name).write_text("mine")
     before = sorted(root.rglob("*"))
@@ -214,7 +217,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.fault("E17")
 def test_a_read_only_folder_is_said_and_listed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved.save(root, "a")
+    small_checkpoints.save(root, "a")
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -249,16 +252,20 @@ def crash_at(monkeypatch: pytest.MonkeyPatch, at: int) -> list[str]:
 @pytest.mark.parametrize("taken", [False, True], ids=["new name", "existing name"])
 @pytest.mark.fault("E5")
 def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, taken: bool) -> None:
-    before = saved.save(root, "first", seed=1)
+    before = small_checkpoints.save(root, "first", seed=1)
     old = digest_of(root, "first")
     name = "first" if taken else "second"
-    new = checkpoint.verify_files(saved.save(root.with_name("other"), "x", seed=2)).files[0].crc32
+    new = (
+        checkpoint.verify_files(small_checkpoints.save(root.with_name("other"), "x", seed=2))
+        .files[0]
+        .crc32
+    )
     outcomes = set()
     for at in range(40):
         with monkeypatch.context() as patch:
             calls = crash_at(patch, at)
             try:
-                saved.save(root, name, seed=2, overwrite=taken)
+                small_checkpoints.save(root, name, seed=2, overwrite=taken)
                 ended = True
             except Crash:
                 ended = False
@@ -280,7 +287,7 @@ def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, t
         for one in root.iterdir():
             if one.is_dir():
                 durable_io.remove_folder(one)
-        saved.save(root, "first", seed=1)
+        small_checkpoints.save(root, "first", seed=1)
     assert ended
     assert len(calls) > 6
     assert outcomes == {False, True}
@@ -288,7 +295,7 @@ def test_a_crash_at_every_step(root: Path, monkeypatch: pytest.MonkeyPatch, *, t
 
 
 def test_a_crash_between_the_two_renames(root: Path) -> None:
-    path = saved.save(root, "a", seed=1)
+    path = small_checkpoints.save(root, "a", seed=1)
     old = digest_of(root, "a")
     aside = root / f".old-{'0' * 32}-a"
     path.rename(aside)
@@ -306,7 +313,7 @@ def test_a_crash_between_the_two_renames(root: Path) -> None:
 def test_the_newest_of_several_is_put_back(root: Path) -> None:
     begin = datetime(2026, 1, 1, tzinfo=UTC)
     made = [
-        saved.save(root, f"x{number}", created=begin + timedelta(days=number % 2))
+        small_checkpoints.save(root, f"x{number}", created=begin + timedelta(days=number % 2))
         for number in range(3)
     ]
     for number, path in enumerate(made):
@@ -324,7 +331,7 @@ def test_the_newest_of_several_is_put_back(root: Path) -> None:
 
 def test_what_dead_processes_left_is_removed(root: Path) -> None:
     draft = FolderStorage(root).begin("a")
-    saved.write(draft.location / "model-00000-0.safetensors")
+    small_checkpoints.write(draft.location / "model-00000-0.safetensors")
     FolderStorage(root).begin("b").abort()
     assert draft.location.is_dir()  # this process lives
     as_of_dead(draft.location)
@@ -374,7 +381,7 @@ def test_names_like_ours_are_not_enough(root: Path, tmp_path: Path) -> None:
     for name in (".tmp-mine", f".tmp-{'0' * 31}", f".old-{'0' * 32}-", f".old-{'0' * 32}-b"):
         (root / name).mkdir()
         (root / name / "data").write_text("")
-    saved.save(root, "b")
+    small_checkpoints.save(root, "b")
     assert len(hidden(root)) == 5
     assert (elsewhere / ".owner.json").exists()
 
@@ -383,7 +390,7 @@ def test_names_like_ours_are_not_enough(root: Path, tmp_path: Path) -> None:
 
 
 def aged(root: Path, name: str, day: int, **given: Any) -> None:
-    saved.save(root, name, created=datetime(2026, 1, day, tzinfo=UTC), **given)
+    small_checkpoints.save(root, name, created=datetime(2026, 1, day, tzinfo=UTC), **given)
 
 
 def test_the_oldest_are_removed(root: Path) -> None:
@@ -435,7 +442,7 @@ def test_what_is_in_use_stays(root: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
 def test_at_least_one_is_kept(root: Path, count: Any) -> None:
-    saved.save(root, "a")
+    small_checkpoints.save(root, "a")
     with pytest.raises(CheckpointError, match="keep must be an integer >= 1"):
         FolderStorage(root).remove_oldest(count)
     assert names(root) == ["a"]
@@ -445,7 +452,7 @@ def test_at_least_one_is_kept(root: Path, count: Any) -> None:
 
 
 def test_one_process_at_a_time_changes_names(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved.save(root, "a")
+    small_checkpoints.save(root, "a")
     with durable_io.exclusive_lock(root):
         assert names(root) == ["a"]  # looking needs no lock
         with (
@@ -459,13 +466,13 @@ def test_one_process_at_a_time_changes_names(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         durable_io.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no"))
     )
-    saved.save(root, "b")
+    small_checkpoints.save(root, "b")
     assert names(root) == ["a", "b"]
 
 
 def test_savers_and_a_reader_at_once(root: Path) -> None:
-    saved.save(root, "a")
-    good = [saved.save(root, f"seed{n}", seed=n) for n in range(3)]
+    small_checkpoints.save(root, "a")
+    good = [small_checkpoints.save(root, f"seed{n}", seed=n) for n in range(3)]
     allowed = {checkpoint.verify_files(path).files[0].crc32 for path in good}
     done, seen, errors = threading.Event(), [], []
 
@@ -483,7 +490,7 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     def write(seed: int) -> None:
         try:
             for _ in range(10):
-                saved.save(root, "a", seed=seed, overwrite=True)
+                small_checkpoints.save(root, "a", seed=seed, overwrite=True)
         except BaseException as error:
             errors.append(error)
             raise

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import saved
+import small_checkpoints
 
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage
 from nbdist.checkpoint.durable_io import DurableFile
-from nbdist.checkpoint.safetensors_file import SafetensorsWriter, StoredTensor
+from nbdist.checkpoint.safetensors_writer import SafetensorsWriter, StoredTensor
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
 @pytest.mark.fault("E3")
 def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    saved.save(root, "a", seed=1)
+    small_checkpoints.save(root, "a", seed=1)
     draft = FolderStorage(root).begin("a", overwrite=True)
-    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
+    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors", seed=2)
     draft.write_report(0, [part], {})
     with pytest.raises(OSError, match="too large"), files_at_most(100):
-        saved.write(draft.location / "model-00001-0.safetensors", seed=2)
+        small_checkpoints.write(draft.location / "model-00001-0.safetensors", seed=2)
     assert draft.read_reports(range(2)).keys() == {0}
     draft.abort()
     assert [path.name for path in root.iterdir() if path.is_dir()] == ["a"]
@@ -82,14 +82,14 @@ def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.fault("E4")
 def test_a_manifest_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    saved.save(root, "a", seed=1)
+    small_checkpoints.save(root, "a", seed=1)
     draft = FolderStorage(root).begin("a", overwrite=True)
-    part = saved.write(draft.location / "model-00000-0.safetensors", seed=2)
+    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors", seed=2)
     with (
         pytest.raises(CheckpointError, match=r"Cannot write .* \(File too large\)"),
         files_at_most(50),
     ):
-        draft.commit("a", saved.manifest((part,)), overwrite=True)
+        draft.commit("a", small_checkpoints.manifest((part,)), overwrite=True)
     draft.abort()
     assert [one.name for one in FolderStorage(root).list_checkpoints()] == ["a"]
     assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32

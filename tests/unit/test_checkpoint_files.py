@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import saved
+import small_checkpoints
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
@@ -21,7 +21,7 @@ from nbdist.checkpoint import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.errors import CheckpointError
 from nbdist.state import shard_io
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def at_random(numel: int, rank: int, ranks: int) -> Cut:
 def shard(tensor: torch.Tensor, cut: Cut) -> Shard:
     """Pieces of a tensor; each a view into memory of its own."""
     flat = tensor.detach().reshape(-1)
-    pieces = tuple(Piece(start, stop, flat[start:stop].clone()) for start, stop in cut)
+    pieces = tuple(ShardPiece(start, stop, flat[start:stop].clone()) for start, stop in cut)
     return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
 
 
@@ -92,8 +92,8 @@ def save(
             }
             parts += shard_io.write_shards(shards, draft, rank, kind)
         draft.write_report(rank, parts, {})
-    made = saved.manifest(
-        saved.files_of(draft, ranks),
+    made = small_checkpoints.manifest(
+        small_checkpoints.files_of(draft, ranks),
         world_size=ranks,
         keys={
             name: checkpoint.TensorMetadata(
@@ -238,7 +238,7 @@ def test_a_manifest_that_promises_more_is_found_out(tmp_path: Path) -> None:
     target = {"model.w": Shard(shape=(1 << 30, 1 << 30), dtype=torch.float32)}
     shard_io.read_shards(path, manifest, target)  # nothing is wanted
     wanted = Shard(
-        shape=(1 << 30, 1 << 30), dtype=torch.float32, pieces=(Piece(0, 8, torch.zeros(8)),)
+        shape=(1 << 30, 1 << 30), dtype=torch.float32, pieces=(ShardPiece(0, 8, torch.zeros(8)),)
     )
     with pytest.raises(CheckpointError, match=r"Element 4 of .* is in no file"):
         shard_io.read_shards(path, manifest, {"model.w": wanted})

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import saved
+import small_checkpoints
 
 from nbdist import checkpoint
-from nbdist.checkpoint import FolderStorage, names
+from nbdist.checkpoint import FolderStorage, name_validation
 from nbdist.checkpoint.manifest import Manifest
 from nbdist.errors import CheckpointError
 
@@ -28,7 +28,7 @@ FILE = checkpoint.CheckpointFile(name="model-00000-0.safetensors", size_bytes=10
 
 
 def tree(**changes: Any) -> dict[str, Any]:
-    return json.loads(saved.manifest((FILE,)).to_json()) | changes
+    return json.loads(small_checkpoints.manifest((FILE,)).to_json()) | changes
 
 
 def read(content: object) -> Manifest:
@@ -40,7 +40,7 @@ def read(content: object) -> Manifest:
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize("name", TRICKS, ids=ascii)
 def test_tricky_names_are_refused(tmp_path: Path, name: str) -> None:
-    for use in (names.check_name, lambda it: FolderStorage(tmp_path / "root").begin(it)):
+    for use in (name_validation.check_name, lambda it: FolderStorage(tmp_path / "root").begin(it)):
         with pytest.raises(CheckpointError, match="Invalid checkpoint name") as caught:
             use(name)
         assert str(caught.value).isascii()
@@ -57,25 +57,25 @@ def test_random_names_stay_inside(tmp_path: Path) -> None:
     root, taken = tmp_path.resolve(), 0
     for _ in range(10_000):
         name = "".join(dice.choices(letters, k=dice.randint(0, 6)))
-        if names.is_checkpoint_name(name):
+        if name_validation.is_checkpoint_name(name):
             taken += 1
-            assert names.checkpoint_path(root, name).parent == root
+            assert name_validation.checkpoint_path(root, name).parent == root
             assert os.path.normpath(root / name) == str(root / name)
         else:
             with pytest.raises(CheckpointError):
-                names.checkpoint_path(root, name)
+                name_validation.checkpoint_path(root, name)
     assert taken
 
 
 @pytest.mark.parametrize("name", ["a", "step-100", "best_2.1", "A" * 64, "_-", "0"])
 def test_good_names_are_taken(name: str) -> None:
-    assert names.check_name(name) == name
+    assert name_validation.check_name(name) == name
 
 
 @pytest.mark.fault("E10")
 @pytest.mark.fault("S15")
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    elsewhere = saved.save(tmp_path / "elsewhere", "good")
+    elsewhere = small_checkpoints.save(tmp_path / "elsewhere", "good")
     root = tmp_path / "root"
     root.mkdir()
     (root / "link").symlink_to(elsewhere)
@@ -88,7 +88,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
-    made = saved.manifest((FILE,))
+    made = small_checkpoints.manifest((FILE,))
     again = Manifest.from_json(made.to_json())
     assert again == made
     assert again.optimizers[0].groups[0].names == ("w",)
@@ -128,19 +128,19 @@ def test_a_manifest_of_version_0_1_is_read() -> None:
 )
 def test_what_cannot_be_kept_is_refused_when_written(extra: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"Cannot write the manifest: extra"):
-        saved.manifest((FILE,), extra=extra).to_json()
+        small_checkpoints.manifest((FILE,), extra=extra).to_json()
 
 
 def test_a_file_that_cannot_be_read_again_is_not_written() -> None:
     bad = checkpoint.CheckpointFile(name="../x", size_bytes=1, crc32=1)
     with pytest.raises(CheckpointError, match="is not a valid file name"):
-        saved.manifest((bad,)).to_json()
+        small_checkpoints.manifest((bad,)).to_json()
 
 
 @pytest.mark.fault("E8")
 def test_a_newer_format_says_so() -> None:
-    newer = {"format": 2, "versions": {"nbdist": "9.1"}, "all": "new"}
-    with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 2"):
+    newer = {"format": 3, "versions": {"nbdist": "9.1"}, "all": "new"}
+    with pytest.raises(CheckpointError, match=r"newer nbdist \(9\.1\) in format 3"):
         read(newer)
     for versions in (None, 3, {"nbdist": "<img>" * 99}, {"nbdist": ["x"]}):
         with pytest.raises(CheckpointError, match="newer nbdist in format 99\\."):
@@ -180,6 +180,12 @@ HOSTILE: dict[str, Any] = {
     "backend too long": tree(backend="x" * 2000),
     "versions nested": tree(versions={"nbdist": {"x": 1}}),
     "alias of nothing": tree(aliases={"model.tied": "model.other"}),
+    "reference without a key": tree(
+        bases=[{"name": "base", "revision": "", "tensors": {"model.other": ["w"]}}]
+    ),
+    "reference to no tensor": tree(
+        bases=[{"name": "base", "revision": "", "tensors": {"model.w": []}}]
+    ),
     "alias that is a key": tree(aliases={"model.w": "model.w"}),
     "optimizer without kind": tree(optimizers=[{"prefix": "optim"}]),
     "counts as text": tree(optimizers=[tree()["optimizers"][0] | {"counts": {"w": {"step": "7"}}}]),
@@ -223,7 +229,7 @@ def test_a_hostile_manifest_is_refused(content: object) -> None:
 
 
 def test_a_sparse_manifest_is_not_read(tmp_path: Path) -> None:
-    path = saved.save(tmp_path, "a")
+    path = small_checkpoints.save(tmp_path, "a")
     os.truncate(path / "manifest.json", 1 << 40)
     with pytest.raises(CheckpointError, match="larger than"):
         checkpoint.verify_files(path)
@@ -232,7 +238,7 @@ def test_a_sparse_manifest_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
 def test_a_manifest_is_a_regular_file(tmp_path: Path, kind: str) -> None:
-    path = saved.save(tmp_path, "a")
+    path = small_checkpoints.save(tmp_path, "a")
     manifest = path / "manifest.json"
     manifest.rename(tmp_path / "aside.json")
     if kind == "fifo":

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-import saved
+import small_checkpoints
 
 from nbdist import checkpoint
 from nbdist.checkpoint import FolderStorage
@@ -21,7 +21,7 @@ FILE = "model-00000-0.safetensors"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return saved.save(tmp_path / "root", "a")
+    return small_checkpoints.save(tmp_path / "root", "a")
 
 
 def test_what_was_written_is_good(path: Path) -> None:
@@ -33,7 +33,9 @@ def test_what_was_written_is_good(path: Path) -> None:
     assert checkpoint.verify_files(path, crc=False) == checkpoint.verify_files(path, files=[FILE])
 
 
-@pytest.mark.parametrize("damage", saved.DAMAGE.values(), ids=saved.DAMAGE.keys())
+@pytest.mark.parametrize(
+    "damage", small_checkpoints.DAMAGE.values(), ids=small_checkpoints.DAMAGE.keys()
+)
 @pytest.mark.fault("E6")
 def test_damage_is_found_and_named(path: Path, damage: Callable[[bytes], bytes]) -> None:
     content = (path / FILE).read_bytes()
@@ -59,10 +61,12 @@ def test_ranks_share_the_work() -> None:
         checkpoint.CheckpointFile(name=f"f{n}", size_bytes=size, crc32=0)
         for n, size in enumerate([5, 100, 40, 30, 30, 1])
     )
-    shares = [checkpoint.files_for_rank(saved.manifest(files), rank, 3) for rank in range(3)]
+    shares = [
+        checkpoint.files_for_rank(small_checkpoints.manifest(files), rank, 3) for rank in range(3)
+    ]
     assert sum(map(len, shares)) == 6
     assert set.union(*shares) == {file.name for file in files}
-    assert checkpoint.files_for_rank(saved.manifest(), 0, 2) == set()
+    assert checkpoint.files_for_rank(small_checkpoints.manifest(), 0, 2) == set()
 
 
 @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "folder"])
@@ -106,14 +110,14 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
 
 def test_an_open_checkpoint_stays_the_same_one(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    saved.save(root, "a", seed=1)
+    small_checkpoints.save(root, "a", seed=1)
     with FolderStorage(root).open_reader("a") as opened:
         before = opened.manifest
-        saved.save(root, "a", seed=2, overwrite=True)
+        small_checkpoints.save(root, "a", seed=2, overwrite=True)
         fd = opened.open_file(before.files[0])  # of the old one, which lives on under no name
         fd.close()
         with FolderStorage(root).open_reader("a") as new:
             assert new.manifest.id != before.id
         assert len([path for path in root.iterdir() if path.name.startswith(".old")]) == 1
-    saved.save(root, "b")  # nobody reads it now
+    small_checkpoints.save(root, "b")  # nobody reads it now
     assert not [path for path in root.iterdir() if path.name.startswith(".old")]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nbdist.worker.engines import accelerator
+from nbdist.worker.engines import accelerator_patch
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -19,7 +19,7 @@ def test_scaled_gradients_are_clipped_at_the_same_norm(kind: Any, *, fused: bool
     prepared = SimpleNamespace(
         _optimizers=[SimpleNamespace(optimizer=optimizer)], _models=[], _nbdist_clipped=False
     )
-    accelerator._clip_before_steps(cast("Any", prepared), 1.0)
+    accelerator_patch._clip_before_steps(cast("Any", prepared), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale((weight * 3).sum()).backward()  # a norm of 6, to be 1
     scaler.step(optimizer)
@@ -36,7 +36,7 @@ def test_a_step_whose_gradients_overflow_is_skipped() -> None:
     prepared = SimpleNamespace(
         _optimizers=[SimpleNamespace(optimizer=optimizer)], _models=[], _nbdist_clipped=False
     )
-    accelerator._clip_before_steps(cast("Any", prepared), 1.0)
+    accelerator_patch._clip_before_steps(cast("Any", prepared), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale((weight * torch.inf).sum()).backward()
     scaler.step(optimizer)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster import bootstrap, factory, slurm
+from nbdist.cluster import factory, node_bootstrap, slurm
 from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
@@ -25,8 +25,8 @@ from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.magics import completion
 from nbdist.session import config
-from nbdist.session import placement as session_placement
-from nbdist.session.config import ClusterOptions
+from nbdist.session import device_placement as session_placement
+from nbdist.session.config import SessionCluster
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -235,7 +235,7 @@ def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[AllocatedNode]]:
 
 def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:
     cluster, places = allotted(
-        srun, ANSWERS.replace("VERSIONS", repr(bootstrap.software_versions()))
+        srun, ANSWERS.replace("VERSIONS", repr(node_bootstrap.software_versions()))
     )
     try:
         assert [(one.name, one.address) for one in places] == [
@@ -291,7 +291,9 @@ def test_the_nodes_that_slurm_gives_jobs(
 
 
 def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> None:
-    cluster, _ = allotted(srun, ANSWERS.replace("VERSIONS", repr(bootstrap.software_versions())))
+    cluster, _ = allotted(
+        srun, ANSWERS.replace("VERSIONS", repr(node_bootstrap.software_versions()))
+    )
     cluster.close()
     assert cluster.num_available_nodes("cpu", 1, 2) == 2  # Slurm says nothing
     with socket.create_server(("127.0.0.1", 0)) as slurmd:
@@ -365,16 +367,16 @@ class FakeCluster:
 
 
 @pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> ClusterOptions:
+def where(monkeypatch: pytest.MonkeyPatch) -> SessionCluster:
     monkeypatch.setattr(factory, "create_cluster", lambda *_: FakeCluster())
-    return ClusterOptions({"on": "ray"})
+    return SessionCluster({"on": "ray"})
 
 
-def chosen(where: ClusterOptions, **given: object) -> config.SessionConfig:
+def chosen(where: SessionCluster, **given: object) -> config.SessionConfig:
     return config.SessionConfig.from_options({"auto": False, **given}, where)
 
 
-def test_a_choice_on_a_cluster_counts_nodes(where: ClusterOptions) -> None:
+def test_a_choice_on_a_cluster_counts_nodes(where: SessionCluster) -> None:
     choice = chosen(where, nproc=8)
     assert choice.describe_devices == "8 GPU ranks on 2 nodes"
     assert choice.placement.num_nodes == 2
@@ -387,7 +389,7 @@ def test_a_choice_on_a_cluster_counts_nodes(where: ClusterOptions) -> None:
     }
 
 
-def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: ClusterOptions) -> None:
+def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: SessionCluster) -> None:
     before = chosen(where, nproc=8)
     given = chosen(where, nproc=8, precision="bf16")
     assert before.options.precision == "bf16"
@@ -402,32 +404,32 @@ def test_once_the_nodes_are_there_their_gpus_decide_the_precision(where: Cluster
     assert (undecided.is_auto_pending, undecided.options.precision) == (True, "no")
 
 
-def test_shards_can_be_replicated_across_its_nodes(where: ClusterOptions) -> None:
+def test_shards_can_be_replicated_across_its_nodes(where: SessionCluster) -> None:
     choice = chosen(where, nproc=8, backend="fsdp2", replicate_across="nodes")
     assert choice.hardware.nodes == 2
     with pytest.raises(OptionError, match="needs ranks on several machines"):
         chosen(where, nproc=4, backend="fsdp2", replicate_across="nodes")
 
 
-def test_the_cluster_is_asked_once_for_the_same_wish(where: ClusterOptions) -> None:
+def test_the_cluster_is_asked_once_for_the_same_wish(where: SessionCluster) -> None:
     chosen(where, nproc=8)
     chosen(where, nproc=8)
     assert isinstance(where.cluster, FakeCluster)
     assert where.cluster.asked == [(8, None, None)]
 
 
-def test_gpus_of_this_machine_cannot_be_named_there(where: ClusterOptions) -> None:
+def test_gpus_of_this_machine_cannot_be_named_there(where: SessionCluster) -> None:
     with pytest.raises(OptionError, match="--gpus 0,1 selects GPUs of this machine"):
         chosen(where, devices="0,1")
 
 
 @pytest.mark.parametrize("given", [{"nodes": 0}, {"nodes": "two"}, {"gpus_per_node": -1}])
-def test_numbers_are_checked(where: ClusterOptions, given: Mapping[str, object]) -> None:
+def test_numbers_are_checked(where: SessionCluster, given: Mapping[str, object]) -> None:
     with pytest.raises(OptionError, match="must be an integer"):
         chosen(where, **given)
 
 
-def test_fewer_nodes_have_fewer_ranks(where: ClusterOptions) -> None:
+def test_fewer_nodes_have_fewer_ranks(where: SessionCluster) -> None:
     placement = session_placement.cluster_placement(RankDistribution("cuda", 2, 4))
     assert where.options_for_remaining_nodes(placement) == {}
     assert isinstance(where.cluster, FakeCluster)
@@ -438,7 +440,7 @@ def test_fewer_nodes_have_fewer_ranks(where: ClusterOptions) -> None:
         where.options_for_remaining_nodes(placement)
 
 
-def test_a_session_does_not_move(where: ClusterOptions) -> None:
+def test_a_session_does_not_move(where: SessionCluster) -> None:
     where.check_changes({"on": "ray", "nodes": 4})
     with pytest.raises(OptionError, match="--on slurm: this session's ranks are on ray"):
         where.check_changes({"on": "slurm"})
@@ -466,6 +468,6 @@ def test_new_numbers_push_old_ones_out(
 
 def test_what_is_the_clusters_own_is_not_handed_on() -> None:
     given = {"RAY_AUTH_TOKEN_PATH": "x", "SLURM_JOB_ID": "1", "HOME": "/h", "PYTHONPATH": "/p"}
-    kept = bootstrap.agent_environment(given)
+    kept = node_bootstrap.agent_environment(given)
     assert set(kept) == {"HOME", "PYTHONPATH"}
     assert kept["PYTHONPATH"].endswith(":/p")

@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist.worker import collective_check
-from nbdist.worker.collective_check import CALLS_PER_GROUP, MAX_GROUPS, CollectiveLog, LoggedCall
+from nbdist.worker.collective_check import (
+    CALLS_PER_GROUP,
+    MAX_GROUPS,
+    CollectiveLog,
+    LoggedCollective,
+)
 
 if TYPE_CHECKING:
     import mmap
     from pathlib import Path
 
-SUM = LoggedCall.from_signature("all_reduce|4", "all_reduce of float32[4]")
-OTHER = LoggedCall.from_signature("all_reduce|8", "all_reduce of float32[8]")
+SUM = LoggedCollective.from_signature("all_reduce|4", "all_reduce of float32[4]")
+OTHER = LoggedCollective.from_signature("all_reduce|8", "all_reduce of float32[8]")
 
 
 @pytest.fixture

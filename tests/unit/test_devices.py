@@ -12,8 +12,8 @@ from nbdist.cluster.allocation import RankDistribution
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
-from nbdist.session import placement as session_placement
-from nbdist.session.placement import Placement, choose_placement
+from nbdist.session import device_placement as session_placement
+from nbdist.session.device_placement import DevicePlacement, choose_placement
 from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) ->
 )
 def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int, ...]) -> None:
     placed = choose_placement(nproc, gpus, machine_of(count))
-    assert placed == Placement(len(expected), expected, tuple(f"GPU-{i}" for i in expected))
+    assert placed == DevicePlacement(len(expected), expected, tuple(f"GPU-{i}" for i in expected))
     assert placed.kind == "cuda"
 
 
@@ -212,7 +212,7 @@ def test_ranks_take_gpus(nproc: Any, gpus: Any, count: int, expected: tuple[int,
 )
 def test_without_gpus_ranks_take_the_cpu(nproc: Any, gpus: Any, count: int, expected: int) -> None:
     placed = choose_placement(nproc, gpus, machine_of(count))
-    assert placed == Placement(expected, None)
+    assert placed == DevicePlacement(expected, None)
     assert placed.kind == "cpu"
 
 

@@ -17,11 +17,11 @@ import pytest
 import nbdist
 from nbdist.cluster.orphan_cleanup import OrphanResources
 from nbdist.doctor import (
+    diagnosis,
     environment,
     finding,
     gpus,
     ports,
-    report,
     resources,
     software,
     stale_resources,
@@ -83,7 +83,7 @@ def test_looking_brings_no_torch_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_it_shows_is_text_and_no_markup() -> None:
     one = Finding("problem", "<b>topic", "<script>alert(1)</script>", "<i>do")
-    page = report.Diagnosis((one,))._repr_html_()
+    page = diagnosis.Diagnosis((one,))._repr_html_()
     assert "<script" not in page
     assert "&lt;b&gt;topic" in page
     assert "&lt;i&gt;do" in page
@@ -94,7 +94,7 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
         yield finding.ok("a", "b")
         raise RuntimeError("strange machine")
 
-    before, one = report._looked("ports", look)
+    before, one = diagnosis._run_check("ports", look)
     assert before == finding.ok("a", "b")
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says

@@ -13,13 +13,13 @@ import pytest
 
 from nbdist import strategies
 from nbdist.doctor import training_run
-from nbdist.doctor.report import Diagnosis
+from nbdist.doctor.diagnosis import Diagnosis
 from nbdist.doctor.training_run import RunErrors
 from nbdist.magics.arguments import switch_parser
-from nbdist.planner import cluster_spec, devices
+from nbdist.planner import cluster_spec, target_devices
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
-from nbdist.profiler.report import Profile
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def only(run: RunErrors) -> tuple[Finding, dict[str, Any]]:
 def profile(backend: str, *ranks: RankProfile, hardware: Hardware = GPU, **options: Any) -> Profile:
     """A profile of a model that the planner does not know."""
     cluster = (
-        devices.parse_devices("2xH100-80GB,nvlink")
+        target_devices.parse_devices("2xH100-80GB,nvlink")
         if hardware is GPU
         else cluster_spec.cpu_cluster(2, host_memory_bytes=16 << 30, num_cpus=2)
     )

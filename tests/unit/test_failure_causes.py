@@ -13,8 +13,8 @@ import pytest
 
 import nbdist
 from nbdist.checkpoint import FolderStorage
-from nbdist.cluster import interfaces, launcher_process
-from nbdist.cluster.local import LAUNCHER_GONE, LAUNCHER_NAME
+from nbdist.cluster import launcher_interface, launcher_process
+from nbdist.cluster.local_launcher import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.protocol import messages
 from nbdist.session import failure_causes
 from nbdist.session.failure_causes import (
@@ -175,7 +175,7 @@ def test_a_stopped_process_is_told_once_and_when_it_goes_on(
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
         found = {
-            name: interfaces.ProcessStatus(pid, launcher_process.process_status(pid))
+            name: launcher_interface.ProcessStatus(pid, launcher_process.process_status(pid))
             for name, pid in pids.items()
         }
         told.extend(seen.update(found))
@@ -206,7 +206,7 @@ def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
     monkeypatch.setattr(FolderStorage, "list_checkpoints", hangs)
     session = nbdist.Session(nproc=2, checkpoints=tmp_path)
     began = time.monotonic()
-    died = session._die(WorkerFailure("rank 1", "ended with exit code 3"))
+    died = session._record_death(WorkerFailure("rank 1", "ended with exit code 3"))
     assert time.monotonic() - began < 10
     over.set()
     assert died.headline.startswith("rank 1 ended with exit code 3; all ranks were ended")

@@ -6,7 +6,7 @@ from typing import Any
 
 from nbdist.protocol import messages
 from nbdist.session.hang_detection import described, detect_hang, have_collectives_diverged
-from tests.doubles.rank_answers import answer, waits
+from tests.doubles.rank_activity_replies import answer, waits
 
 
 def error(rank: int, line: int) -> messages.RankError:

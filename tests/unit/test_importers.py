@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 
 from nbdist.errors import CheckpointError
 from nbdist.state import importers
-from nbdist.state.shards import Piece, Shard
+from nbdist.state.shards import Shard, ShardPiece
 from tests.doubles.foreign_checkpoints import (
     HOSTILE,
     Bomb,
@@ -102,7 +102,7 @@ def test_safetensors_by_file_and_index(tmp_path: Path) -> None:
     assert alone.keys == {"model.a": ((3, 4), torch.float32)}
     room = torch.zeros(5)
     alone.read_into(
-        {"model.a": Shard(shape=(3, 4), dtype=torch.float32, pieces=(Piece(2, 7, room),))}
+        {"model.a": Shard(shape=(3, 4), dtype=torch.float32, pieces=(ShardPiece(2, 7, room),))}
     )
     assert room.tolist() == [2, 3, 4, 5, 6]
     half = {"a": ("model.x", 12, (2, 12)), "b": ("model.y", 0, (5,))}

@@ -9,8 +9,8 @@ import pytest
 
 from nbdist.protocol import messages
 from nbdist.session import interrupt
-from nbdist.session.interrupt import InterruptEscalation, Stage
-from tests.doubles.rank_answers import answer, waits
+from nbdist.session.interrupt import InterruptEscalation, InterruptStage
+from tests.doubles.rank_activity_replies import answer, waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -108,7 +108,7 @@ def passes(clock: Clock, stages: InterruptEscalation, seconds: float) -> None:
 @pytest.mark.parametrize("kind", ["cell", "request", "repair"])
 def test_three_stops_end_ranks_that_say_nothing(clock: Clock, ranks: Ranks, kind: Kind) -> None:
     stages, _ = watching(ranks, kind)
-    assert stages.escalate() is Stage.INTERRUPTED
+    assert stages.escalate() is InterruptStage.INTERRUPTED
     passes(clock, stages, 60)
     assert not stages.returns_prompt or kind == "repair"
     stages.escalate()
@@ -125,9 +125,9 @@ def test_three_stops_end_ranks_that_say_nothing(clock: Clock, ranks: Ranks, kind
 def test_three_stops_at_once_leave_each_stage_its_time(clock: Clock, ranks: Ranks) -> None:
     stages, _ = watching(ranks)
     for _ in range(3):
-        assert stages.escalate() is Stage.INTERRUPTED
+        assert stages.escalate() is InterruptStage.INTERRUPTED
     passes(clock, stages, 2)
-    assert stages.stage is Stage.ABORTED
+    assert stages.stage is InterruptStage.ABORTED
     passes(clock, stages, 1)
     assert not ranks.ended
     passes(clock, stages, 2)
@@ -141,7 +141,7 @@ def test_a_rank_that_computes_for_long_is_never_aborted_by_one_stop(
     ranks.answers = {0: answer(3, still_s=60.0), 1: answer(3, still_s=60.0)}
     stages.escalate()
     passes(clock, stages, 100)
-    assert stages.stage is Stage.INTERRUPTED
+    assert stages.stage is InterruptStage.INTERRUPTED
     assert messages.ABORT_COLLECTIVES not in ranks.sent
     assert "interrupted, but ranks 0-1 spin in line 3. Interrupt again" in stages.work.notice
 
@@ -152,10 +152,10 @@ def test_a_rank_that_spins_ahead_of_the_others_is_aborted_after_one_stop(
     stages, _ = watching(ranks)
     ranks.answers = {0: answer(3, still_s=60.0, count=6), 1: answer(2, count=5)}
     passes(clock, stages, 10)
-    assert stages.stage is Stage.RUNNING
+    assert stages.stage is InterruptStage.RUNNING
     stages.escalate()
     passes(clock, stages, 3)
-    assert stages.stage is Stage.ABORTED
+    assert stages.stage is InterruptStage.ABORTED
     assert not stages.returns_prompt
 
 
@@ -164,10 +164,10 @@ def test_a_request_is_not_aborted_while_a_rank_still_moves(clock: Clock, ranks: 
     ranks.answers = {0: waits(4, 1, seconds=60.0), 1: answer(2, called="read", still_s=0.5)}
     stages.escalate()
     passes(clock, stages, 60)
-    assert stages.stage is Stage.INTERRUPTED
+    assert stages.stage is InterruptStage.INTERRUPTED
     ranks.answers[1] = answer(2, called="read", still_s=2.0)
     passes(clock, stages, 1)
-    assert stages.stage is Stage.ABORTED
+    assert stages.stage is InterruptStage.ABORTED
 
 
 def test_a_rank_that_has_failed_in_a_phase_frees_one_that_spins(clock: Clock, ranks: Ranks) -> None:
@@ -177,7 +177,7 @@ def test_a_rank_that_has_failed_in_a_phase_frees_one_that_spins(clock: Clock, ra
     passes(clock, stages, 1)
     assert stages.work.notice.startswith("rank 0 raised OutOfMemoryError; rank 1 has been in item")
     passes(clock, stages, 12)
-    assert stages.stage is Stage.ABORTED
+    assert stages.stage is InterruptStage.ABORTED
     assert stages.stops == 0
 
 
@@ -187,10 +187,10 @@ def test_a_repair_in_which_nothing_moves_is_given_up_without_a_stop(
     stages, _ = watching(ranks, "repair")
     ranks.answers = {rank: answer(8, called="item", still_s=20.0) for rank in (0, 1)}
     passes(clock, stages, 5)
-    assert stages.stage is Stage.RUNNING
+    assert stages.stage is InterruptStage.RUNNING
     ranks.answers = {rank: answer(8, called="item", still_s=31.0) for rank in (0, 1)}
     passes(clock, stages, 12)
-    assert stages.stage is Stage.ABORTED
+    assert stages.stage is InterruptStage.ABORTED
     assert stages.returns_prompt
 
 

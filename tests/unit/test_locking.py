@@ -35,7 +35,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(progress, "RunningCellSink", Screen)
+    monkeypatch.setattr(progress, "RunningCellWriter", Screen)
     return shown
 
 

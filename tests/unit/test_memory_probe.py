@@ -31,11 +31,11 @@ def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
     monkeypatch.setattr(main.process_group, "create_default_group", join)
     monkeypatch.setattr(main.rendezvous_store, "open_store", lambda _launch: None)
     monkeypatch.setattr(main, "set_num_threads", lambda _launch: None)
-    monkeypatch.setattr(memory_probe.probe_state, "device_before_bytes", 0)
+    monkeypatch.setattr(memory_probe.current_probe, "device_before_bytes", 0)
     launch: Any = SimpleNamespace(devices=("0", "1"), nodes=1)
     with pytest.raises(Joined):
         main.set_up_rank(launch, 1)
-    assert memory_probe.probe_state.device_before_bytes == 101
+    assert memory_probe.current_probe.device_before_bytes == 101
 
 
 def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:

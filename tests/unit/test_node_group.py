@@ -10,8 +10,8 @@ import zmq
 
 from nbdist.cluster import protocol
 from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
-from nbdist.cluster.interfaces import EXITED
-from nbdist.cluster.local import LAUNCHER_GONE
+from nbdist.cluster.launcher_interface import EXITED
+from nbdist.cluster.local_launcher import LAUNCHER_GONE
 from nbdist.cluster.node_group import NodeGroup
 from nbdist.protocol import messages
 from tests.conftest import eventually
@@ -28,7 +28,7 @@ class Agent:
     """The connection of one node, without a launcher behind it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ticket: str) -> None:
-        given = protocol.AgentTicket.from_json(ticket)
+        given = protocol.AgentCredentials.from_json(ticket)
         self.has_ended = False
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -53,7 +53,7 @@ class Agent:
 
     def tell(self, line: messages.LauncherMessage) -> None:
         """Send what the node's launcher says."""
-        self.send(protocol.LauncherLine(messages.encode_line(line).decode()))
+        self.send(protocol.LauncherLinkMessage(messages.encode_line(line).decode()))
 
     def heard(self, kind: type[Any]) -> Any:
         """Read up to the next message of this kind."""
@@ -65,11 +65,11 @@ class Agent:
 
     def answer(self) -> None:
         """Answer the last request, for the log."""
-        self.send(protocol.AgentReply(self.heard(protocol.AgentQuery).id, ""))
+        self.send(protocol.AgentReply(self.heard(protocol.AgentRequest).id, ""))
 
     def end(self) -> None:
         """End when told to."""
-        self.heard(protocol.StopAgent)
+        self.heard(protocol.StopAgentRequest)
         self.send(protocol.AgentExited("ended"))
         self.has_ended = True
 
@@ -116,7 +116,7 @@ class Heard:
         return False
 
     def launch(self, world_size: int) -> None:
-        launch = messages.LaunchRanks(GENERATION, world_size, None, {}, None, {}, "", "")
+        launch = messages.LaunchRanksRequest(GENERATION, world_size, None, {}, None, {}, "", "")
         self.channels.append(self.group.launch(launch, "key", self))
 
 
@@ -144,7 +144,7 @@ def heard() -> Iterator[Heard]:
 
 def test_nodes_get_ranks_in_their_order(heard: Heard) -> None:
     heard.launch(3)
-    fields = [agent.heard(protocol.LaunchRanks).fields for agent in heard.agents]
+    fields = [agent.heard(protocol.LaunchNodeRanksRequest).fields for agent in heard.agents]
     assert [(one["first"], one["here"], one["node"], one["nodes"]) for one in fields] == [
         (0, 2, 0, 2),
         (2, 1, 1, 2),
@@ -169,8 +169,8 @@ def test_the_end_of_all_ranks_is_told_once_with_the_first_cause(heard: Heard) ->
     alpha, beta = heard.agents
     beta.tell(messages.AllRanksExited(GENERATION - 1))
     beta.tell(messages.AllRanksExited(GENERATION, {"2": 1}))
-    line = alpha.heard(protocol.LauncherLine)
-    assert messages.decode_line(line.text.encode()) == messages.StopRanks()
+    line = alpha.heard(protocol.LauncherLinkMessage)
+    assert messages.decode_line(line.text.encode()) == messages.StopRanksRequest()
     assert heard.lines == []
     alpha.tell(messages.AllRanksExited(GENERATION, {"0": -15}))
     told = messages.AllRanksExited(GENERATION, {"0": -15, "2": 1}, node="beta")

@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.hardware import discovery, telemetry
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
-from nbdist.hardware.telemetry import GpuReading, UsageMonitor, UsageSnapshot
+from nbdist.hardware.telemetry import GpuReading, NodeUsage, NodeUsageMonitor
 from tests.conftest import eventually
 from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 
@@ -31,21 +31,21 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 @pytest.fixture
-def asked() -> Iterator[tuple[UsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]]:
+def asked() -> Iterator[tuple[NodeUsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]]:
     answers: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
-    made = UsageMonitor(lambda *answer: answers.put(answer))
+    made = NodeUsageMonitor(lambda *answer: answers.put(answer))
     yield made, answers
     made.close()
     eventually(lambda: "watch" not in {one.name for one in threading.enumerate()}, within_s=5)
 
 
 def test_one_answer_has_all_ranks_and_the_hosts_memory(
-    nvml: FakeNvml, asked: tuple[UsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]
+    nvml: FakeNvml, asked: tuple[NodeUsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]]
 ) -> None:
     made, answers = asked
     made.request_usage(7, {4: ("GPU-a", os.getpid()), 5: ("", os.getpid()), 6: ("", None)})
     number, told = answers.get(timeout=5)
-    now = UsageSnapshot.from_json(json.loads(json.dumps(told)))
+    now = NodeUsage.from_json(json.loads(json.dumps(told)))
     assert number == 7
     assert (now.readings[4].used_bytes, now.readings[4].others_bytes) == (12 * GIB, 8 * GIB)
     assert len(now.readings[4].holders) == 1
@@ -57,7 +57,7 @@ def test_one_answer_has_all_ranks_and_the_hosts_memory(
 
 def test_nvml_is_let_go_when_nobody_asks_any_more(
     nvml: FakeNvml,
-    asked: tuple[UsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]],
+    asked: tuple[NodeUsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(telemetry, "IDLE_S", 0.05)
@@ -70,10 +70,10 @@ def test_nvml_is_let_go_when_nobody_asks_any_more(
 
 def test_nothing_is_lost_on_the_way() -> None:
     idle = GpuReading(used_bytes=0, utilization=0.0, others_bytes=5, holders=("python (pid 7)",))
-    sent = UsageSnapshot(
+    sent = NodeUsage(
         3 * GIB, {0: idle, 1: GpuReading(), 12: GpuReading(note="NVML does not answer")}
     )
-    assert UsageSnapshot.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    assert NodeUsage.from_json(json.loads(json.dumps(sent.to_json()))) == sent
 
 
 def test_nodes_travel_without_their_names() -> None:

@@ -64,6 +64,8 @@ class Secretive(torch.optim.SGD):
         super().__init__(params, lr=secret)
 
 
-def test_what_is_not_kept_is_named(parameter: torch.nn.Parameter) -> None:
+def test_what_is_not_kept_is_named_when_it_is_needed(parameter: torch.nn.Parameter) -> None:
+    recipe = optimizer_recipes.capture_recipe(Secretive([parameter], 0.1), {id(parameter): "w"})
+    assert recipe.param_group_names == (("w",),)
     with pytest.raises(SwitchError, match="does not store its arguments secret"):
         again(Secretive([parameter], 0.1), parameter)

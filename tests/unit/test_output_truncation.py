@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbdist.worker.stream import KEPT_CHARS, MAX_CHARS, truncate
+from nbdist.worker.output_streams import KEPT_CHARS, MAX_CHARS, truncate
 
 
 def test_a_text_that_is_not_giant_stays_as_it_is() -> None:

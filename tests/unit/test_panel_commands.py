@@ -8,11 +8,11 @@ import pytest
 from nbdist.errors import CheckpointError, NotEmptyError, RankDied, SessionBusy
 from nbdist.panel import commands
 from nbdist.panel.commands import (
-    BadMessage,
-    Command,
     CommandQueue,
+    InvalidPanelMessage,
     LogRequest,
     PageOpened,
+    PanelCommand,
     parse_message,
 )
 from tests.conftest import eventually
@@ -34,14 +34,14 @@ def command(
         ({"kind": "hello", "more": "x"}, PageOpened()),
         ({"kind": "log", "rank": None, "search": ""}, LogRequest(None, "")),
         ({"kind": "log", "rank": 1, "search": "error"}, LogRequest(1, "error")),
-        (command("interrupt"), Command("1", "interrupt", {})),
+        (command("interrupt"), PanelCommand("1", "interrupt", {})),
         (
             command("switch", backend="zero3", offload="cpu", nproc=2),
-            Command("1", "switch", {"backend": "zero3", "offload": "cpu", "nproc": 2}),
+            PanelCommand("1", "switch", {"backend": "zero3", "offload": "cpu", "nproc": 2}),
         ),
-        ({"kind": "command", "id": "7", "name": "plan"}, Command("7", "plan", {})),
-        (command("profile"), Command("1", "profile", {})),
-        (command("switch", accumulate=4), Command("1", "switch", {"accumulate": 4})),
+        ({"kind": "command", "id": "7", "name": "plan"}, PanelCommand("7", "plan", {})),
+        (command("profile"), PanelCommand("1", "profile", {})),
+        (command("switch", accumulate=4), PanelCommand("1", "switch", {"accumulate": 4})),
     ],
 )
 def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
@@ -82,21 +82,21 @@ def test_what_the_protocol_has_is_read(message: object, meant: object) -> None:
     ids=lambda message: repr(message)[:60],
 )
 def test_everything_else_is_refused(message: object) -> None:
-    with pytest.raises(BadMessage):
+    with pytest.raises(InvalidPanelMessage):
         parse_message(message, [])
 
 
 @pytest.mark.fault("G2")
 def test_buffers_are_refused() -> None:
-    with pytest.raises(BadMessage):
+    with pytest.raises(InvalidPanelMessage):
         parse_message({"kind": "hello"}, [b"x"])
 
 
 def test_a_refused_command_is_answered_by_its_id() -> None:
-    with pytest.raises(BadMessage, match="interrupt, restart, cancel, switch") as refused:
+    with pytest.raises(InvalidPanelMessage, match="interrupt, restart, cancel, switch") as refused:
         parse_message(command("stop", identity="9"), [])
     assert refused.value.answers == "9"
-    with pytest.raises(BadMessage) as nameless:
+    with pytest.raises(InvalidPanelMessage) as nameless:
         parse_message({"kind": "x", "id": {"a": 1}}, [])
     assert nameless.value.answers is None
 
@@ -205,7 +205,7 @@ class Driven:
 def test_errors_are_answers(session: FakeSession) -> None:
     with Driven(session) as driven:
         for name in ("bad", "broken", "good"):
-            driven.driver.submit(Command(name, "save", {"name": name}))
+            driven.driver.submit(PanelCommand(name, "save", {"name": name}))
         eventually(lambda: len(driven.answers) == 3, within_s=5)
     assert [one["ok"] for one in driven.answers] == [False, False, True]
     assert driven.answers[0]["text"] == "no room."
@@ -215,7 +215,7 @@ def test_errors_are_answers(session: FakeSession) -> None:
 def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) -> None:
     session.busy_times = 2
     with Driven(session) as driven:
-        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert driven.answers[0]["ok"]
 
@@ -225,9 +225,9 @@ def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
 ) -> None:
     session.running = FakeCell()
     with session.lock, Driven(session) as driven:  # as the thread of a cell that blocks has it
-        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "save", {"name": "a"}))
         for identity in "23":
-            driven.driver.submit(Command(identity, "profile"))
+            driven.driver.submit(PanelCommand(identity, "profile"))
         eventually(lambda: len(driven.answers) == 2, within_s=5)
         assert driven.driver.waiting_commands == [{"id": "1", "text": "save a"}]
     assert session.done == ["profile of the cell"] * 2
@@ -238,9 +238,9 @@ def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
 def test_a_restart_drops_what_waits(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
-        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "save", {"name": "a"}))
         eventually(lambda: driven.driver.waiting_commands, within_s=5)
-        driven.driver.submit(Command("2", "restart"))
+        driven.driver.submit(PanelCommand("2", "restart"))
         eventually(lambda: len(driven.answers) == 2, within_s=5)
     assert session.done == ["restart"]
     assert driven.answers[0]["text"] == "Not run: the ranks are restarted."
@@ -250,9 +250,9 @@ def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.Mon
     monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.1)
     session.hangs = threading.Event()
     with Driven(session) as driven:
-        driven.driver.submit(Command("1", "load", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.submit(Command("2", "restart"))  # at once, before it is known to hang
+        driven.driver.submit(PanelCommand("2", "restart"))  # at once, before it is known to hang
         eventually(driven.hurried(2), within_s=5)
     assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
 
@@ -264,7 +264,7 @@ def test_a_restart_ends_a_look_at_ranks_that_hang(
     with Driven(session) as driven:
         driven.hanging = True
         eventually(lambda: driven.hangs, within_s=5)
-        driven.driver.submit(Command("1", "restart"))
+        driven.driver.submit(PanelCommand("1", "restart"))
         eventually(driven.hurried(1), within_s=5)
     assert session.done == ["restart"]
 
@@ -274,9 +274,9 @@ def test_what_takes_long_goes_on_where_no_restart_waits(
 ) -> None:
     monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.0)
     with Driven(session) as driven:
-        driven.driver.submit(Command("1", "load", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.submit(Command("2", "save", {"name": "b"}))
+        driven.driver.submit(PanelCommand("2", "save", {"name": "b"}))
         driven.driver.abort_stuck_restart()
         assert not session.hangs.is_set()
         session.hangs.set()
@@ -287,16 +287,16 @@ def test_a_session_that_cannot_be_looked_at_is_not_the_end(session: FakeSession)
     with Driven(session) as driven:
         driven.failing = True
         assert driven.planned.wait(5)
-        driven.driver.submit(Command("1", "save", {"name": "a"}))
+        driven.driver.submit(PanelCommand("1", "save", {"name": "a"}))
         eventually(lambda: driven.answers, within_s=5)
     assert session.done == ["save a"]
 
 
 def test_what_runs_already_can_no_longer_be_cancelled(session: FakeSession) -> None:
     with Driven(session) as driven:
-        driven.driver.submit(Command("a", "load", {"name": "a"}))
+        driven.driver.submit(PanelCommand("a", "load", {"name": "a"}))
         eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.cancel(Command("1", "cancel", {"command": "a"}))
+        driven.driver.cancel(PanelCommand("1", "cancel", {"command": "a"}))
         (answer,) = driven.answers
         assert (answer["id"], answer["ok"]) == ("1", False)
         assert answer["text"] == "Cannot cancel the command: it has already started."
@@ -307,7 +307,7 @@ def test_a_full_queue_says_so(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
         for number in range(commands.MAX_QUEUE + 1):
-            driven.driver.submit(Command(str(number), "save", {"name": "a"}))
+            driven.driver.submit(PanelCommand(str(number), "save", {"name": "a"}))
         assert not driven.answers[0]["ok"]
         assert len(driven.driver.waiting_commands) == commands.MAX_QUEUE
     assert session.done == []  # what waits when the panel closes is not run

@@ -5,16 +5,16 @@ import threading
 
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
-from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
-from nbdist.panel import devices
-from nbdist.panel.devices import DeviceSampler, device_slots
-from nbdist.session.placement import Placement
+from nbdist.hardware.telemetry import GpuReading, NodeUsage
+from nbdist.panel import device_sampler
+from nbdist.panel.device_sampler import DeviceSampler, device_slots
+from nbdist.session.device_placement import DevicePlacement
 from tests.conftest import eventually
 from tests.doubles.nvml import GIB, FakeNvml, one_gpu
 
 GPU = Gpu("GPU-a", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
-TWO_CPUS = Placement(2, None)
-ONE_GPU = Placement(1, (0,), ("GPU-a",))
+TWO_CPUS = DevicePlacement(2, None)
+ONE_GPU = DevicePlacement(1, (0,), ("GPU-a",))
 NOBODY = 2**22 + 1
 """A pid that no process of Linux has."""
 
@@ -64,7 +64,7 @@ def test_pids_of_a_host_that_this_container_does_not_have() -> None:
 
 def test_a_driver_that_does_not_answer() -> None:
     assert looked(FakeNvml([], broken=True)) == GpuReading()
-    gone = DeviceSampler(dict, lambda: Placement(1, (0,), ("GPU-b",)), nvml=one_gpu())
+    gone = DeviceSampler(dict, lambda: DevicePlacement(1, (0,), ("GPU-b",)), nvml=one_gpu())
     assert "does not respond" in gone.sample_once().readings[0].note
 
 
@@ -98,7 +98,7 @@ def nodes() -> list[SessionNode]:
 
 
 def test_devices_of_nodes_are_those_that_the_agents_have_found() -> None:
-    away = Placement(3, None, num_nodes=2, is_remote=True)
+    away = DevicePlacement(3, None, num_nodes=2, is_remote=True)
     found = [
         (one.node, one.name, one.ranks, one.capacity_bytes)
         for one in device_slots(away, None, nodes())
@@ -114,16 +114,16 @@ def test_devices_of_nodes_are_those_that_the_agents_have_found() -> None:
 def test_each_node_is_asked_for_all_of_its_ranks_and_a_silent_one_is_unknown() -> None:
     there = nodes()
     told = {
-        "alpha": UsageSnapshot(300 * GIB, {0: GpuReading(used_bytes=12 * GIB, others_bytes=GIB)}),
-        "beta": UsageSnapshot(
+        "alpha": NodeUsage(300 * GIB, {0: GpuReading(used_bytes=12 * GIB, others_bytes=GIB)}),
+        "beta": NodeUsage(
             60 * GIB, {1: GpuReading(used_bytes=5 * GIB), 2: GpuReading(used_bytes=GIB)}
         ),
     }
     made = DeviceSampler(
         lambda: {0: 7, 1: 7, 2: 8},
-        lambda: Placement(3, None, num_nodes=2, is_remote=True),
+        lambda: DevicePlacement(3, None, num_nodes=2, is_remote=True),
         nodes=lambda: list(there),
-        ask=lambda within_s: told if within_s <= devices.SAMPLE_INTERVAL_S else {},
+        ask=lambda within_s: told if within_s <= device_sampler.SAMPLE_INTERVAL_S else {},
     )
     assert [one.used_bytes for one in made.sample_once().readings] == [12 * GIB, 5 * GIB, GIB]
     del told["beta"]

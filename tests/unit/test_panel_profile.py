@@ -14,11 +14,11 @@ import pytest
 import nbdist
 from nbdist.display import panel_html, panel_text
 from nbdist.display.elements import STEP_COLORS
-from nbdist.panel.commands import Command, parse_message
+from nbdist.panel.commands import PanelCommand, parse_message
 from nbdist.panel.controller import PanelData
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 from nbdist.panel.snapshot import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
-from nbdist.planner import devices
+from nbdist.planner import target_devices
 from nbdist.profiler.advice import Advice, Speedup
 from nbdist.profiler.measurements import (
     STEP_PARTS,
@@ -27,8 +27,8 @@ from nbdist.profiler.measurements import (
     PeakMemory,
     RankProfile,
 )
+from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
-from nbdist.profiler.report import Profile
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.strategies import Options
 
@@ -72,7 +72,7 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
     """A profile of two ranks."""
-    setting = ProfiledConfig(options=options, cluster=devices.parse_devices("2xcpu"))
+    setting = ProfiledConfig(options=options, cluster=target_devices.parse_devices("2xcpu"))
     return Profile.of([figures(0, **more), figures(1)], setting)
 
 
@@ -119,7 +119,7 @@ def test_advice_that_is_a_switch_can_be_pressed() -> None:
     assert "from ddp to zero2, accumulate 4" in found["does"]
     assert found["text"] == f"{made.advice[0].gain_text}. It moves less."
     message = {"kind": "command", "id": "1", "name": "switch", "arguments": found["arguments"]}
-    assert isinstance(parse_message(message), Command)
+    assert isinstance(parse_message(message), PanelCommand)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import pytest
 
 from nbdist.panel import protocol
-from nbdist.panel.commands import ARGUMENTS, Command, LogRequest, PageOpened, parse_message
+from nbdist.panel.commands import ARGUMENTS, LogRequest, PageOpened, PanelCommand, parse_message
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -64,5 +64,5 @@ def test_every_message_of_a_page_is_read() -> None:
     assert isinstance(parse_message(opened), PageOpened)
     assert isinstance(parse_message(log), LogRequest)
     plan: protocol.CommandMessage = {"kind": "command", "id": "1", "name": "plan", "arguments": {}}
-    assert isinstance(parse_message(plan), Command)
+    assert isinstance(parse_message(plan), PanelCommand)
     assert set(ARGUMENTS) == set(get_args(protocol.CommandName))

@@ -16,23 +16,23 @@ import pytest
 
 import nbdist
 from nbdist import panel
-from nbdist.display import panel_html, panel_text, units
+from nbdist.display import number_formatting, panel_html, panel_text
 from nbdist.display.elements import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
-from nbdist.hardware.telemetry import GpuReading, UsageSnapshot
+from nbdist.hardware.telemetry import GpuReading, NodeUsage
 from nbdist.panel import assets, plan_view, snapshot
 from nbdist.panel.controller import PanelData
-from nbdist.panel.devices import DeviceSampler, DeviceSnapshot
+from nbdist.panel.device_sampler import DeviceSampler, DeviceSnapshot
 from nbdist.panel.plan_view import PlanView, view_from_plan
 from nbdist.panel.protocol import MEMORY_PARTS, PanelState
 from nbdist.session import planner
 from nbdist.session.cell import Cell
 from nbdist.session.checkpoints import Save
-from nbdist.session.placement import Placement
+from nbdist.session.device_placement import DevicePlacement
 from nbdist.session.training_events import TrainingEvent
 from nbdist.strategies import Options
-from tests.inside import workers
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -181,7 +181,7 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
 
 
 def test_every_row_can_be_switched_to(plan: Any, session: Session) -> None:
-    from nbdist.panel.commands import Command, parse_message
+    from nbdist.panel.commands import PanelCommand, parse_message
 
     for row in view_from_plan(plan, session.options).strategies["rows"]:
         if not row["current"]:
@@ -191,7 +191,7 @@ def test_every_row_can_be_switched_to(plan: Any, session: Session) -> None:
                 "name": "switch",
                 "arguments": row["arguments"],
             }
-            assert isinstance(parse_message(message), Command)
+            assert isinstance(parse_message(message), PanelCommand)
             assert session.differing(**row["arguments"])
 
 
@@ -327,7 +327,7 @@ def test_huge_values_and_steps_are_drawn(session: Session) -> None:
 
 def test_other_processes_of_the_ranks_are_other_peaks() -> None:
     pids = {0: 1, 1: os.getpid()}
-    seen = DeviceSampler(lambda: pids, lambda: Placement(2, None))
+    seen = DeviceSampler(lambda: pids, lambda: DevicePlacement(2, None))
     seen.sample_once()
     assert seen.strategy_peak_bytes[1] > 0
     seen.strategy_peak_bytes[1] = seen.peak_bytes[1] = 5 * GIB
@@ -399,7 +399,7 @@ def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     """A session on two nodes, of which the second does not answer."""
     bare = Machine((), None, 8, 64 * GIB)
     workers(session).nodes = [SessionNode("alpha", (0,), bare), SessionNode("b&ta", (1,), bare)]
-    told = {"alpha": UsageSnapshot(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
+    told = {"alpha": NodeUsage(40 * GIB, {0: GpuReading(used_bytes=3 * GIB)})}
     monkeypatch.setattr(workers(session), "node_usage", lambda _within_s: told)
     session.state = "ready"
     return session
@@ -444,14 +444,14 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (units.format_bytes(None), "-"),
-        (units.format_bytes(312 << 20), "312 MiB"),
-        (units.format_bytes(31.2 * GIB), "31.2 GiB"),
-        (units.format_clock(42), "00:42"),
-        (units.format_clock(3723), "1:02:03"),
-        (units.format_tokens_per_s(12_345), "12.3k"),
-        (units.format_tokens_per_s(840), "840"),
-        (units.format_age(130), "2 min"),
+        (number_formatting.format_bytes(None), "-"),
+        (number_formatting.format_bytes(312 << 20), "312 MiB"),
+        (number_formatting.format_bytes(31.2 * GIB), "31.2 GiB"),
+        (number_formatting.format_clock(42), "00:42"),
+        (number_formatting.format_clock(3723), "1:02:03"),
+        (number_formatting.format_tokens_per_s(12_345), "12.3k"),
+        (number_formatting.format_tokens_per_s(840), "840"),
+        (number_formatting.format_age(130), "2 min"),
     ],
 )
 def test_figures_in_words(given: str, said: str) -> None:

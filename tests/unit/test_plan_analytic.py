@@ -200,8 +200,8 @@ def test_the_loss_is_twelve_bytes_a_logit() -> None:
 def test_adapters_train_and_the_rest_is_frozen() -> None:
     model = analytic.spec_from_config(LLAMA)
     assert isinstance(model, DecoderSpec)
-    adapted = model.with_lora(8)
-    widths = sum(sum(shape) for shape in model.linear_shapes())
+    adapted = model.with_lora(8, "all-linear")
+    widths = sum(shape.out + shape.into for shape in model.linear_shapes())
     assert model_spec.num_trainable_params(adapted) == 2 * 8 * widths
     assert model_spec.num_frozen_params(adapted) == model_spec.num_params(model)
     assert _block(adapted, _run(adapted)).saved_bytes < _block(model, _run(model)).saved_bytes

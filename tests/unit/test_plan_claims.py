@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from claims import CLAIMS, EIGHT, PRO, Claim, seventy_fits
+from article_claims import CLAIMS, EIGHT, PRO, Claim, seventy_fits
 
 
 @pytest.mark.parametrize("one", CLAIMS, ids=lambda one: f"claim {one.number}")

@@ -8,7 +8,7 @@ from nbdist.errors import PlanError
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
 from nbdist.planner import cluster_spec, gpu_catalog
-from nbdist.planner.devices import parse_devices
+from nbdist.planner.target_devices import parse_devices
 
 GIB = 1 << 30
 GB = 1e9

@@ -41,6 +41,22 @@ def test_options_of_the_line_are_fixed() -> None:
     assert plan.question.world_size == 4
 
 
+def test_adapters_of_a_quantized_model() -> None:
+    plan = planned(
+        "8b --devices 2x24GB --lora 16 --target-modules q_proj,v_proj --quantize nf4"
+        " --optimizer muon"
+    )
+    assert (plan.question.model.name, plan.question.optimizer.name) == (
+        "llama, 8.04B parameters",
+        "muon",
+    )
+    refused = plan.row("zero3")
+    assert not refused.fits
+    assert refused.why == (
+        "muon needs parameters of two dimensions, and zero3 flattens them. Use ddp or fsdp2."
+    )
+
+
 def test_a_variable_of_the_notebook() -> None:
     shape = {
         "model_type": "gpt2",

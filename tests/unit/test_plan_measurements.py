@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.planner import (
-    cache,
     cluster_spec,
-    devices,
-    fit_measurements,
-    measurements,
+    measurement_store,
+    measurements_from_profiles,
     step_time,
+    target_devices,
+    user_cache,
 )
-from nbdist.planner.measurements import (
+from nbdist.planner.measurement_store import (
     DEFAULT_LOOP_EFFICIENCY,
     MAX_ENTRIES,
     DeviceOverhead,
@@ -87,7 +87,7 @@ def test_a_profile_counts_half_beside_what_was_there_at_that_size(file: Path) ->
     other = known.record("collective", "here", {str(8 * MIB): 0.02})
     assert other is not None
     assert len(other.curve) == len(CURVE) + 1
-    assert (other.runs, other.day) == (3, cache.today())
+    assert (other.runs, other.day) == (3, user_cache.today())
 
 
 def test_what_is_not_plausible_is_not_averaged_with_what_is(file: Path) -> None:
@@ -106,7 +106,7 @@ def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
         curves={"all_reduce": [[64 * MIB, 0.01]], "all_gather": rank()["curves"]["all_gather"]}
     )
     slow = rank(products={"fp32": 4e10})
-    after = fit_measurements.apply_calibration([quick, slow], before)
+    after = measurements_from_profiles.apply_calibration([quick, slow], before)
     assert step_time.collective_time_s("all_reduce", 64 * MIB, after) == 0.1
     assert step_time.collective_time_s("all_reduce", 64 * MIB, before) != 0.1
     same = step_time.collective_time_s("reduce_scatter", 64 * MIB, before)
@@ -125,24 +125,24 @@ def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
 def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit_measurements.apply_calibration([rank(), rank()], ranks(file))
+    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
     assert ranks(file).comm_speed is not None
     assert ranks(file, count=4).comm_speed is None
     assert ranks(file, host="Another Processor, 2 cores").comm_speed is None
     assert ranks(file, count=4).with_num_ranks(2).comm_speed is not None
     assert ranks(file).with_num_ranks(4).comm_speed is None
-    assert devices.parse_devices("2xcpu").comm_speed is None
-    assert devices.parse_devices("2xcpu").slowest_device.compute_speed is None
-    monkeypatch.setattr(measurements, "_torch", lambda: "9.0")
+    assert target_devices.parse_devices("2xcpu").comm_speed is None
+    assert target_devices.parse_devices("2xcpu").slowest_device.compute_speed is None
+    monkeypatch.setattr(measurement_store, "_torch", lambda: "9.0")
     assert ranks(file).comm_speed is None
 
 
 def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path) -> None:
-    words = devices.parse_devices("2xH100")
+    words = target_devices.parse_devices("2xH100")
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.with_measurements(MeasurementStore(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
-    after = fit_measurements.apply_calibration([measured, measured], found)
+    after = measurements_from_profiles.apply_calibration([measured, measured], found)
     assert after.slowest_device.sustained_flops("bf16") == pytest.approx(
         DEFAULT_LOOP_EFFICIENCY * 6e14
     )
@@ -153,28 +153,32 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
     assert after.with_num_ranks(4).slowest_device.compute_speed is not None, (
         "one GPU computes as before among more"
     )
-    assert devices.parse_devices("2xH100") == words
+    assert target_devices.parse_devices("2xH100") == words
     assert words.slowest_device.sustained_flops("bf16") == pytest.approx(989.4e12 * 0.52)
 
 
 def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> None:
-    fit_measurements.apply_calibration([rank(), rank()], ranks(file))
+    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
     slower = {"all_reduce": [[64 * MIB, 0.3]]}
-    after = fit_measurements.apply_calibration(
+    after = measurements_from_profiles.apply_calibration(
         [rank(curves=slower), rank(curves=slower)], ranks(file)
     )
     assert after.comm_speed is not None
     assert after.comm_speed["all_reduce"].curve == ((64 * MIB, 0.3),)
     assert after.comm_speed["all_reduce"].runs == 2
-    assert after.comm_measured_date == cache.today()
+    assert after.comm_measured_date == user_cache.today()
 
 
 def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path) -> None:
     disk = {"read": 2e9, "write": 1e9, "filesystem": "ext4 on /dev/nvme0n1", "direct": True}
-    after = fit_measurements.apply_calibration([rank(disk=disk), rank(disk=disk)], ranks(file))
+    after = measurements_from_profiles.apply_calibration(
+        [rank(disk=disk), rank(disk=disk)], ranks(file)
+    )
     assert after.nvme_bandwidth == pytest.approx(2 / (1 / 4e9 + 1 / 2e9))
     memory = disk | {"read": 9e10, "filesystem": "tmpfs on tmpfs"}
-    again = fit_measurements.apply_calibration([rank(disk=memory), rank(disk=memory)], ranks(file))
+    again = measurements_from_profiles.apply_calibration(
+        [rank(disk=memory), rank(disk=memory)], ranks(file)
+    )
     assert again.nvme_bandwidth == after.nvme_bandwidth
     elsewhere = MeasurementStore("Another Processor, 2 cores", file)
     assert elsewhere.latest("disk") is None, "a disk of another machine"
@@ -182,7 +186,7 @@ def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path
 
 def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
     before = ranks(file)
-    after = fit_measurements.apply_calibration([rank(), rank()], before)
+    after = measurements_from_profiles.apply_calibration([rank(), rank()], before)
     assert after.slowest_device.uncertainty("no") < before.slowest_device.uncertainty("no")
     known = MeasurementStore(HOST, file)
     known.record("loop", f"{after.describe()}, fp32", {"flops": 3e10, "memory": 2e9})
@@ -192,11 +196,13 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
 
 
 def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
-    before = fit_measurements.apply_calibration([rank(), rank()], ranks(file)).slowest_device
-    loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=cache.today())
+    before = measurements_from_profiles.apply_calibration(
+        [rank(), rank()], ranks(file)
+    ).slowest_device
+    loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=user_cache.today())
     assert before.compute_speed is not None
     looped = replace(before, loop_speeds={"fp32": loop})
-    for one in (before, looped, devices.parse_devices("2xcpu").slowest_device):
+    for one in (before, looped, target_devices.parse_devices("2xcpu").slowest_device):
         assert one.scaled(2).sustained_flops("no") == pytest.approx(2 * one.sustained_flops("no"))
         assert one.scaled(2).sustained_memory_bandwidth("no") == pytest.approx(
             2 * one.sustained_memory_bandwidth("no")
@@ -208,7 +214,7 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
 
 def written(file: Path, kind: str, place: str, **changes: Any) -> MeasurementStore:
     """A file of this machine with one entry changed."""
-    fit_measurements.apply_calibration([rank(), rank()], ranks(file))
+    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
     content = json.loads(file.read_text())
     (key,) = [key for key in content[kind] if key.startswith(place)]
     content[kind][key] |= changes
@@ -280,14 +286,15 @@ def test_a_file_of_something_else_counts_as_empty(file: Path, text: str) -> None
     assert known.latest("disk") is None
     assert device_overhead(known, *A100, **TWO_GPUS).runs == 0
     assert (
-        fit_measurements.apply_calibration([rank(), rank()], ranks(file)).comm_speed is not None
+        measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file)).comm_speed
+        is not None
     ), "and is mended"
 
 
 def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    after = fit_measurements.apply_calibration(
+    after = measurements_from_profiles.apply_calibration(
         [rank(), rank()], ranks(blocked / "measurements.json")
     )
     assert after.comm_speed is not None
@@ -305,10 +312,10 @@ def test_old_entries_make_room_for_new_ones(file: Path) -> None:
 def test_the_file_names_no_host_and_is_in_the_cache_folder(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit_measurements.apply_calibration([rank(), rank()], ranks(file))
+    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
     assert socket.gethostname() not in file.read_text()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert measurements.store_path() == tmp_path / "nbdist" / "measurements.json"
+    assert measurement_store.store_path() == tmp_path / "nbdist" / "measurements.json"
 
 
 # ----------------------------------------------------------------------- device memory
@@ -334,7 +341,7 @@ def session(file: Path, reserved: int, device: int, allocated: int = 10 * GIB) -
 
 def test_without_a_measurement_device_memory_has_the_defaults(file: Path) -> None:
     known = learned(file)
-    assert (known.factor, known.runs) == (measurements.DEFAULT_ALLOCATOR_FACTOR, 0)
+    assert (known.factor, known.runs) == (measurement_store.DEFAULT_ALLOCATOR_FACTOR, 0)
     assert known.device_bytes(0) == known.context_bytes > 0
     alone = learned(file, kind="cuda", world_size=1)
     assert alone.context_bytes < known.context_bytes, "one rank needs no communicator"
@@ -343,7 +350,7 @@ def test_without_a_measurement_device_memory_has_the_defaults(file: Path) -> Non
 def test_a_measured_session_is_used_next_time(file: Path) -> None:
     session(file, 11 * GIB, 12 * GIB)
     known = learned(file)
-    assert known == DeviceOverhead(1.1, GIB, 1, cache.today())
+    assert known == DeviceOverhead(1.1, GIB, 1, user_cache.today())
     assert known.device_bytes(10 * GIB) == pytest.approx(12 * GIB, rel=1e-4)
     assert learned(file, "NVIDIA A100", "ddp", "none").runs == 0, "another backend"
 
@@ -358,7 +365,7 @@ def test_a_new_session_counts_as_much_as_the_earlier_ones(file: Path) -> None:
 
 def test_a_wild_factor_is_bounded(file: Path) -> None:
     session(file, 70 * GIB, 71 * GIB, allocated=GIB)
-    assert learned(file).factor == measurements.ALLOCATOR_FACTOR_LIMITS[1]
+    assert learned(file).factor == measurement_store.ALLOCATOR_FACTOR_LIMITS[1]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import published
+import published_runs
 import pytest
-from published import FEASIBLE, PICKS, RUNS, Pick, Ran, Run, Setting
+from published_runs import FEASIBLE, PICKS, RUNS, Pick, Ran, Run, Setting
 
 from nbdist.planner import model_spec
 from nbdist.planner.model_spec import Workload
@@ -163,7 +163,7 @@ def test_9_zero3_saves_less_than_it_shards() -> None:
 def test_10_states_of_the_zero_papers_sizes_fill_a_v100(backend: str, billions: float) -> None:
     # arXiv 1910.02054, table 1 and figure 1: 64 GPUs of 32 GB, states alone.
     layers = round(billions * 1e9 / 0.81e9)
-    model = published.llama(8192, 22016, layers, 64, 64, 128)
+    model = published_runs.llama(8192, 22016, layers, 64, 64, 128)
     setting = Setting(
         case=10,
         title=backend,
@@ -193,7 +193,7 @@ def test_11_fsdp_needs_a_fraction_of_ddps_memory(machine: str) -> None:
     ddp = Setting(
         case=11,
         title="GPT-2 small",
-        model=published.GPT2_SMALL,
+        model=published_runs.GPT2_SMALL,
         devices=machine,
         backend="ddp",
         batch_size=1,
@@ -214,7 +214,7 @@ def test_12_compiling_gains_less_than_the_most_that_was_published() -> None:
 
 def test_14_long_sequences_are_held_by_checkpoints_and_logits() -> None:
     # stas00/ml-engineering: 8 GiB of checkpoints, 16 GiB for one fp32 copy of the logits.
-    model = published.LLAMA3_8B
+    model = published_runs.LLAMA3_8B
     work = Workload(seq_len=32768, compute="half", activation_checkpointing=True)
     run = model.micro_batch_activations(work)
     saved = sum(

@@ -15,7 +15,7 @@ from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
 from nbdist.planner import search
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner.plan_table import PlanInput
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
@@ -336,12 +336,12 @@ def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> No
 # ---- where nothing fits
 
 
-def question(**changes: Any) -> PlanRequest:
+def question(**changes: Any) -> PlanInput:
     plan = nbdist.plan("70b", devices="8x80GB,nvlink", batch_size=8, offload="none")
     fields = {
-        name: getattr(plan.question, name) for name in PlanRequest.__dataclass_fields__
+        name: getattr(plan.question, name) for name in PlanInput.__dataclass_fields__
     } | changes
-    return PlanRequest(**fields)
+    return PlanInput(**fields)
 
 
 def test_each_advice_was_computed_and_does_fit() -> None:
@@ -446,7 +446,16 @@ def test_no_torch_is_imported_for_a_config() -> None:
 
 def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
     import_module("nbdist.session.session")
-    import_module("nbdist.doctor.report")
+    import_module("nbdist.doctor.diagnosis")
 
     assert nbdist.session() is None
     assert callable(nbdist.doctor)
+
+
+def test_host_memory_is_counted_while_the_model_is_loaded() -> None:
+    plan = nbdist.plan(LLAMA_8B, devices="8xH100,150GB host", seq_len=2048)
+    rows = {row.backend: row for row in plan.rows if row.options.offload == "none"}
+    whole = rows["fsdp2"].load_bytes
+    assert rows["zero1"].load_bytes == rows["ddp"].load_bytes == 8 * whole
+    assert "in host memory while it is loaded" in rows["zero1"].why
+    assert rows["fsdp2"].fits

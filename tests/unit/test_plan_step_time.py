@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.planner import devices, optimizers, step_time
+from nbdist.planner import optimizers, step_time, target_devices
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import (
-    BackwardMoment,
+    BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
@@ -30,6 +30,7 @@ class Blocks:
     params: int = 200_000_000
     frozen: int = 0
     element: int = 4
+    trainable_element: int = 4
     tied: bool = False
     name: str = "blocks"
     depth: str = "closed form"
@@ -53,7 +54,7 @@ class Blocks:
                 LayerActivations(
                     saved_bytes=saved,
                     forward_peak_bytes=saved,
-                    backward_moments=(BackwardMoment(saved, 0),),
+                    backward_moments=(BackwardPeakCandidate(saved, 0),),
                 ),
             ),
             loss_bytes=0,
@@ -83,7 +84,7 @@ def priced(
     reshard: bool = True,
     **options: Any,
 ) -> StepCost:
-    cluster = devices.parse_devices(machine)
+    cluster = target_devices.parse_devices(machine)
     if not reshard:
         options["fsdp_config"] = {"reshard_after_forward": False}
     chosen = Options(backend=backend, **{"precision": "bf16", **options})
@@ -220,7 +221,7 @@ def test_zero1_waits_for_what_fsdp_hides() -> None:
 
 def test_small_messages_are_slower_than_their_size() -> None:
     tiny = priced(SMALL, tokens=64)
-    bandwidth = devices.parse_devices("8xA100").link_bytes_per_s("all_gather")
+    bandwidth = target_devices.parse_devices("8xA100").link_bytes_per_s("all_gather")
     assert tiny.communication_s > 1.5 * tiny.bytes_on_wire / bandwidth
 
 
@@ -339,7 +340,7 @@ def test_threshold_is_said_in_one_sentence() -> None:
 
 
 def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = devices.parse_devices("8xA100")
+    cluster = target_devices.parse_devices("8xA100")
     setup = TrainingSetup(
         options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
     )

@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
-from nbdist.planner.model_spec import BackwardMoment, Workload
+from nbdist.planner.model_spec import BackwardPeakCandidate, Workload
 from nbdist.planner.models import traced
 
 if TYPE_CHECKING:
@@ -28,12 +28,20 @@ def fields() -> dict[str, Any]:
         "flops": 5.0,
     }
     run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2]}
-    group = {"count": 2, "trainable": 7, "frozen": 1, "largest": 4, "tensors": [[2, 4], [4, 4]]}
+    group = {
+        "count": 2,
+        "trainable": 7,
+        "frozen": 1,
+        "quantized_tensors": [],
+        "largest": 4,
+        "tensors": [[2, 4, True], [4, 4, True]],
+    }
     return {
         "depth": "traced",
         "name": "a net",
         "tied": False,
         "element": 4,
+        "trainable_element": 4,
         "batch_size": 2,
         "seq_len": 16,
         "groups": [
@@ -60,12 +68,12 @@ def test_bytes_are_lines_in_the_batch_size() -> None:
 def test_instants_that_another_exceeds_are_left_out_at_each_batch_size() -> None:
     model = traced.from_json(fields())
     assert model.micro_batch_activations(at(1)).layers[0].backward_moments == (
-        BackwardMoment(301, 0),
-        BackwardMoment(30, 7),
+        BackwardPeakCandidate(301, 0),
+        BackwardPeakCandidate(30, 7),
     )
     assert model.micro_batch_activations(at(50)).layers[0].backward_moments == (
-        BackwardMoment(3000, 0),
-        BackwardMoment(1010, 7),
+        BackwardPeakCandidate(3000, 0),
+        BackwardPeakCandidate(1010, 7),
     )
 
 
@@ -258,7 +266,7 @@ def test_the_spec_needs_no_torch() -> None:
 
 # -- figures ---------------------------------------------------------------------------------
 
-from nbdist.planner.tracing import fit  # noqa: E402
+from nbdist.planner.tracing import batch_size_fit  # noqa: E402
 
 
 class Mark(NamedTuple):
@@ -299,7 +307,7 @@ def recording(batch: int, *, extra: int = 0) -> Recording:
 
 
 def test_a_recording_is_cut_into_groups_and_loss() -> None:
-    cut = fit.split_by_group(recording(4))
+    cut = batch_size_fit.split_by_group(recording(4))
     root, block = cut.groups
     assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
     assert block.forward == [(20, 0), (36, 0)]
@@ -309,8 +317,8 @@ def test_a_recording_is_cut_into_groups_and_loss() -> None:
 
 
 def test_two_batch_sizes_give_every_other() -> None:
-    small, large = (fit.split_by_group(recording(batch)) for batch in (2, 4))
-    run = fit.fit_two_batch_sizes(small, 2, large, 4)
+    small, large = (batch_size_fit.split_by_group(recording(batch)) for batch in (2, 4))
+    run = batch_size_fit.fit_two_batch_sizes(small, 2, large, 4)
     assert run["groups"][1]["saved"] == (0, 6)
     assert run["groups"][0]["saved"] == (10, 0)
     assert run["groups"][1]["backward"] == [((0, 13), 3)]
@@ -318,15 +326,20 @@ def test_two_batch_sizes_give_every_other() -> None:
 
 
 def test_batches_that_ran_other_operations_are_taken_as_proportional() -> None:
-    run = fit.fit_two_batch_sizes(
-        fit.split_by_group(recording(2)), 2, fit.split_by_group(recording(4, extra=1)), 4
+    run = batch_size_fit.fit_two_batch_sizes(
+        batch_size_fit.split_by_group(recording(2)),
+        2,
+        batch_size_fit.split_by_group(recording(4, extra=1)),
+        4,
     )
     assert run["groups"][1]["backward"] == [((0.0, 26 / 2), 3)]
 
 
 def test_what_stays_until_the_model_returns_adds_up_over_the_depth() -> None:
-    small, large = (fit.split_by_group(recording(batch)) for batch in (2, 4))
-    run = fit.extend_to_full_depth(fit.fit_two_batch_sizes(small, 2, large, 4), times=[1, 11])
+    small, large = (batch_size_fit.split_by_group(recording(batch)) for batch in (2, 4))
+    run = batch_size_fit.extend_to_full_depth(
+        batch_size_fit.fit_two_batch_sizes(small, 2, large, 4), times=[1, 11]
+    )
     assert run["groups"][1]["forward"] == [((0, 9 + 10), 0)]
     assert ((0, 2 + 10), 0) in run["loss"] or ((0, 12), 0) in run["loss"]
 
@@ -338,4 +351,8 @@ def test_a_front_keeps_what_is_worst_for_some_batch_size() -> None:
         ((10.0, 1.0), 0),
         ((1.0, 1.0), 9),
     )
-    assert set(fit.pareto_front([constant, steep, small, late])) == {constant, steep, late}
+    assert set(batch_size_fit.pareto_front([constant, steep, small, late])) == {
+        constant,
+        steep,
+        late,
+    }

@@ -11,7 +11,7 @@ from torch import nn
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner.models import traced
-from nbdist.planner.tracing import build_model, trace_runs
+from nbdist.planner.tracing import build_model, trace_variants
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,13 +29,13 @@ class Upcasting(nn.Module):
 
 
 def figures(
-    model: nn.Module, computes: tuple[str, ...] = trace_runs.COMPUTE_MODES
+    model: nn.Module, computes: tuple[str, ...] = trace_variants.COMPUTE_MODES
 ) -> dict[str, Any]:
     """What the child process would answer."""
-    asked = trace_runs.TraceRequest(
+    asked = trace_variants.TraceRequest(
         batch_size=2, seq_len=None, device_kinds=("cuda",), compute_modes=computes
     )
-    return trace_runs.trace_module_fields(
+    return trace_variants.trace_module_fields(
         model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster.launcher_process import ProcessLog
+from nbdist.cluster.launcher_process import ProcessLogTail
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def log(limit: int = 1000) -> Iterator[ProcessLog]:
+def log(limit: int = 1000) -> Iterator[ProcessLogTail]:
     """A log that this process writes to."""
-    made = ProcessLog(limit=limit)
+    made = ProcessLogTail(limit=limit)
     yield made
     made.close_write_end()
     made.close()
@@ -44,7 +44,7 @@ def test_a_flood_stops_nobody_and_leaves_its_end() -> None:
 
 
 def test_it_ends_although_somebody_may_still_write() -> None:
-    one = ProcessLog()
+    one = ProcessLogTail()
     other = os.dup(one.write_fd)
     os.write(other, b"last words")
     one.close_write_end()

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.magics import arguments
-from nbdist.planner.measurements import Measurement
+from nbdist.planner.measurement_store import Measurement
 from nbdist.planner.models import analytic
 from nbdist.profiler.advice import MIN_GAIN, Advice
 from nbdist.profiler.lint import LintFinding, read_training_cell
 from nbdist.profiler.measurements import LineProfile, RankProfile
-from tests.unit.profiled import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
+from tests.unit.profile_figures import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
     from nbdist.profiler.dataloader_source import DataLoaderSource
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import torch
 from torch.utils import cpp_extension
 
 from nbdist.hardware import deepspeed_requirements
-from nbdist.worker.profiling import kineto, memory
+from nbdist.worker.profiling import kineto, step_memory
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,7 @@ def test_a_gpus_record_tells_the_peak_of_the_step_and_not_of_before() -> None:
         event("free_completed", 1, 1000, at_us=13),
         event("alloc", 4, 500, at_us=14),
     ]
-    more, lines = memory.at_peak({"device_traces": [trace]}, 10, place)
+    more, lines = step_memory.at_peak({"device_traces": [trace]}, 10, place)
     assert more == 150
     assert lines == {("cell 1", "cell", 2): 100, ("cell 1", "cell", 3): 50}
 
@@ -131,5 +131,5 @@ def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
         torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled)
     )
     nothing: Any = None
-    memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
+    step_memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
     assert recorded == ([] if users else ["all", None])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from nbdist.profiler.lint import lint_cell, read_training_cell
 from nbdist.profiler.measurements import DataLoaderStats, LineProfile, RankProfile
-from tests.unit import profiled
-from tests.unit.loops import BAD, GOOD, LOOP, MAKE
+from tests.unit import profile_figures
+from tests.unit.training_loops import BAD, GOOD, LOOP, MAKE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,9 @@ def rank(
     **parts: float,
 ) -> RankProfile:
     """Figures of a rank with steps of a second."""
-    figures = profiled.rank(number, kind=kind, model={"training": training, "precision": precision})
+    figures = profile_figures.rank(
+        number, kind=kind, model={"training": training, "precision": precision}
+    )
     parts["forward"] = 1 - sum(parts.values())
     return replace(
         figures, ends=[0.0, 1.0, 2.0], parts=parts, loaders=list(loaders), lines=list(lines)

@@ -15,7 +15,7 @@ from nbdist.display.elements import STEP_COLORS
 from nbdist.display.profile import shown_ranks
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
-from tests.unit.profiled import both, profile, rank, setting
+from tests.unit.profile_figures import both, profile, rank, setting
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.worker.profiling import kineto
 from nbdist.worker.profiling.instrumentation import CollectiveCall
-from nbdist.worker.profiling.kineto import Comms, DeviceEvent, TraceEvents
+from nbdist.worker.profiling.kineto import DeviceEvent, NcclCall, TraceEvents
 from nbdist.worker.profiling.step_breakdown import (
     CollectiveSpans,
     Span,
@@ -178,7 +178,7 @@ def test_kernels_belong_to_the_phase_that_launched_them() -> None:
             kernel("Memcpy DtoH (Device -> Pinned)", 26 * MS, "gpu_memcpy"),
             kernel("ncclDevKernel_AllGather_RING_LL", 6 * MS),
         ],
-        comms=[Comms(span=at(5.5, 6.5), group="1", bytes=40)],
+        comms=[NcclCall(span=at(5.5, 6.5), group="1", bytes=40)],
     )
     marks = {"forward": [at(4, 10)], "backward": [at(12, 20)], "optimizer": [at(22, 30)]}
     (moved,), kernels = kineto.split_device_events(seen, marks, offloads=True)
@@ -202,12 +202,12 @@ def test_nccl_kernels_have_bytes_and_group_of_the_call_that_launched_them() -> N
     seen = TraceEvents(
         device_events=[kernel(ring, ms * MS) for ms in (6, 8, 15, 16, 22, 30)],
         comms=[
-            Comms(span=at(0, 10), group="0", bytes=100),  # of the main thread, at 8
-            Comms(span=at(5, 9), group="1", bytes=200),  # of autograd's, at 6
-            Comms(span=at(11, 12), group="2", bytes=1),  # coalesced: one kernel at 15
-            Comms(span=at(13, 14), group="2", bytes=2),
-            Comms(span=at(14.5, 15.5), group="2", bytes=0),
-            Comms(span=at(21, 23), group="0", bytes=300),
+            NcclCall(span=at(0, 10), group="0", bytes=100),  # of the main thread, at 8
+            NcclCall(span=at(5, 9), group="1", bytes=200),  # of autograd's, at 6
+            NcclCall(span=at(11, 12), group="2", bytes=1),  # coalesced: one kernel at 15
+            NcclCall(span=at(13, 14), group="2", bytes=2),
+            NcclCall(span=at(14.5, 15.5), group="2", bytes=0),
+            NcclCall(span=at(21, 23), group="0", bytes=300),
         ],
     )
     moved, _ = kineto.split_device_events(seen, {}, offloads=False)
@@ -226,8 +226,8 @@ def test_begins_are_matched_in_each_group_by_itself() -> None:
     seen = TraceEvents(
         device_events=[kernel(ring, 6 * MS), kernel(ring, 8 * MS)],
         comms=[
-            Comms(span=at(5, 7), group="shards", bytes=100),
-            Comms(span=at(7.5, 9), group="replicas", bytes=200),
+            NcclCall(span=at(5, 7), group="shards", bytes=100),
+            NcclCall(span=at(7.5, 9), group="replicas", bytes=200),
         ],
     )
     moved, kernels = kineto.split_device_events(seen, {}, offloads=False)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.profiler.measurements import LineProfile, OperatorStats, RankProfile
-from tests.unit.profiled import BALANCED, BEGAN, both, noisy, profile, rank, setting
+from tests.unit.profile_figures import BALANCED, BEGAN, both, noisy, profile, rank, setting
 
 if TYPE_CHECKING:
-    from nbdist.profiler.report import Profile
+    from nbdist.profiler.profile import Profile
 
 
 @pytest.fixture(autouse=True)

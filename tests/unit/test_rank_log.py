@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from nbdist.output.rank_log import RankLog
+from nbdist.output.rank_log import RankLogTail
 
 
 def test_text_and_tail() -> None:
-    log = RankLog()
+    log = RankLogTail()
     log.append("a\nb\n")
     log.append("c")
     assert log.text() == "a\nb\nc"
     assert log.tail(2) == "b\nc"
     assert log.tail(0) == ""
-    assert RankLog().tail() == ""
+    assert RankLogTail().tail() == ""
 
 
 def test_it_is_bounded_and_keeps_the_end() -> None:
-    log = RankLog(limit=1000)
+    log = RankLogTail(limit=1000)
     for i in range(10_000):
         log.append(f"line {i}\n")
     log.append("x" * 5000 + "\nlast\n")
@@ -23,7 +23,7 @@ def test_it_is_bounded_and_keeps_the_end() -> None:
 
 
 def test_streams_do_not_cut_each_others_lines() -> None:
-    log = RankLog()
+    log = RankLogTail()
     log.append("half ")
     log.append("warning\n", name="stderr")
     log.append("line\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import saved
+import small_checkpoints
 
 from nbdist.checkpoint import (
     FolderStorage,
@@ -25,7 +25,10 @@ def key(digest: int) -> TensorMetadata:
 
 
 def test_parts_of_a_tensor_add_up(draft: PendingFolderCheckpoint) -> None:
-    parts = [saved.write(draft.location / f"model-0000{rank}-0.safetensors") for rank in range(2)]
+    parts = [
+        small_checkpoints.write(draft.location / f"model-0000{rank}-0.safetensors")
+        for rank in range(2)
+    ]
     draft.write_report(0, parts[:1], {"model.w": key(2**64 - 1), "model.v": key(5)})
     draft.write_report(1, parts[1:], {"model.w": key(3)})
     reports = draft.read_reports(range(2))

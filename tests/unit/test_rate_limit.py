@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from nbdist.output.rate_limit import (
     TAIL_LINES,
-    OmittedBuffer,
+    OmittedOutputBuffer,
     OutputBudget,
     OutputLimiter,
 )
@@ -41,7 +41,7 @@ def test_bursts_of_many_ranks_are_shared() -> None:
 
 
 def test_dropped_text_keeps_its_end() -> None:
-    dropped = OmittedBuffer()
+    dropped = OmittedOutputBuffer()
     for start in range(0, 1000, 7):
         text = "".join(f"{i}\n" for i in range(start, min(start + 7, 1000)))
         dropped.add_text("stdout", text, text.count("\n"))
@@ -52,7 +52,7 @@ def test_dropped_text_keeps_its_end() -> None:
 
 
 def test_a_big_chunk_is_not_kept_whole() -> None:
-    dropped = OmittedBuffer()
+    dropped = OmittedOutputBuffer()
     dropped.add_text("stdout", "x" * 10_000_000 + "\n", 1)
     gap, tail = dropped.split_tail()
     assert len(tail[0][1]) < 100_000

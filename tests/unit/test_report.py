@@ -13,7 +13,7 @@ import torch
 
 from nbdist.errors import OptionError
 from nbdist.worker import report as report_module
-from nbdist.worker.report import PinnedSlots, Reporter
+from nbdist.worker.report import PinnedScalarPool, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -270,7 +270,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
 
 
 def test_slots_are_read_behind_the_event_and_used_again(cuda: list[FakeEvent]) -> None:
-    memory = PinnedSlots()
+    memory = PinnedScalarPool()
     loss = torch.tensor([1.5], requires_grad=True)
     copies = memory.copy_async({"loss": loss, "n": torch.tensor(7)})
     assert not copies.is_ready()
@@ -283,7 +283,7 @@ def test_slots_are_read_behind_the_event_and_used_again(cuda: list[FakeEvent]) -
 
 
 def test_more_copies_than_slots_are_held_apart(cuda: list[FakeEvent]) -> None:
-    memory = PinnedSlots()
+    memory = PinnedScalarPool()
     flying = [memory.copy_async({"i": torch.tensor(i)}) for i in range(2500)]
     assert [copies.values()["i"] for copies in flying] == list(range(2500))
     assert len(cuda) == 2500
@@ -292,7 +292,7 @@ def test_more_copies_than_slots_are_held_apart(cuda: list[FakeEvent]) -> None:
 def test_a_failed_device_gives_nan_and_keeps_no_one_waiting(
     cuda: list[FakeEvent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = PinnedSlots()
+    memory = PinnedScalarPool()
     copies = memory.copy_async({"loss": torch.tensor(1.0)})
     cuda[0].broken = True
     with caplog.at_level(logging.WARNING):
@@ -320,7 +320,7 @@ def test_the_thread_that_asks_for_events_leaves_captures_of_cuda_graphs_alone(
 
     monkeypatch.setattr(report_module.ctypes, "CDLL", Driver)
     monkeypatch.setattr(FakeEvent, "query", query)
-    memory = PinnedSlots()
+    memory = PinnedScalarPool()
     thread = threading.Thread(
         target=lambda: [memory.copy_async({"loss": torch.tensor(1.0)}).is_ready() for _ in range(2)]
     )
@@ -336,5 +336,5 @@ def test_the_thread_that_asks_for_events_leaves_captures_of_cuda_graphs_alone(
 def test_a_captured_graph_is_told(cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(OptionError, match=r"CUDA graph capture.*after the replay"):
-        PinnedSlots().copy_async({"loss": torch.tensor(1.0)})
+        PinnedScalarPool().copy_async({"loss": torch.tensor(1.0)})
     assert cuda == []

@@ -264,14 +264,16 @@ def test_the_first_folder_with_room_is_taken(
     monkeypatch.setattr(
         "shutil.disk_usage", lambda folder: type("Usage", (), {"free": free[folder]})
     )
-    assert serialization.write_payload_where_room(1, [small, large]).parent == small
+    assert serialization.write_payload_to_free_folder(1, [small, large]).parent == small
     assert (
-        serialization.write_payload_where_room({"t": torch.ones(99)}, [str(small), large]).parent
+        serialization.write_payload_to_free_folder(
+            {"t": torch.ones(99)}, [str(small), large]
+        ).parent
         == large
     )
     free[large] = 100
     with pytest.raises(PayloadError, match=r"value needs 1 MiB\. Allowed: 0 MiB in .*small and"):
-        serialization.write_payload_where_room({"t": torch.ones(99)}, [small, large])
+        serialization.write_payload_to_free_folder({"t": torch.ones(99)}, [small, large])
 
 
 def test_a_folder_that_fills_up_meanwhile_is_passed_over(
@@ -289,7 +291,7 @@ def test_a_folder_that_fills_up_meanwhile_is_passed_over(
         return genuine(fd, content)
 
     monkeypatch.setattr(os, "write", write)
-    assert serialization.write_payload_where_room(5, [first, second]).parent == second
+    assert serialization.write_payload_to_free_folder(5, [first, second]).parent == second
     assert not list(first.iterdir())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.output import sink
-from nbdist.output.sink import FinishedCellSink, RunningCellSink
+from nbdist.output.sink import FinishedCellSink, RunningCellWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_live_goes_where_the_users_own_output_goes(
 ) -> None:
     monkeypatch.setattr(sys, "stdout", KernelStream())
     monkeypatch.setattr(sys, "stderr", KernelStream())
-    live = RunningCellSink()
+    live = RunningCellWriter()
     assert live.can_update
     live.write("stdout", "a\n")
     live.write("stderr", "b\n")
@@ -90,7 +90,7 @@ def test_live_goes_where_the_users_own_output_goes(
 
 
 def test_live_relays_widgets_under_the_running_cell(shell: FakeShell) -> None:
-    RunningCellSink().relay_comm("comm_open", {"comm_id": "c"}, {"version": "2"}, [b"x"])
+    RunningCellWriter().relay_comm("comm_open", {"comm_id": "c"}, {"version": "2"}, [b"x"])
     more = {"ident": b"comm_open", "metadata": {"version": "2"}, "buffers": [b"x"]}
     assert shell.kernel.sent == [("comm_open", {"comm_id": "c"}, HEADER, more)]
 
@@ -98,11 +98,11 @@ def test_live_relays_widgets_under_the_running_cell(shell: FakeShell) -> None:
 @pytest.mark.usefixtures("shell")
 def test_live_does_not_update_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert not RunningCellSink().can_update
+    assert not RunningCellWriter().can_update
 
 
 @pytest.mark.usefixtures("no_shell")
-@pytest.mark.parametrize("kind", [RunningCellSink, FinishedCellSink])
+@pytest.mark.parametrize("kind", [RunningCellWriter, FinishedCellSink])
 def test_a_plain_script_prints(kind: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
     plain = kind()
     assert not plain.can_update
@@ -119,7 +119,7 @@ def test_a_plain_script_prints(kind: type[Any], capsys: pytest.CaptureFixture[st
 def test_a_terminal_with_a_small_alphabet_gets_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    live = RunningCellSink()
+    live = RunningCellWriter()
     live.write("stdout", "caf\u00e9\n")
     live.flush()
     assert raw.getvalue() == b"caf\\xe9\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbdist.state import collectives
-from nbdist.state.shards import TensorEntry
+from nbdist.state.shards import ShapeAndDtype
 from nbdist.strategies import Options
 
 
@@ -27,7 +27,7 @@ def packed(content: bytes) -> torch.Tensor:
             Path("/x"),
             torch.bfloat16,
             torch.Size([2, 3]),
-            TensorEntry((2,), torch.float32),
+            ShapeAndDtype((2,), torch.float32),
             Options(backend="zero3"),
         ),
     ],

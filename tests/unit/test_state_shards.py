@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from lion_pytorch import Lion
 from torch import nn
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives, digest, layouts, reshard
-from nbdist.state.shards import Piece, Shard, copy_to_host, give_back, total_bytes
+from nbdist.state import collectives, layouts, reshard, tensor_digest
+from nbdist.state.shards import Shard, ShardPiece, copy_to_host, empty_pinned_cache, total_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,13 +48,13 @@ def cut(tensor: torch.Tensor, bounds: Sequence[int]) -> Shard:
     """A tensor's elements between bounds, each interval a piece; live."""
     flat = tensor.view(-1)
     pairs = [(a, b) for a, b in pairwise(bounds) if a < b]
-    pieces = tuple(Piece(start, stop, flat[start:stop]) for start, stop in pairs)
+    pieces = tuple(ShardPiece(start, stop, flat[start:stop]) for start, stop in pairs)
     return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
 
 
 def summed(*parts: Shard) -> int:
     """Digest of a key whose pieces lie on several ranks."""
-    return sum(digest.local_digests({"key": part})["key"] for part in parts) % 2**64
+    return sum(tensor_digest.local_digests({"key": part})["key"] for part in parts) % 2**64
 
 
 # -- the digest
@@ -103,8 +104,8 @@ def test_a_digest_can_be_that_of_another_type() -> None:
     tensor = values(5_000_000)
     wanted = summed(whole(tensor.to(torch.bfloat16)))
     shards = {"key": cut(tensor, [0, 3, 4_800_001, 5_000_000])}
-    assert digest.local_digests(shards, dtypes={"key": torch.bfloat16})["key"] == wanted
-    assert digest.local_digests(shards, dtypes={"other": torch.bfloat16})["key"] == summed(
+    assert tensor_digest.local_digests(shards, dtypes={"key": torch.bfloat16})["key"] == wanted
+    assert tensor_digest.local_digests(shards, dtypes={"other": torch.bfloat16})["key"] == summed(
         whole(tensor)
     )
 
@@ -233,7 +234,7 @@ def owned(tensors: dict[str, torch.Tensor], seed: int) -> list[dict[str, Shard]]
     chance = random.Random(seed)  # noqa: S311
     found: list[dict[str, Shard]] = [{} for _ in range(WORLD)]
     for key, tensor in tensors.items():
-        parts: list[list[Piece]] = [[] for _ in range(WORLD)]
+        parts: list[list[ShardPiece]] = [[] for _ in range(WORLD)]
         for piece in cut(tensor, bounds(tensor.numel(), chance)).pieces:
             parts[chance.randrange(WORLD)].append(piece)
         for rank in range(WORLD):
@@ -411,7 +412,7 @@ def test_any_element_wise_optimizer_is_carried(
     reshard.reshard(kept, named(target, owned=False))
     target.finalize_state(counts)
     now = named(layouts.layout_for(other, [again]), owned=True)
-    assert digest.local_digests(now) == digest.local_digests(kept)
+    assert tensor_digest.local_digests(now) == tensor_digest.local_digests(kept)
     assert layouts.layout_for(other, [again]).scalar_state() == counts
     assert torch.equal(other(torch.ones(2, 5)), loss)
     for one, its in ((model, optimizer), (other, again)):
@@ -429,11 +430,8 @@ def test_a_model_before_its_first_step_has_no_state() -> None:
     assert not optimizer.state
 
 
-class Counting(torch.optim.Optimizer):
-    """An optimizer of a user's, which counts in whole numbers."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+class Counting(Lion):
+    """A user's variant of an element-wise optimizer, which counts in whole numbers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -515,5 +513,5 @@ def test_page_locked_memory_is_given_back_where_there_is_some(
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(True), raising=False)
-    give_back()
+    empty_pinned_cache()
     assert emptied == [True] * on_gpu

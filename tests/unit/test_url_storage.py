@@ -16,9 +16,9 @@ import pytest
 
 from nbdist import CheckpointError, checkpoint
 from nbdist.checkpoint import CheckpointDownload, Url, UrlStorage
-from nbdist.checkpoint.safetensors_file import StoredTensor
+from nbdist.checkpoint.safetensors_writer import StoredTensor
 from nbdist.hardware.process_identity import OWNER_FILE, ProcessIdentity
-from tests.unit import saved
+from tests.unit import small_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +40,11 @@ def begun(
 ) -> tuple[PendingUrlCheckpoint, Any]:
     """A save of one rank that has written everything, and its manifest."""
     draft = there.begin(name, overwrite=overwrite, size_bytes=0)
-    stored = StoredTensor(name="model.w", dtype="float32", shape=(saved.NUMEL,))
+    stored = StoredTensor(name="model.w", dtype="float32", shape=(small_checkpoints.NUMEL,))
     with draft.create_file(FILE, [stored]) as file:
-        file.write(memoryview(bytes(range(250)) * (4 * saved.NUMEL // 250)))
+        file.write(memoryview(bytes(range(250)) * (4 * small_checkpoints.NUMEL // 250)))
     draft.write_report(0, [file.result], {})
-    return draft, saved.manifest(draft.read_reports([0])[0].files)
+    return draft, small_checkpoints.manifest(draft.read_reports([0])[0].files)
 
 
 def save(there: UrlStorage, name: str, *, age_s: float = 0, overwrite: bool = False) -> Path:
@@ -197,7 +197,7 @@ def test_heads_come_first_and_files_when_they_are_wanted(there: UrlStorage, tmp_
 @pytest.mark.fault("E7")
 def test_other_bytes_than_were_written_are_not_taken(there: UrlStorage, tmp_path: Path) -> None:
     file = save(there, "best") / FILE
-    file.write_bytes(saved.DAMAGE["one bit of data"](file.read_bytes()))
+    file.write_bytes(small_checkpoints.DAMAGE["one bit of data"](file.read_bytes()))
     with there.open_checkpoint("best") as (url, _):
         brought = CheckpointDownload(url, tmp_path / "brought")
     with pytest.raises(CheckpointError, match="Checksum mismatch"):

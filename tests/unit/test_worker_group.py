@@ -55,7 +55,8 @@ def test_a_request_may_last_while_ranks_say_how_far_it_is(
     ranks = Ranks(asked, words=30, answer=True)
     monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
     assert (
-        asked._answer(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S) == DONE
+        asked._next_reply(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
+        == DONE
     )
     assert ranks.now == 3000
 
@@ -66,5 +67,5 @@ def test_a_request_that_nothing_more_is_heard_of_has_failed(
     ranks = Ranks(asked, words=3, answer=False)
     monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
     with pytest.raises(SessionError, match=r"to nbdist_export_request for 600 s"):
-        asked._answer(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
+        asked._next_reply(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
     assert ranks.now == 300 + 600

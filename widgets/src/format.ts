@@ -1,4 +1,4 @@
-// Number formats, as in nbdist/display/units.py.
+// Number formats, as in nbdist/display/number_formatting.py.
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;

@@ -4,7 +4,7 @@ export type SessionState = "new" | "starting" | "ready" | "running" | "switching
 
 export type CommandName = "interrupt" | "restart" | "cancel" | "switch" | "save" | "load" | "export" | "plan" | "profile";
 
-export type FrontendMessage = ResetMessage | StateChangeMessage | CurvePointsMessage | DeviceSamplesMessage | CommandAnswer | LogMessage | HeartbeatMessage;
+export type FrontendMessage = ResetMessage | PanelStateUpdate | CurvePointsMessage | DeviceSamplesMessage | CommandAnswer | LogMessage | HeartbeatMessage;
 
 export type PageMessage = PageOpenedMessage | LogRequestMessage | CommandMessage;
 
@@ -203,7 +203,7 @@ export interface ResetMessage {
   samples: SampleHistory;
 }
 
-export interface StateChangeMessage {
+export interface PanelStateUpdate {
   kind: "picture";
   changed: Partial<PanelState>;
 }

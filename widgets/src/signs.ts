@@ -52,7 +52,7 @@ export interface Odd {
   sign: "×" | "▲" | "▼";
 }
 
-/** As NON_FINITE_SYMBOLS in nbdist/display/units.py; a finite value is one without a logarithm. */
+/** As NON_FINITE_SYMBOLS in nbdist/display/number_formatting.py; a finite value has no logarithm. */
 export function oddity(value: number): Odd {
   if (Number.isNaN(value)) return { name: "NaN", sign: "×" };
   if (value === Infinity) return { name: "inf", sign: "▲" };

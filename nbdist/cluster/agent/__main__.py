@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 
-from nbdist.cluster.local import Launcher
-from nbdist.cluster.protocol import AgentTicket
+from nbdist.cluster.local_launcher import Launcher
+from nbdist.cluster.protocol import AgentCredentials
 
 AGENT_LEFT_BEHIND = 3
 """Exit code when the parent has ended."""
@@ -39,7 +39,7 @@ def main(launcher: type[Launcher] = Launcher) -> None:
             sys.exit(AGENT_LEFT_BEHIND)
         line += byte
     threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
-    ticket = AgentTicket.from_json(line.decode())
+    ticket = AgentCredentials.from_json(line.decode())
     sys.path[:] = [*dict.fromkeys([*ticket.path, *sys.path])]
     with contextlib.suppress(OSError):  # reported by the agent later
         os.chdir(ticket.cwd)

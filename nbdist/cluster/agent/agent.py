@@ -22,23 +22,23 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist.cluster import bootstrap, launcher_process, protocol
-from nbdist.cluster.agent.relay import MessageRelay
-from nbdist.cluster.interfaces import EXITED
+from nbdist.cluster import launcher_process, node_bootstrap, protocol
+from nbdist.cluster.agent.message_merger import MessageMerger
+from nbdist.cluster.launcher_interface import EXITED
 from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
-from nbdist.cluster.local import LAUNCHER_NAME, Launcher, ignore_message
+from nbdist.cluster.local_launcher import LAUNCHER_NAME, Launcher, ignore_message
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
 from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
 from nbdist.cluster.run_dir import shared_folder_error
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
-from nbdist.hardware.telemetry import UsageMonitor
+from nbdist.hardware.telemetry import NodeUsageMonitor
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.cluster.protocol import AgentTicket
+    from nbdist.cluster.protocol import AgentCredentials
     from nbdist.cluster.rank_channels import Channel
 
 POLL_INTERVAL_S = 0.7
@@ -76,15 +76,15 @@ class NodeAgent:
         launcher: class of the launcher.
     """
 
-    def __init__(self, ticket: AgentTicket, *, launcher: type[Launcher] = Launcher) -> None:
+    def __init__(self, ticket: AgentCredentials, *, launcher: type[Launcher] = Launcher) -> None:
         """Connect. `serve` starts the launcher."""
         self._ticket, self._make_launcher = ticket, launcher
         self._outbox: deque[messages.LauncherMessage | protocol.AgentReply] = deque()
         """What other threads send to the kernel: the launcher's messages, and slow replies."""
-        self._watch = UsageMonitor(lambda *reply: self._queue(protocol.AgentReply(*reply)))
+        self._watch = NodeUsageMonitor(lambda *reply: self._queue(protocol.AgentReply(*reply)))
         self._awake, self._waker = socket.socketpair()
         self._context = zmq.Context()
-        hub = self._hub = self._context.socket(zmq.DEALER)
+        hub = self._kernel_socket = self._context.socket(zmq.DEALER)
         hub.set_hwm(0)
         hub.ipv6 = "[" in ticket.hub
         hub.curve_serverkey = ticket.hub_key.encode()
@@ -95,14 +95,14 @@ class NodeAgent:
         hub.heartbeat_timeout = int(ticket.lease_s * 1000)
         hub.reconnect_ivl = -1  # a reconnect would lose messages
         monitored = zmq.EVENT_HANDSHAKE_SUCCEEDED | _DISCONNECT_EVENTS | _REJECT_EVENTS
-        self._monitor = self._hub.get_monitor_socket(monitored)
-        self._hub.connect(ticket.hub)
+        self._monitor = self._kernel_socket.get_monitor_socket(monitored)
+        self._kernel_socket.connect(ticket.hub)
         self._poller = zmq.Poller()
-        for end in (self._hub, self._monitor, self._awake):
+        for end in (self._kernel_socket, self._monitor, self._awake):
             self._poller.register(end, zmq.POLLIN)
         self._sockets: dict[zmq.Socket[bytes], tuple[int, Channel]] = {}
         self._places: dict[tuple[int, str], zmq.Socket[bytes]] = {}
-        self._relays: dict[Channel, MessageRelay] = {}
+        self._mergers: dict[Channel, MessageMerger] = {}
         self._refused: set[tuple[int, Channel]] = set()
         """Ranks and channels with unsigned messages."""
         self._store: zmq.Socket[bytes] | None = None
@@ -144,19 +144,19 @@ class NodeAgent:
             launcher=launcher.process.pid,
             run_dir=str(launcher.run_dir.path),
             bulk_dir=str(launcher.run_dir.payload_dir),
-            versions=bootstrap.software_versions(),
+            versions=node_bootstrap.software_versions(),
             machine=discovery.discover_machine().to_json(),
         )
         self._send(hello)
 
     @property
-    def _started(self) -> Launcher:
+    def _running_launcher(self) -> Launcher:
         if self._launcher is None:
             msg = "The launcher is not running."
             raise StartError(msg)
         return self._launcher
 
-    def _close(self, why: str) -> None:
+    def _close(self, reason: str) -> None:
         """End everything on this node; send the reason to the kernel if it is connected."""
         if self._launcher is not None:
             self._launcher.listener = ignore_message
@@ -164,10 +164,10 @@ class NodeAgent:
         self._watch.close()
         self._close_rank_sockets()
         if not self._is_disconnected:
-            self._send(protocol.AgentExited(why))
-        self._hub.disable_monitor()
+            self._send(protocol.AgentExited(reason))
+        self._kernel_socket.disable_monitor()
         # linger 0 for a lost connection: ZMQ would wait for it forever
-        self._hub.close(0 if self._is_disconnected else LAST_MESSAGE_TIMEOUT_MS)
+        self._kernel_socket.close(0 if self._is_disconnected else LAST_MESSAGE_TIMEOUT_MS)
         self._monitor.close(0)
         self._context.term()
         self._awake.close()
@@ -184,8 +184,8 @@ class NodeAgent:
         if self._awake.fileno() in ready:
             self._awake.recv(4096)
         self._send_queued()
-        if self._hub in ready:
-            self._read_hub()
+        if self._kernel_socket in ready:
+            self._read_kernel()
         if self._store is not None and self._store in ready:
             self._read_store(self._store)
         for ready_socket in ready.keys() & self._sockets.keys():
@@ -204,63 +204,65 @@ class NodeAgent:
 
     def _poll_timeout_ms(self) -> int:
         """Return the time until a held message is due, at most half a heartbeat."""
-        dues = [relay.next_due_at for relay in self._relays.values()]
+        dues = [merger.next_due_at for merger in self._mergers.values()]
         left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
         return math.ceil(max(0.0, min(HEARTBEAT_S / 2, left_s)) * 1000)
 
     def _send(self, message: protocol.Message, *frames: bytes) -> None:
-        self._hub.send_multipart(protocol.pack_message(message, *frames))
+        self._kernel_socket.send_multipart(protocol.pack_message(message, *frames))
 
     # -- from the kernel
 
-    def _read_hub(self) -> None:
+    def _read_kernel(self) -> None:
         with contextlib.suppress(zmq.Again):  # nothing more to read
             for _ in range(MAX_MESSAGES_PER_POLL):
-                message, frames = protocol.unpack_message(self._hub.recv_multipart(zmq.DONTWAIT))
+                message, frames = protocol.unpack_message(
+                    self._kernel_socket.recv_multipart(zmq.DONTWAIT)
+                )
                 self._dispatch(message, frames)
 
     def _dispatch(self, message: protocol.Message, frames: list[bytes]) -> None:
         match message:
-            case protocol.RankRequestFrames(generation=self._generation):
+            case protocol.RequestToRanks(generation=self._generation):
                 for rank in message.ranks if self._sockets else ():  # the kernel may have closed
                     self._places[rank, message.channel].send_multipart(frames)
-            case protocol.LauncherLine(text=text):
+            case protocol.LauncherLinkMessage(text=text):
                 with contextlib.suppress(StartError):  # the link's thread reports its exit
                     self._send_to_launcher(messages.decode_line(text.encode()))
-            case protocol.LaunchRanks():
+            case protocol.LaunchNodeRanksRequest():
                 self._launch(message)
-            case protocol.KeyValueRequest():
+            case protocol.KeyValueMessage():
                 if self._store is not None:
                     ident, *values = frames
                     reply = protocol.pack_message(message, *values)
                     self._store.send_multipart([ident, b"", *reply])
-            case protocol.AgentQuery():
-                self._answer(message, frames)
-            case protocol.CloseRankSockets():
+            case protocol.AgentRequest():
+                self._handle_request(message, frames)
+            case protocol.CloseRankSocketsRequest():
                 self._close_rank_sockets()
-            case protocol.StopAgent():
+            case protocol.StopAgentRequest():
                 raise SessionEnded
 
     def _send_to_launcher(self, line: messages.LauncherMessage) -> None:
-        if isinstance(line, messages.StopRanks):
-            self._started.resume_stopped()
-        self._started.send(line)
+        if isinstance(line, messages.StopRanksRequest):
+            self._running_launcher.resume_stopped()
+        self._running_launcher.send(line)
 
-    def _launch(self, message: protocol.LaunchRanks) -> None:
-        launch = messages.LaunchRanks(**message.fields)
+    def _launch(self, message: protocol.LaunchNodeRanksRequest) -> None:
+        launch = messages.LaunchRanksRequest(**message.fields)
         try:
             check_descriptors(launch.local_world_size)
             interface = interface_for_address(message.address)
-            self._open(launch, message.key)
+            self._open_sockets(launch, message.key)
             own = {
                 k: v for k, v in remove_launch_variables(os.environ).items() if _is_node_variable(k)
             }
             given = {k: v for k, v in launch.env.items() if not _is_node_variable(k)}
-            self._started.send(
+            self._running_launcher.send(
                 replace(
                     launch,
                     run_dir=str(self._folder),
-                    bulk_dir=str(self._started.run_dir.payload_dir),
+                    bulk_dir=str(self._running_launcher.run_dir.payload_dir),
                     env=given | own,
                     cwd=launch.cwd if Path(launch.cwd).is_dir() else str(Path.cwd()),
                     path=[*dict.fromkeys([*launch.path, *sys.path])],
@@ -271,14 +273,14 @@ class NodeAgent:
         except (OSError, StartError) as error:
             self._queue(messages.AllRanksExited(launch.generation, error=str(error)))
 
-    def _open(self, launch: messages.LaunchRanks, key: str) -> None:
+    def _open_sockets(self, launch: messages.LaunchRanksRequest, key: str) -> None:
         """Open the sockets of a start: to the ranks, and the key-value store for them."""
         self._close_rank_sockets()
         self._pids.clear()
         self._states = {}
         self._send(protocol.ProcessStates({}))  # discard states of the previous ranks
         self._generation = launch.generation
-        self._folder = self._started.make_start_folder(launch.generation)
+        self._folder = self._running_launcher.make_start_folder(launch.generation)
         connections = write_connections(
             self._folder, world_size=launch.local_world_size, key=key.encode(), first=launch.first
         )
@@ -290,7 +292,7 @@ class NodeAgent:
                 self._poller.register(rank_socket, zmq.POLLIN)
         ranks = range(launch.first, launch.first + launch.local_world_size)
         self._gpus = dict(zip(ranks, launch.devices or [""] * len(ranks), strict=True))
-        self._relays = {channel: MessageRelay(ranks, key.encode()) for channel in CHANNELS}
+        self._mergers = {channel: MessageMerger(ranks, key.encode()) for channel in CHANNELS}
         self._store = self._context.socket(zmq.ROUTER)
         self._store.linger = 0
         self._store.set_hwm(0)
@@ -302,7 +304,7 @@ class NodeAgent:
         for open_socket in [*self._sockets, *([self._store] if self._store is not None else [])]:
             self._poller.unregister(open_socket)
             open_socket.close(0)
-        self._sockets, self._places, self._relays, self._store = {}, {}, {}, None
+        self._sockets, self._places, self._mergers, self._store = {}, {}, {}, None
 
     # -- from launcher and ranks
 
@@ -320,28 +322,28 @@ class NodeAgent:
                 continue
             if isinstance(message, messages.RankForked):
                 self._pids[message.rank] = message.pid
-            self._send(protocol.LauncherLine(messages.encode_line(message).decode()))
+            self._send(protocol.LauncherLinkMessage(messages.encode_line(message).decode()))
 
     def _read_rank(self, socket: zmq.Socket[bytes]) -> None:
         rank, channel = self._sockets[socket]
-        relay, now = self._relays[channel], time.monotonic()
+        merger, now = self._mergers[channel], time.monotonic()
         with contextlib.suppress(zmq.Again):  # nothing more to read
             for _ in range(MAX_MESSAGES_PER_POLL):
-                if not relay.add_message(rank, socket.recv_multipart(zmq.DONTWAIT), now):
+                if not merger.add_message(rank, socket.recv_multipart(zmq.DONTWAIT), now):
                     self._refused.add((rank, channel))
 
     def _forward_messages(self, now: float) -> None:
         """Forward messages of ranks that need not be held, and who sent unsigned ones."""
         index: list[tuple[tuple[int, ...], str, int]] = []
         all_frames: list[bytes] = []
-        for channel, relay in self._relays.items():
-            for ranks, frames in relay.pop_ready(now):
+        for channel, merger in self._mergers.items():
+            for ranks, frames in merger.pop_ready(now):
                 index.append((ranks, channel, len(frames)))
                 all_frames += frames
         index += [((rank,), channel, 0) for rank, channel in self._refused]
         self._refused.clear()
         if index:
-            self._send(protocol.RankMessages(self._generation, index), *all_frames)
+            self._send(protocol.MessagesFromRanks(self._generation, index), *all_frames)
 
     def _read_store(self, store: zmq.Socket[bytes]) -> None:
         """Forward key-value requests of ranks; ignore invalid messages, sent by user code."""
@@ -350,7 +352,7 @@ class NodeAgent:
                 ident, _, *frames = store.recv_multipart(zmq.DONTWAIT)
                 with contextlib.suppress(ValueError):
                     message, values = protocol.unpack_message(frames)
-                    if isinstance(message, protocol.KeyValueRequest):
+                    if isinstance(message, protocol.KeyValueMessage):
                         self._send(message, ident, *values)
 
     def _report_process_states(self) -> None:
@@ -369,7 +371,7 @@ class NodeAgent:
 
     # -- answers
 
-    def _answer(self, ask: protocol.AgentQuery, frames: list[bytes]) -> None:
+    def _handle_request(self, ask: protocol.AgentRequest, frames: list[bytes]) -> None:
         if ask.what == "stacks":
             threading.Thread(target=self._stacks, args=(ask,), daemon=True).start()
             return
@@ -378,7 +380,7 @@ class NodeAgent:
             ranks = {rank: (gpu, pids.get(rank)) for rank, gpu in self._gpus.items()}
             self._watch.request_usage(ask.id, ranks)
             return
-        files, given = self._started.run_dir, ask.given
+        files, given = self._running_launcher.run_dir, ask.given
         # these take no time
         known: dict[str, Callable[[], Any]] = {
             "receive": lambda: files.create_file(given["name"], given["size"]),
@@ -386,8 +388,8 @@ class NodeAgent:
             "remove": lambda: files.remove_file(given["path"]),
             "size": lambda: files.file_size_bytes(given["path"]),
             "sees": lambda: shared_folder_error(given["path"], given["text"]),
-            "left": lambda: asdict(self._started.crash_artifacts()),
-            "log": self._started.log_tail,
+            "left": lambda: asdict(self._running_launcher.crash_artifacts()),
+            "log": self._running_launcher.log_tail,
         }
         try:
             if ask.what == "read":
@@ -398,11 +400,11 @@ class NodeAgent:
         except (OSError, ValueError, LookupError) as error:
             self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
 
-    def _stacks(self, ask: protocol.AgentQuery) -> None:
+    def _stacks(self, ask: protocol.AgentRequest) -> None:
         """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
         launchers = ask.given["launchers"]
-        stacks = self._started.dump_stacks(pids, launchers=launchers)
+        stacks = self._running_launcher.dump_stacks(pids, launchers=launchers)
         self._queue(protocol.AgentReply(ask.id, stacks))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nbdist.errors import PlanError
 from nbdist.planner.memory import ddp, fsdp, zero3, zero12
 
 if TYPE_CHECKING:
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     from nbdist.planner.model_spec import ModelSpec, Workload
 
 
+_KEEP_SHAPES = {("ddp", 0), ("fsdp", 2)}
+"""Engines whose optimizer gets parameters in their own shape."""
+
+
 def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
-    """Return the timeline of the setup's engine; its `peak_memory` accepts any micro-batch."""
+    """Return the timeline of the setup's engine; its `peak_memory` accepts any micro-batch.
+
+    Raises:
+        PlanError: the engine cannot train this model with this optimizer.
+    """
     engines: Mapping[tuple[str, int], Callable[[ModelSpec, TrainingSetup], StepTimeline]] = {
         ("ddp", 0): ddp.DdpTimeline,
         ("fsdp", 1): fsdp.Fsdp1Timeline,
@@ -30,6 +39,12 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
         ("deepspeed", 3): zero3.Zero3Timeline,
     }
     strategy = setup.options.strategy
+    if setup.optimizer.needs_matrices and (strategy.engine, strategy.level) not in _KEEP_SHAPES:
+        message = (
+            f"{setup.optimizer.name} needs parameters of two dimensions, and {strategy.name}"
+            " flattens them. Use ddp or fsdp2."
+        )
+        raise PlanError(message)
     return engines[strategy.engine, strategy.level](model, setup)
 
 

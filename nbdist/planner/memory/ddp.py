@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbdist.planner import model_spec
-from nbdist.planner.memory import partitioning
-from nbdist.planner.memory.timeline import Allocation, StepTimeline
+from nbdist.planner import model_spec, optimizers
+from nbdist.planner.memory import zero_partitioning
+from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import LayerGroup, MicroBatchActivations, ModelSpec, WalkStep
+    from nbdist.planner.model_spec import (
+        LayerGroup,
+        MicroBatchActivations,
+        MicroBatchStep,
+        ModelSpec,
+    )
 
 
 class DdpTimeline(StepTimeline):
@@ -25,50 +30,56 @@ class DdpTimeline(StepTimeline):
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model)
         self._setup = setup
-        elements = model_spec.num_trainable_params(model)
+        elements, width = model_spec.num_trainable_params(model), model.trainable_element
         self._kept = {
-            "parameters": model_spec.num_params(model) * model.element,
-            "buffers": elements * model.element,
-            "optimizer": setup.optimizer.state_bytes(elements, element=model.element),
+            "parameters": elements * width
+            + model_spec.num_frozen_params(model) * model.element
+            + model_spec.quantized_param_bytes(model),
+            "buffers": elements * width,
+            "optimizer": setup.optimizer.state_bytes(
+                elements, element=width, shapes=optimizers.trained_shapes(model)
+            ),
         }
-        scratch = setup.optimizer.num_temporaries(elements, model_spec.largest_param_size(model))
-        update = {
-            "gradients": elements * model.element,
-            "temporaries": model.element * scratch,
-        }
-        self._update = Allocation(self._kept, update)
+        scratch = setup.optimizer.num_temporaries(
+            elements, zero_partitioning.largest_trainable_size(*model.groups)
+        )
+        update = {"gradients": elements * width, "temporaries": width * scratch}
+        self._update = NonActivationMemory(self._kept, update)
 
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Gradients, and weights cast to 16 bits."""
         for at, step in enumerate(steps):
             if step.phase not in {"before", "after"}:
                 casts = {"activations": _casts(self.model, step, self._setup)}
                 gradients = _gradients(self.model, step, self._setup)
-                yield at, Allocation(self._kept, gradients, casts)
+                yield at, NonActivationMemory(self._kept, gradients, casts)
 
     def other_allocations(
         self,
         run: MicroBatchActivations,  # noqa: ARG002
-    ) -> Iterator[tuple[str, Allocation, int]]:
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """The optimizer step."""
         yield "optimizer step", self._update, 0
 
 
-def _gradients(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> BytesByPart:
+def _gradients(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> BytesByPart:
     """Bytes of gradients; those of earlier micro-batches accumulate the new ones one by one."""
     if setup.options.accumulate > 1:
         elements, new = (
             model_spec.num_trainable_params(model),
-            partitioning.num_pending_gradients(model, step),
+            zero_partitioning.num_pending_gradients(model, step),
         )
     elif step.phase == "backward":
-        elements, new = partitioning.num_finished_gradients(model, step) + step.num_grads, 0
+        elements, new = zero_partitioning.num_finished_gradients(model, step) + step.num_grads, 0
     else:
         elements, new = 0, 0
-    return {"gradients": elements * model.element, "temporaries": new * model.element}
+    width = model.trainable_element
+    return {"gradients": elements * width, "temporaries": new * width}
 
 
-def _casts(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> int:
+def _casts(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> int:
     """Bytes of the 16-bit weights that autocast caches until the forward ends.
 
     Without checkpointing they are saved for the backward and counted as activations.
@@ -80,12 +91,14 @@ def _casts(model: ModelSpec, step: WalkStep, setup: TrainingSetup) -> int:
     ):
         return 0
     blocks = [
-        group.trainable * group.count for group in model.groups[: step.group_index] if _again(group)
+        group.trainable * group.count
+        for group in model.groups[: step.group_index]
+        if _is_recomputed(group)
     ]
     own = model.groups[step.group_index]
-    return 2 * (sum(blocks) + (step.block_index * own.trainable if _again(own) else 0))
+    return 2 * (sum(blocks) + (step.block_index * own.trainable if _is_recomputed(own) else 0))
 
 
-def _again(group: LayerGroup) -> bool:
+def _is_recomputed(group: LayerGroup) -> bool:
     """Return whether the group's forward is recomputed in the backward."""
     return group.role == "block"

@@ -8,17 +8,20 @@ micro-batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from nbdist.planner.memory.timeline import Allocation, StepTimeline
+from nbdist.errors import PlanError
+from nbdist.planner import model_spec, optimizers
+from nbdist.planner.memory import zero_partitioning
+from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline, sum_parts
 from nbdist.planner.model_spec import LayerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
+    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
 
 MicroBatchPosition = Literal["only", "first", "middle", "last"]
 """Position of a micro-batch in an optimizer step; gradients are reduced in the last (or only)."""
@@ -72,10 +75,14 @@ class FsdpTimeline(StepTimeline):
         """Split the model into units."""
         super().__init__(model)
         self.setup, self.groups, self.last_group = setup, model.groups, len(model.groups) - 1
-        self.compute_width = self.reduce_width = self.stored_width = model.element
+        self.compute_width = self.reduce_width = self.stored_width = model.trainable_element
+        self.frozen_width = model.element
         if setup.is_half_precision:
             # In mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces in it.
             self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
+            self.frozen_width = 2
+        # accelerate 1.15 excludes quantized parameters; an offload leaves them on the device too.
+        self._unsharded = {"parameters": model_spec.quantized_param_bytes(model)}
         self.is_offloaded = setup.options.offload_device != "none"
         self.units = self.build_units()
         self.total_unit = FsdpUnit(
@@ -88,12 +95,19 @@ class FsdpTimeline(StepTimeline):
         self._shards = {
             "parameters": self.total_unit.param_shard_bytes,
             "optimizer": setup.optimizer.state_bytes(
-                trainable, element=self.stored_width, flat=self.shards_are_flat
+                trainable,
+                element=self.stored_width,
+                flat=self.shards_are_flat,
+                shapes=()
+                if self.shards_are_flat
+                else optimizers.trained_shapes(model, setup.num_shards),
             ),
         }
         largest = max(unit.largest_shard_size for unit in self.units)
         scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest)
-        self._update = self._place({}, self.total_unit.grad_shard_bytes, {"temporaries": scratch})
+        self._update = self._place_parts(
+            {}, self.total_unit.grad_shard_bytes, {"temporaries": scratch}
+        )
         # Several moments of a unit's backward share its transient memory.
         self._transient_memory = cache(self.transient_memory)
 
@@ -102,14 +116,18 @@ class FsdpTimeline(StepTimeline):
         """Return one unit for each of the model's groups."""
 
     @abstractmethod
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return the memory besides the current unit in forward, loss and backward."""
 
     @abstractmethod
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Yield the memory before a unit's forward, and while its gradients are reduced."""
 
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Walk each kind of micro-batch from first to last step."""
         for micro in _micro_batch_positions(self.setup.options.accumulate):
             for at, step in enumerate(steps):
@@ -123,45 +141,53 @@ class FsdpTimeline(StepTimeline):
     def other_allocations(
         self,
         run: MicroBatchActivations,  # noqa: ARG002
-    ) -> Iterator[tuple[str, Allocation, int]]:
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """The optimizer step."""
         yield "optimizer step", self._update, 0
 
-    def _allocation(self, transient: TransientMemory, own_gradients: int = 0) -> Allocation:
+    def _allocation(
+        self, transient: TransientMemory, own_gradients: int = 0
+    ) -> NonActivationMemory:
         parts = {
             "gradients": transient.full_gradients + own_gradients,
             "buffers": transient.buffers,
             "gathered": transient.gathered,
         }
-        return self._place(parts, transient.gradient_shards)
+        return self._place_parts(parts, transient.gradient_shards)
 
-    def _place(
+    def _place_parts(
         self, parts: BytesByPart, shards: int, update: BytesByPart | None = None
-    ) -> Allocation:
+    ) -> NonActivationMemory:
         """Put shards and optimizer state on the device or in host memory."""
         where = (self._shards, {"gradients": shards}, update or {})
-        return Allocation(parts, host=where) if self.is_offloaded else Allocation(*where, parts)
+        parts = sum_parts((parts, self._unsharded))
+        return (
+            NonActivationMemory(parts, host=where)
+            if self.is_offloaded
+            else NonActivationMemory(*where, parts)
+        )
 
     def build_unit(
-        self, group: LayerGroup, share: int, *, accumulate: int, largest: int
+        self, group: LayerGroup, trained: int, frozen: int, *, accumulate: int, largest: int
     ) -> FsdpUnit:
         """Return a group as a unit.
 
         Args:
             group: parameters that are used together.
-            share: elements of the first rank's shard.
+            trained: trainable elements of the first rank's shard.
+            frozen: its frozen elements.
             accumulate: bytes per element of accumulated gradients.
-            largest: elements of the largest parameter in the first rank's shard.
+            largest: elements of the largest trainable parameter in the first rank's shard.
         """
         ranks = self.setup.num_shards
-        trained = share * group.trainable // group.num_params if group.num_params else 0
-        frozen_bytes = self.model.element * (share - trained)
+        frozen_bytes = self.model.element * frozen
+        largest_grad = zero_partitioning.largest_trainable_size(group)
         return FsdpUnit(
-            full_param_bytes=self.compute_width * share * ranks,
+            full_param_bytes=(self.compute_width * trained + self.frozen_width * frozen) * ranks,
             gradient_bytes=self.compute_width * group.trainable,
             reduce_bytes=self.reduce_width * trained * ranks,
             accumulated_grad_bytes=accumulate * group.trainable,
-            largest_grad_bytes=self.compute_width * group.largest if group.trainable else 0,
+            largest_grad_bytes=self.compute_width * largest_grad,
             reduce_shard_bytes=self.reduce_width * trained,
             param_shard_bytes=self.stored_width * trained + frozen_bytes,
             grad_shard_bytes=self.stored_width * trained,
@@ -170,7 +196,7 @@ class FsdpTimeline(StepTimeline):
         )
 
     def finished_gradients(
-        self, micro: MicroBatchPosition, step: WalkStep, end: int
+        self, micro: MicroBatchPosition, step: MicroBatchStep, end: int
     ) -> tuple[int, int]:
         """Return bytes of pending full gradients, and of gradient shards.
 
@@ -194,7 +220,7 @@ class FsdpTimeline(StepTimeline):
             return self.total_unit.accumulated_grad_bytes, 0
         return self.total_unit.accumulated_grad_bytes - accumulated, shards
 
-    def num_gathered(self, number: int, step: WalkStep) -> int:
+    def num_gathered(self, number: int, step: MicroBatchStep) -> int:
         """Return how many instances of a group before the last are gathered at a step."""
         if self.groups[number].role == "root":
             return 1
@@ -204,7 +230,7 @@ class FsdpTimeline(StepTimeline):
             return self.groups[number].count
         return step.block_index + 1 if number == step.group_index else 0
 
-    def gathered_bytes(self, step: WalkStep, *, last: bool) -> int:
+    def gathered_bytes(self, step: MicroBatchStep, *, last: bool) -> int:
         """Return the bytes of gathered units; `last`: whether the last group is gathered."""
         before = sum(
             self.units[number].full_param_bytes * self.num_gathered(number, step)
@@ -233,6 +259,25 @@ class Fsdp1Timeline(FsdpTimeline):
 
     shards_are_flat = True
 
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Refuse what torch 2.13 cannot flatten (`FlatParamHandle._validate_tensors_to_flatten`).
+
+        Raises:
+            PlanError: parameters of several data types.
+        """
+        frozen = model_spec.num_frozen_params(model)
+        if model_spec.num_quantized_params(model):
+            message = "FSDP1 cannot flatten quantized parameters. Use another backend."
+            raise PlanError(message)
+        if frozen and model.element != model.trainable_element:
+            message = (
+                "FSDP1 cannot flatten fp32 adapters together with 16-bit parameters. Load the model"
+                " in fp32 or use get_peft_model(..., autocast_adapter_dtype=False), or use another"
+                " backend."
+            )
+            raise PlanError(message)
+        super().__init__(model, setup)
+
     def build_units(self) -> list[FsdpUnit]:
         """Flat units of the blocks, with the root in place of the last group."""
         rest = [group for group in self.groups if group.role != "block"]
@@ -251,19 +296,58 @@ class Fsdp1Timeline(FsdpTimeline):
 
     def _flat_unit(self, group: LayerGroup) -> FsdpUnit:
         share = -(-group.num_params // self.setup.num_shards)
-        largest = min(share, group.largest)
-        unit = self.build_unit(group, share, accumulate=self.compute_width, largest=largest)
+        trained = self._trained_by_rank(group)[self._fullest_rank]
+        unit = self.build_unit(
+            group,
+            trained,
+            share - trained,
+            accumulate=self.compute_width,
+            largest=min(share, zero_partitioning.largest_trainable_size(group)),
+        )
+        if not group.trainable:
+            return unit
         # A flat parameter has one gradient, with zeros for frozen parameters.
-        gradient_bytes = self.compute_width * group.num_params if group.trainable else 0
-        return unit._replace(gradient_bytes=gradient_bytes, accumulated_grad_bytes=gradient_bytes)
+        gradient_bytes = self.compute_width * group.num_params
+        return unit._replace(
+            gradient_bytes=gradient_bytes,
+            accumulated_grad_bytes=gradient_bytes,
+            reduce_bytes=self.reduce_width * share * self.setup.num_shards,
+            reduce_shard_bytes=self.reduce_width * share,
+            grad_shard_bytes=self.stored_width * share,
+        )
 
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def _trained_by_rank(self, group: LayerGroup) -> list[int]:
+        """Trainable elements of each rank's piece of the flat parameter."""
+        ranks = self.setup.num_shards
+        share = max(1, -(-group.num_params // ranks))
+        if not group.frozen or not group.tensors:
+            return [share * group.trainable // max(1, group.num_params)] * ranks
+        trained, begin = [0] * ranks, 0
+        for _, size, trainable in group.tensors:
+            for rank in range(begin // share, (begin + size - 1) // share + 1):
+                piece = min(begin + size, (rank + 1) * share) - max(begin, rank * share)
+                trained[rank] += piece if trainable else 0
+            begin += size
+        return trained
+
+    @cached_property
+    def _fullest_rank(self) -> int:
+        """The rank with the most trainable elements: adapters are not spread evenly."""
+        units = [
+            [group.count * each for each in self._trained_by_rank(group)] for group in self.groups
+        ]
+        sums = list(map(sum, zip(*units, strict=True)))
+        return sums.index(max(sums))
+
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return the gathered units and the finished gradients."""
         full, shards = self.finished_gradients(micro, step, self.last_group)
         full += self._root_gradients(step) if step.phase == "backward" else 0
         return TransientMemory(self.gathered_bytes(step, last=True), full, shards)
 
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Gradients are copied together; then the unit is resharded and they are reduced."""
         block = self.groups[step.group_index].role == "block"
         if step.phase == "before" or (step.group_index and not block):
@@ -282,7 +366,7 @@ class Fsdp1Timeline(FsdpTimeline):
                 cast + finished.reduce_shard_bytes,
             )
 
-    def _root_gradients(self, step: WalkStep) -> int:
+    def _root_gradients(self, step: MicroBatchStep) -> int:
         """Gradients of the root's parameters that later groups have made."""
         after = self.groups[step.group_index + 1 :]
         return self.compute_width * sum(group.trainable for group in after if group.role != "block")
@@ -305,22 +389,45 @@ class Fsdp2Timeline(FsdpTimeline):
 
     shards_are_flat = False
 
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Refuse what torch 2.13 cannot shard: it makes plain parameters of `Int8Params`.
+
+        Raises:
+            PlanError: parameters in 8 bits.
+        """
+        if model_spec.has_int8_params(model):
+            message = (
+                "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
+                ' zero1 or zero2, or quantize="nf4", which FSDP2 leaves whole on every rank.'
+            )
+            raise PlanError(message)
+        super().__init__(model, setup)
+
     def build_units(self) -> list[FsdpUnit]:
         """Return units whose parameters are sharded by rows."""
         ranks = self.setup.num_shards
         units = []
         for group in self.groups:
-            if group.tensors:
-                share = sum(-(-rows // ranks) * (size // rows) for rows, size in group.tensors)
-            else:
-                share = -(-group.num_params // ranks)
-            largest = -(-group.largest // ranks)
+            shares: dict[bool, list[int]] = {True: [], False: []}
+            for shape in group.tensors:
+                shares[shape.trainable].append(shape.shard(ranks).num_elements)
+            if not group.tensors:
+                shares = {True: [-(-group.trainable // ranks)], False: [-(-group.frozen // ranks)]}
+            largest = max(shares[True], default=0)
+            if not group.tensors:
+                largest = -(-group.largest // ranks)
             units.append(
-                self.build_unit(group, share, accumulate=self.reduce_width, largest=largest)
+                self.build_unit(
+                    group,
+                    sum(shares[True]),
+                    sum(shares[False]),
+                    accumulate=self.reduce_width,
+                    largest=largest,
+                )
             )
         return units
 
-    def transient_memory(self, micro: MicroBatchPosition, step: WalkStep) -> TransientMemory:
+    def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""
         full, shards = self._finished(micro, step)
         gathered, last = self._gathered(step), self.last_group
@@ -335,7 +442,9 @@ class Fsdp2Timeline(FsdpTimeline):
         buffers = self._reduction_in_flight(micro, step) + self._kept_on_gpu(shards)
         return TransientMemory(gathered + self._prefetched(step), full, shards, buffers)
 
-    def edge_memory(self, micro: MicroBatchPosition, step: WalkStep) -> Iterator[TransientMemory]:
+    def edge_memory(
+        self, micro: MicroBatchPosition, step: MicroBatchStep
+    ) -> Iterator[TransientMemory]:
         """Yield the copy out of the gather buffer, and the reduction of the unit's gradients."""
         unit = self._unit_gathered_by(step.group_index)
         if step.phase == "before":
@@ -364,12 +473,12 @@ class Fsdp2Timeline(FsdpTimeline):
         gathered = self._gathered(step) - unit.full_param_bytes + self._prefetched(step)
         yield TransientMemory(gathered, full, shards, buffers)
 
-    def _finished(self, micro: MicroBatchPosition, step: WalkStep) -> tuple[int, int]:
+    def _finished(self, micro: MicroBatchPosition, step: MicroBatchStep) -> tuple[int, int]:
         # Tied to the embedding, the tail ends with it.
         end = self.last_group if self.model.tied else len(self.units)
         return self.finished_gradients(micro, step, end)
 
-    def _gathered(self, step: WalkStep) -> int:
+    def _gathered(self, step: MicroBatchStep) -> int:
         """Bytes of gathered units: the current one, tail and root; all if none is resharded."""
         at_end = step.phase == "loss" or step.group_index == self.last_group
         return self.gathered_bytes(step, last=self.model.tied or at_end)
@@ -384,7 +493,7 @@ class Fsdp2Timeline(FsdpTimeline):
         tied_embedding = self.model.tied and self.groups[number].role == "embedding"
         return self.units[self.last_group if tied_embedding else number]
 
-    def _forward_buffers(self, step: WalkStep) -> tuple[int, int]:
+    def _forward_buffers(self, step: MicroBatchStep) -> tuple[int, int]:
         """The gather buffer that a unit's forward keeps, and that of the previous unit."""
         if self.model.tied and step.group_index == self.last_group:
             return self._unit_gathered_by(step.group_index - 1).full_param_bytes, 0
@@ -400,7 +509,7 @@ class Fsdp2Timeline(FsdpTimeline):
         sizes = (self._unit_gathered_by(each).full_param_bytes for each in range(number, -1, -1))
         return next((size for size in sizes if size), 0)
 
-    def _prefetched(self, step: WalkStep) -> int:
+    def _prefetched(self, step: MicroBatchStep) -> int:
         """The buffer of the unit whose backward is next."""
         if not self.setup.options.reshard_after_forward:
             return 0
@@ -411,7 +520,7 @@ class Fsdp2Timeline(FsdpTimeline):
                 return self.units[number].full_param_bytes
         return 0
 
-    def _reduction_in_flight(self, micro: MicroBatchPosition, step: WalkStep) -> int:
+    def _reduction_in_flight(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
         """The previous unit's reduction, until the next one begins."""
         if micro in {"first", "middle"} or step.group_index == self.last_group:
             return 0

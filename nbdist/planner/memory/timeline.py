@@ -1,8 +1,8 @@
 """Training setup, and the base class of an engine's memory timeline.
 
 An engine's memory does not depend on the micro-batch size; activations and logits do. So a timeline
-computes its `Allocation` at the steps of a walk once; another micro-batch size costs two additions
-per step. Parts are summed by name only for the moments that are reported.
+computes its `NonActivationMemory` at the steps of a walk once; another micro-batch size costs two
+additions per step. Parts are summed by name only for the moments that are reported.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from operator import attrgetter, gt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from nbdist.planner.model_spec import end_blocks, walk_micro_batch
+from nbdist.planner.model_spec import end_blocks, schedule_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
     from nbdist.planner.model_spec import (
         ComputeMode,
+        FrozenSaves,
         MicroBatchActivations,
+        MicroBatchStep,
         ModelSpec,
         VisitedBlocks,
-        WalkStep,
     )
     from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.strategies import Options
@@ -81,6 +82,14 @@ class TrainingSetup:
         return self.options.precision in {"bf16", "fp16", "fp8"}
 
 
+def frozen_saves(setup: TrainingSetup) -> FrozenSaves:
+    """Return which layers save their inputs although their weights are frozen."""
+    # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
+    ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}
+    strategy = setup.options.strategy
+    return ways.get((strategy.engine, strategy.level), "nothing")
+
+
 def compute_mode(setup: TrainingSetup) -> ComputeMode:
     """Return the engine's compute mode."""
     if not setup.is_half_precision:
@@ -108,7 +117,7 @@ BytesByPart = Mapping[str, int]
 _NOTHING: BytesByPart = MappingProxyType({})
 
 
-class Allocation:
+class NonActivationMemory:
     """Memory of a rank at a moment, without activations and logits of the micro-batch."""
 
     __slots__ = ("host", "host_bytes", "nvme", "parts", "total")
@@ -159,7 +168,9 @@ class StepTimeline(ABC):
         return end_blocks(self.model.groups)
 
     @abstractmethod
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Yield the index of a step of the walk and the memory held at it.
 
         A step may occur several times, or not at all if the engine does nothing of its own.
@@ -168,23 +179,25 @@ class StepTimeline(ABC):
     @abstractmethod
     def other_allocations(
         self, run: MicroBatchActivations
-    ) -> Iterator[tuple[str, Allocation, int]]:
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """Yield name, memory and bytes of activations for moments that are not steps of a walk."""
 
     def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
         """Yield all moments of an optimizer step with such micro-batches."""
-        steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
+        steps, activations, logits = schedule_micro_batch(self.model, run, self.visited_blocks)
         for at, allocation in self._allocations(steps):
             yield _moment(steps[at].name, allocation, activations[at], logits[at], allocation.host)
+        held = run.output_bytes + run.kept_bytes
         for name, allocation, alive in self.other_allocations(run):
-            yield _moment(name, allocation, alive, run.output_bytes, allocation.host)
+            yield _moment(name, allocation, alive, held, allocation.host)
 
     def peak_memory(self, run: MicroBatchActivations) -> MemoryUsage:
         """Return the peak device usage, with the peak of host memory over all moments."""
-        steps, activations, logits = walk_micro_batch(self.model, run, self.visited_blocks)
+        steps, activations, logits = schedule_micro_batch(self.model, run, self.visited_blocks)
         timeline, between = self._allocations(steps), list(self.other_allocations(run))
         totals = [allocation.total + activations[at] + logits[at] for at, allocation in timeline]
-        totals += [allocation.total + alive + run.output_bytes for _, allocation, alive in between]
+        held = run.output_bytes + run.kept_bytes
+        totals += [allocation.total + alive + held for _, allocation, alive in between]
         every = [allocation for _, allocation in timeline]
         every += [allocation for _, allocation, _ in between]
         host = max(every, key=_host_bytes).host
@@ -193,7 +206,7 @@ class StepTimeline(ABC):
             at, allocation = timeline[first]
             return _moment(steps[at].name, allocation, activations[at], logits[at], host)
         name, allocation, alive = between[first - len(timeline)]
-        return _moment(name, allocation, alive, run.output_bytes, host)
+        return _moment(name, allocation, alive, held, host)
 
 
 def running_maxima(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:
@@ -203,24 +216,30 @@ def running_maxima(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[
         many: key, sizes and item of each.
     """
     maxima: dict[Hashable, tuple[int, ...]] = {}
-    kept: list[T] = []
+    chosen: list[T] = []
     for key, sizes, item in many:
         before = maxima.get(key)
         if before is None or any(map(gt, sizes, before)):
             maxima[key] = sizes if before is None else tuple(map(max, sizes, before))
-            kept.append(item)
-    return kept
+            chosen.append(item)
+    return chosen
 
 
 _host_bytes = attrgetter("host_bytes")
 
 
 def _moment(
-    name: str, held: Allocation, activations: int, logits: int, host: tuple[BytesByPart, ...]
+    name: str,
+    allocation: NonActivationMemory,
+    activations: int,
+    logits: int,
+    host: tuple[BytesByPart, ...],
 ) -> MemoryUsage:
     """Sum up parts by name."""
     alive = {"activations": activations, "logits": logits}
-    return MemoryUsage(name, sum_parts((*held.parts, alive)), sum_parts(host), held.nvme)
+    return MemoryUsage(
+        name, sum_parts((*allocation.parts, alive)), sum_parts(host), allocation.nvme
+    )
 
 
 def sum_parts(many: Iterable[BytesByPart]) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Memory timeline of DeepSpeed under ZeRO-1 and 2; stage 3 is in `zero3`.
 
 Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients are cut
-into equal partitions of one long row. Ranks differ, since a rank keeps the whole gradient of each
-parameter that overlaps with its partition; the fullest rank counts.
+into equal partitions of one flat buffer. Ranks differ, since a rank keeps the whole gradient of
+each parameter that overlaps with its partition; the rank with the highest peak determines the
+estimate.
 Follows DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
 """
 
@@ -12,7 +13,8 @@ from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from nbdist.planner.memory import partitioning
+from nbdist.planner import model_spec
+from nbdist.planner.memory import zero_partitioning
 from nbdist.planner.memory.zero_common import (
     GRADIENT_PARTITIONING_STAGE,
     MASTER_BYTES,
@@ -24,9 +26,9 @@ from nbdist.planner.model_spec import last_blocks_and
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.planner.memory.partitioning import BucketReduction, RetainedGradients
-    from nbdist.planner.memory.timeline import Allocation, BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import ModelSpec, VisitedBlocks, WalkStep
+    from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
+    from nbdist.planner.memory.zero_partitioning import BucketReduction, RetainedGradients
+    from nbdist.planner.model_spec import MicroBatchStep, ModelSpec, VisitedBlocks
 
 
 class Zero12Timeline(ZeroTimeline):
@@ -35,22 +37,23 @@ class Zero12Timeline(ZeroTimeline):
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model, setup)
         self._cuts_gradients = setup.options.strategy.level == GRADIENT_PARTITIONING_STAGE
-        self._at_once = self._cuts_gradients or self.config.overlap_comm
+        self._reduces_in_backward = self._cuts_gradients or self.config.overlap_comm
         """True if gradients are reduced during the backward, not after it."""
-        self._shares = partitioning.partition_contents(
+        self._shares = zero_partitioning.partition_contents(
             model.groups, tied=model.tied, world_size=setup.world_size
         )
         self._most_touched = max(share.num_touched for share in self._shares)
         self._bucket = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
-        self._adds_up = self.has_accumulated_gradients and not self._cuts_gradients
+        self._accumulates_in_bucket = self.has_accumulated_gradients and not self._cuts_gradients
         """True if stage 1 accumulates into gradients of earlier micro-batches."""
 
     def device_parts(self) -> dict[str, int]:
         """All parameters, and unless offloaded the optimizer state."""
         parameters = sum(group.count * group.num_params for group in self.model.groups)
-        parts = {"parameters": self.element_bytes * parameters}
+        whole = model_spec.quantized_param_bytes(self.model)
+        parts = {"parameters": self.element_bytes * parameters + whole}
         if self.is_offloaded:
             # Buffer through which a parameter's gradients return from the host to be accumulated.
             return parts | {"buffers": self.element_bytes * self.largest}
@@ -73,20 +76,22 @@ class Zero12Timeline(ZeroTimeline):
             ),
         }
 
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Memory during forward, loss and backward."""
         for at, step in enumerate(steps):
             if step.phase not in {"before", "after"}:
-                yield at, self.allocation_with(self._during(step))
+                yield at, self.allocation_with(self._gradient_and_bucket_parts(step))
 
     @cached_property
     def visited_blocks(self) -> VisitedBlocks:
         """The last blocks, and those where the bucket appears or a rank keeps more gradients."""
         groups = self.model.groups
-        if self._at_once:
+        if self._reduces_in_backward:
             grown = [
                 kept.reduction.next_parameter
-                for kept in self._kept
+                for kept in self._retained_gradients
                 if kept.reduction.next_parameter and kept.after > kept.before
             ]
             begins = [(at.group_index, at.block_index) for at in grown]
@@ -99,45 +104,51 @@ class Zero12Timeline(ZeroTimeline):
         also = [(number, max(0, nth)) for number, at in begins for nth in (at, at - 1)]
         return last_blocks_and(groups, also)
 
-    def _earlier(self, gone: int) -> int:
-        """Bytes of gradients of earlier micro-batches without `gone` elements stored elsewhere.
+    def _earlier_gradient_bytes(self, num_elsewhere: int) -> int:
+        """Gradient bytes of earlier micro-batches; `num_elsewhere` elements are stored elsewhere.
 
         In the last micro-batch, which is reduced, a gradient becomes a view of the bucket it is
         copied to, which frees its own tensor (stage_1_and_2.py:1457 to 1461).
         """
-        return self.element_bytes * (self.trainable - gone) if self._adds_up else 0
+        return (
+            self.element_bytes * (self.trainable - num_elsewhere)
+            if self._accumulates_in_bucket
+            else 0
+        )
 
-    def _during(self, step: WalkStep) -> dict[str, int]:
+    def _gradient_and_bucket_parts(self, step: MicroBatchStep) -> dict[str, int]:
         """Bytes of gradients, and of the bucket that collects them."""
-        finished = partitioning.num_finished_gradients(self.model, step) + step.num_grads
+        finished = zero_partitioning.num_finished_gradients(self.model, step) + step.num_grads
         reduced = 0
-        if step.phase == "backward" and self._at_once:
+        if step.phase == "backward" and self._reduces_in_backward:
             # A bucket is reduced when the next gradient exists, and so is a large gradient
             # (stage_1_and_2.py:1420, 1450).
             number = bisect_left(
-                self._kept,
+                self._retained_gradients,
                 finished - self.tied_head_size,
-                key=lambda kept: kept.reduction.num_reduced,
+                key=lambda reduced_bytes: reduced_bytes.reduction.num_reduced,
             )
-            reduced = self._kept[number - 1].after if number else 0
-        kept = self._mine(reduced)
-        if self._adds_up:
+            reduced = self._retained_gradients[number - 1].after if number else 0
+        reduced_bytes = self._reduced_gradient_bytes(reduced)
+        if self._accumulates_in_bucket:
             # The bucket stays as well. The peak is in the last micro-batch or the one before.
-            reduces = self._at_once and step.phase == "backward"
+            reduces = self._reduces_in_backward and step.phase == "backward"
             done = max(0, finished - self.tied_head_size) if reduces else 0
-            gradients = max(self._earlier(0), self._earlier(done) + kept)
+            gradients = max(
+                self._earlier_gradient_bytes(0), self._earlier_gradient_bytes(done) + reduced_bytes
+            )
             return self._bucket | {"gradients": gradients} | self.pending_gradient_parts(step)
         if step.phase != "backward" or not finished:
-            return {"gradients": kept}
-        if not self._at_once:
+            return {"gradients": reduced_bytes}
+        if not self._reduces_in_backward:
             return self._bucket | {"gradients": self.element_bytes * finished}
-        return self._bucket | {"gradients": kept} | self.pending_gradient_parts(step)
+        return self._bucket | {"gradients": reduced_bytes} | self.pending_gradient_parts(step)
 
     @cached_property
-    def _kept(self) -> tuple[RetainedGradients, ...]:
-        return self._stays(partitioning.retained_gradients, backward=True)
+    def _retained_gradients(self) -> tuple[RetainedGradients, ...]:
+        return self._call_with_config(zero_partitioning.retained_gradients, backward=True)
 
-    def _stays(
+    def _call_with_config(
         self, read: Callable[..., tuple[RetainedGradients, ...]], *, backward: bool
     ) -> tuple[RetainedGradients, ...]:
         """Retained gradients of each reduction; offloaded gradients go to the host.
@@ -155,12 +166,12 @@ class Zero12Timeline(ZeroTimeline):
             large_stay=not self._cuts_gradients,
         )
 
-    def _mine(self, kept: int) -> int:
+    def _reduced_gradient_bytes(self, num_reduced: int) -> int:
         """Bytes of reduced gradients of this micro-batch and, in stage 2, of earlier ones."""
-        mine = self.element_bytes * kept
+        own_bytes = self.element_bytes * num_reduced
         if not self.has_accumulated_gradients or not self._cuts_gradients or self.is_offloaded:
-            return mine
-        return max(self.element_bytes * self._most_touched, 2 * mine)
+            return own_bytes
+        return max(self.element_bytes * self._most_touched, 2 * own_bytes)
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Yield the memory before and during each reduction that may be the peak.
@@ -168,25 +179,31 @@ class Zero12Timeline(ZeroTimeline):
         During the backward, activations shrink while more ranks hold gradients. After it (stage 1),
         all gradients exist and pass through the bucket from the first to the last.
         """
-        for kept in self._stays(partitioning.peak_candidates, backward=self._at_once):
+        for kept in self._call_with_config(
+            zero_partitioning.peak_candidates, backward=self._reduces_in_backward
+        ):
             reduction = kept.reduction
             following = reduction.next_parameter
-            if self._at_once:
+            if self._reduces_in_backward:
                 comes = 0 if following is None else following.num_elements
                 around = self.unbucketed_gradient_bytes(reduction)
-                around += self._earlier(reduction.num_reduced + comes)
+                around += self._earlier_gradient_bytes(reduction.num_reduced + comes)
             else:
                 large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
                 around = self.element_bytes * (self.trainable - reduction.num_reduced + large)
                 reduction = reduction._replace(next_parameter=None)
             for elements, extra in (
-                (kept.before, self._flat(kept.reduction)),
-                (kept.during, self._norm(kept.reduction)),
+                (kept.before, self._flat_copy_bytes(kept.reduction)),
+                (kept.during, self._norm_copy_bytes(kept.reduction)),
             ):
-                mine = self._mine(elements) if self._at_once else self.element_bytes * elements
+                mine = (
+                    self._reduced_gradient_bytes(elements)
+                    if self._reduces_in_backward
+                    else self.element_bytes * elements
+                )
                 yield reduction, self._bucket | {"gradients": around + mine, "temporaries": extra}
 
-    def _flat(self, reduction: BucketReduction) -> int:
+    def _flat_copy_bytes(self, reduction: BucketReduction) -> int:
         """Bytes of the flat copy that is reduced, if pieces go to several ranks.
 
         A parameter above the bucket size is reduced piece by piece, or several pieces at once.
@@ -199,13 +216,13 @@ class Zero12Timeline(ZeroTimeline):
             reduction.num_in_bucket, self.config.reduce_bucket_size + self.partition_size
         )
 
-    def _norm(self, reduction: BucketReduction) -> int:
+    def _norm_copy_bytes(self, reduction: BucketReduction) -> int:
         """Bytes of the fp64 copy of an offloaded gradient for its norm."""
         if not self.is_offloaded:
             return 0
         return NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)
 
-    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+    def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """Gradient norm, flat fp32 gradients, optimizer step."""
         if self.is_offloaded:
             yield (

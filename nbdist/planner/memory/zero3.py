@@ -15,7 +15,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.memory import partitioning
+from nbdist.errors import PlanError
+from nbdist.planner import model_spec
+from nbdist.planner.memory import zero_partitioning
 from nbdist.planner.memory.timeline import running_maxima, sum_parts
 from nbdist.planner.memory.zero_common import (
     MASTER_BYTES,
@@ -28,9 +30,9 @@ from nbdist.planner.model_spec import last_blocks_and
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from nbdist.planner.memory.partitioning import BucketReduction
-    from nbdist.planner.memory.timeline import Allocation, BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import LayerGroup, ModelSpec, VisitedBlocks, WalkStep
+    from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
+    from nbdist.planner.memory.zero_partitioning import BucketReduction
+    from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec, VisitedBlocks
 
 Direction = Literal["forward", "backward"]
 GatherPoint = tuple[Direction, int, int]
@@ -46,7 +48,17 @@ class Zero3Timeline(ZeroTimeline):
     """Stage 3."""
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
-        """Simulate which parameters are gathered when."""
+        """Simulate which parameters are gathered when.
+
+        Raises:
+            PlanError: parameters in 8 bits.
+        """
+        if model_spec.has_int8_params(model):
+            message = (
+                "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps them whole"
+                ' besides its share. Use zero1, zero2 or ddp, or quantize="nf4".'
+            )
+            raise PlanError(message)
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
@@ -55,6 +67,7 @@ class Zero3Timeline(ZeroTimeline):
             tied=model.tied,
             recompute=setup.options.activation_checkpointing,
             rules=self.config.prefetch_limits,
+            element_bytes=self.element_bytes,
         )
 
     @cached_property
@@ -65,7 +78,7 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def partition_size(self) -> int:
         """Elements of a rank's share of trainable parameters."""
-        return self._share(partitioning.trainable_param_sizes)
+        return self._share(zero_partitioning.trainable_param_sizes)
 
     def _share(self, sizes: Callable[[LayerGroup], tuple[int, ...]]) -> int:
         # Each parameter is partitioned separately.
@@ -79,8 +92,10 @@ class Zero3Timeline(ZeroTimeline):
         parts = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
+        scales = model_spec.quantized_param_bytes(self.model) - sum(self._graph_bytes.values())
+        parts["parameters"] = scales
         if not self._params_away:
-            parts["parameters"] = self._param_bytes
+            parts["parameters"] += self._param_bytes
         if self.is_offloaded:
             return parts
         return (
@@ -92,9 +107,19 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def _param_bytes(self) -> int:
         """Bytes of a rank's share of all parameters."""
-        return self.element_bytes * (
-            self.partition_size + self._share(partitioning.frozen_param_sizes)
-        )
+        frozen = self._share(zero_partitioning.frozen_param_sizes)
+        quantized = self._share(lambda group: group.quantized_tensors)
+        return self.element_bytes * (self.partition_size + frozen) + quantized
+
+    @cached_property
+    def _graph_bytes(self) -> dict[str, int]:
+        """Quantized weights of a micro-batch without scales.
+
+        bitsandbytes 0.50 keeps a gathered weight as an attribute of the graph (MatMul4Bit), so it
+        lives until the variable that holds the output changes.
+        """
+        groups = self.model.groups
+        return {"gathered": sum(group.count * sum(group.quantized_tensors) for group in groups)}
 
     def host_parts(self) -> dict[str, int]:
         """Offloaded memory on the host, including buffers for NVMe."""
@@ -118,10 +143,10 @@ class Zero3Timeline(ZeroTimeline):
         buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
         # nbdist.worker.engines.deepspeed sets the size of the buffers by the largest parameter.
         buffer_size = int(section.get("buffer_size", largest))
-        kept = min(self.partition_size, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
+        num_elements = min(self.partition_size, int(section.get("max_in_cpu", _PARAMS_IN_HOST)))
         in_host = {
             "buffers": self.element_bytes * buffers * buffer_size,
-            "parameters": self.element_bytes * kept,
+            "parameters": self.element_bytes * num_elements,
         }
         return sum_parts((parts, in_host))
 
@@ -139,7 +164,9 @@ class Zero3Timeline(ZeroTimeline):
             self._param_bytes if self._params_away else 0
         )
 
-    def walk_allocations(self, steps: tuple[WalkStep, ...]) -> Iterator[tuple[int, Allocation]]:
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Gathered parameters and gradients during forward, loss and backward."""
         for at, step in enumerate(steps):
             tail = self.model.groups[step.group_index].role == "tail"
@@ -152,18 +179,18 @@ class Zero3Timeline(ZeroTimeline):
                 yield at, self.allocation_with(self._gathered_parts(peak), pending)
             elif tail and step.phase == "forward":
                 # The head is gathered before the logits exist.
-                held = self._gathered.min_at.get(("forward", *place), 0)
-                yield at, self.allocation_with(self._gathered_parts(held))
+                gathered = self._gathered.min_at.get(("forward", *place), 0)
+                yield at, self.allocation_with(self._gathered_parts(gathered), self._graph_bytes)
             elif step.phase == "forward" or (tail and step.phase == "before"):
                 peak = self._gathered.max_at.get(("forward", *place), 0)
-                yield at, self.allocation_with(self._gathered_parts(peak))
+                yield at, self.allocation_with(self._gathered_parts(peak), self._graph_bytes)
 
     def _gathered_parts(self, elements: int) -> dict[str, int]:
         return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Buckets reduced during the backward, each copied for its reduction."""
-        reductions = partitioning.bucket_reductions(
+        reductions = zero_partitioning.bucket_reductions(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
@@ -172,7 +199,7 @@ class Zero3Timeline(ZeroTimeline):
         )
         # Reductions that may be the peak, with the elements gathered at that time.
         candidates = running_maxima(
-            (partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
+            (zero_partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
             for reduction in reductions
             for gathered in [self._num_gathered_at(reduction)]
         )
@@ -196,7 +223,7 @@ class Zero3Timeline(ZeroTimeline):
         _, group_index, block_index = reduction.next_parameter
         return self._gathered.max_at.get(("backward", group_index, block_index), 0)
 
-    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+    def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """One group of parameters after another: fp32 gradients, optimizer step."""
         size = self._sub_group
         if self.is_offloaded:
@@ -204,8 +231,9 @@ class Zero3Timeline(ZeroTimeline):
             return
         cast = MASTER_BYTES if self.element_bytes != MASTER_BYTES else 0
         flat = {"temporaries": (self.element_bytes + cast) * size}
-        yield "gradients to fp32", self.allocation_with(flat)
-        yield "optimizer step", self.allocation_with(self.update_parts(size))
+        kept = self._graph_bytes
+        yield "gradients to fp32", self.allocation_with(flat, kept)
+        yield "optimizer step", self.allocation_with(self.update_parts(size), kept)
 
 
 # -- gathered parameters --------------------------------------------------------------------
@@ -234,23 +262,34 @@ class _ParameterUse:
     parameter: int
     size: int
     where: GatherPoint
+    held: int
+    """Elements of the result's size that it takes."""
 
 
 @lru_cache(maxsize=64)
 def simulate_prefetch(
-    groups: tuple[LayerGroup, ...], *, tied: bool, recompute: bool, rules: PrefetchLimits
+    groups: tuple[LayerGroup, ...],
+    *,
+    tied: bool,
+    recompute: bool,
+    rules: PrefetchLimits,
+    element_bytes: int = 2,
 ) -> GatheredParameters:
     """Return the gathered parameters over a micro-batch, from the third step on.
+
+    Quantized weights are elements of one byte to DeepSpeed.
 
     Args:
         groups: groups of the model.
         tied: True if the first group also uses the largest parameter of the last one.
         recompute: True if the forward of blocks is recomputed before their backward.
         rules: limits from DeepSpeed's config.
+        element_bytes: bytes of the elements in which the result is counted.
     """
     threshold = rules.param_persistence_threshold
     sizes = [
-        (*partitioning.trainable_param_sizes(group), *partitioning.frozen_param_sizes(group))
+        [(size, size) for size in zero_partitioning.param_sizes(group)]
+        + [(size, size // element_bytes) for size in group.quantized_tensors]
         for group in groups
     ]
     uses = _parameter_uses(groups, sizes, tied=tied, recompute=recompute, persist=threshold)
@@ -259,7 +298,7 @@ def simulate_prefetch(
     directions: tuple[Direction, ...] = ("forward", "backward")
     return GatheredParameters(
         num_persistent=sum(
-            group.count * sum(size for size in of_group if size <= threshold)
+            group.count * sum(held for size, held in of_group if size <= threshold)
             for group, of_group in zip(groups, sizes, strict=True)
         ),
         max_at=replay.most,
@@ -267,8 +306,12 @@ def simulate_prefetch(
         num_at_loss=num_at_loss,
         peak_blocks=tuple(
             running_maxima(
-                ((way, number), (replay.most.get((way, number, nth), 0),), (number, nth))
-                for way in directions
+                (
+                    (direction, number),
+                    (replay.most.get((direction, number, nth), 0),),
+                    (number, nth),
+                )
+                for direction in directions
                 for number, group in enumerate(groups)
                 for nth in reversed(range(group.count))
             )
@@ -278,7 +321,7 @@ def simulate_prefetch(
 
 def _parameter_uses(
     groups: tuple[LayerGroup, ...],
-    sizes: list[tuple[int, ...]],
+    sizes: list[list[tuple[int, int]]],
     *,
     tied: bool,
     recompute: bool,
@@ -287,27 +330,32 @@ def _parameter_uses(
     """Every use of a partitioned parameter, in the order of one micro-batch."""
     numbers: dict[tuple[int, int, int], int] = {}
 
-    def of_one(way: Direction, group: int, index: int) -> list[_ParameterUse]:
+    def uses_of_block(direction: Direction, group: int, index: int) -> list[_ParameterUse]:
         return [
             _ParameterUse(
                 numbers.setdefault((group, index, position), len(numbers)),
                 size,
-                (way, group, index),
+                (direction, group, index),
+                held,
             )
-            for position, size in enumerate(sizes[group])
+            for position, (size, held) in enumerate(sizes[group])
             if size > persist
         ]
 
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
-    uses = [use for position in order for use in of_one("forward", *position)]
-    head = max(of_one("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
+    uses = [use for position in order for use in uses_of_block("forward", *position)]
+    head = max(uses_of_block("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
+    first = next((number for number, group in enumerate(groups) if group.trainable), 0)
     for number, index in reversed(order):
+        if number < first and not recompute:
+            break  # nothing before the first trainable parameter has a backward
         if recompute and groups[number].role == "block":
-            uses += of_one("backward", number, index)
-        uses += reversed(of_one("backward", number, index))
+            uses += uses_of_block("backward", number, index)
+        uses += reversed(uses_of_block("backward", number, index))
     if tied and head is not None:
-        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0)))
-        uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0)))
+        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0), head.held))
+        if recompute or not first:
+            uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
     return uses
 
 
@@ -336,9 +384,10 @@ class _CoordinatorReplay:
                 self._next_use[step] = upcoming[uses[step].parameter]
             upcoming[uses[step].parameter] = step
         self._sizes = {use.parameter: use.size for use in uses}
+        self._held_sizes = {use.parameter: use.held for use in uses}
         self._seen_until: dict[int, int] = {}
-        self._bunches: dict[int, _GatherMessage] = {}
-        self._there: set[int] = set()
+        self._gather_messages: dict[int, _GatherMessage] = {}
+        self._gathered_parameters: set[int] = set()
         self._available = 0
         """Elements gathered or in flight, as DeepSpeed counts them."""
         self._held = 0
@@ -366,9 +415,9 @@ class _CoordinatorReplay:
 
     def _fetch(self, use: _ParameterUse) -> int:
         """Gather missing parameters and wait for them; return the peak meanwhile."""
-        if use.parameter not in self._there:
+        if use.parameter not in self._gathered_parameters:
             self._gather({use.parameter})
-        message = self._bunches.pop(use.parameter, None)
+        message = self._gather_messages.pop(use.parameter, None)
         if message is None:
             return self._held
         if not message.copied:
@@ -383,24 +432,27 @@ class _CoordinatorReplay:
         return peak
 
     def _gather(self, parameters: set[int]) -> None:
-        size = sum(self._sizes[parameter] for parameter in parameters)
-        self._there |= parameters
-        self._bunches |= dict.fromkeys(parameters, _GatherMessage(set(parameters), size))
-        self._available += size
-        self._held += size
+        held = sum(self._held_sizes[parameter] for parameter in parameters)
+        self._gathered_parameters |= parameters
+        self._gather_messages |= dict.fromkeys(parameters, _GatherMessage(set(parameters), held))
+        self._available += sum(self._sizes[parameter] for parameter in parameters)
+        self._held += held
 
     def _look_ahead(self) -> None:
         """Prefetch; parameters that are already gathered are skipped and count as fetched."""
-        room = min(
+        num_free = min(
             self._rules.max_live_parameters - self._available, self._rules.prefetch_bucket_size
         )
         parameters: set[int] = set()
         size = 0
-        while self._queue < len(self._uses) and size < room:
+        while self._queue < len(self._uses) and size < num_free:
             ahead = self._uses[self._queue]
             self._seen_until[ahead.parameter] = self._queue
             self._queue += 1
-            if ahead.parameter not in self._there and ahead.parameter not in parameters:
+            if (
+                ahead.parameter not in self._gathered_parameters
+                and ahead.parameter not in parameters
+            ):
                 parameters.add(ahead.parameter)
                 size += ahead.size
         if parameters:
@@ -416,6 +468,7 @@ class _CoordinatorReplay:
             and self._before[later] - self._before[step + 1] < self._rules.max_reuse_distance
         ):
             return
-        self._there.discard(use.parameter)
+        self._gathered_parameters.discard(use.parameter)
         self._available -= use.size
-        self._held -= use.size
+        # A quantized weight, which takes less than its size in elements, stays in the graph.
+        self._held -= use.held if use.held == use.size else 0

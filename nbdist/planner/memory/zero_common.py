@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
-from nbdist.planner.memory import partitioning, timeline
-from nbdist.planner.memory.timeline import Allocation
+from nbdist.planner.memory import timeline, zero_partitioning
+from nbdist.planner.memory.timeline import NonActivationMemory
 from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.planner.memory.partitioning import BucketReduction, ParameterSlot
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, WalkStep
+    from nbdist.planner.memory.zero_partitioning import BucketReduction, TrainableParameter
+    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
 
 GRADIENT_PARTITIONING_STAGE = 2
 PARAMETER_PARTITIONING_STAGE = 3
@@ -63,7 +63,7 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
     # The smallest parameter besides the head is the final norm's, of hidden size.
-    hidden = min(partitioning.trainable_param_sizes(model.groups[-1]), default=0)
+    hidden = min(zero_partitioning.param_sizes(model.groups[-1]), default=0)
     automatic = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
@@ -109,19 +109,17 @@ class ZeroTimeline(timeline.StepTimeline):
         if not self.trainable:
             message = "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
             raise PlanError(message)
-        self.largest = max(
-            max(partitioning.trainable_param_sizes(group), default=0) for group in model.groups
-        )
+        self.largest = zero_partitioning.largest_trainable_size(*model.groups)
         """Elements of the largest trainable parameter."""
         self.is_offloaded = setup.options.offload_device != "none"
         self.has_accumulated_gradients = setup.options.accumulate > 1
         """True if gradients of earlier micro-batches exist."""
-        self.tied_head_size = partitioning.tied_head_size(model)
+        self.tied_head_size = zero_partitioning.tied_head_size(model)
 
     @cached_property
     def partition_size(self) -> int:
         """Elements of a rank's share of the master copy."""
-        return partitioning.partition_size(self.trainable, self.setup.world_size)
+        return zero_partitioning.partition_size(self.trainable, self.setup.world_size)
 
     @abstractmethod
     def device_parts(self) -> dict[str, int]:
@@ -140,25 +138,25 @@ class ZeroTimeline(timeline.StepTimeline):
         """Yield reductions that may be the peak, in order, with their additional memory."""
 
     @abstractmethod
-    def update_allocations(self) -> Iterator[tuple[str, Allocation]]:
+    def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """Yield the parts of the optimizer step with the memory held."""
 
     def other_allocations(
         self, run: MicroBatchActivations
-    ) -> Iterator[tuple[str, Allocation, int]]:
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """Yield the reductions, then the optimizer step."""
         before = model_spec.saved_bytes_before_groups(self.model, run)
-        for reduction, allocation in self._reduced:
+        for reduction, allocation in self._peak_reductions:
             yield "gradient reduction", allocation, self._alive(reduction, run, before)
         for name, allocation in self._updates:
             yield name, allocation, 0
 
     @cached_property
-    def _updates(self) -> list[tuple[str, Allocation]]:
+    def _updates(self) -> list[tuple[str, NonActivationMemory]]:
         return list(self.update_allocations())
 
     @cached_property
-    def _reduced(self) -> list[tuple[BucketReduction, Allocation]]:
+    def _peak_reductions(self) -> list[tuple[BucketReduction, NonActivationMemory]]:
         """Reductions one of which is the peak, for any micro-batch."""
         candidates: list[tuple[BucketReduction, int, BytesByPart]] = []
         for reduction, parts in self.reduction_allocations():
@@ -169,15 +167,17 @@ class ZeroTimeline(timeline.StepTimeline):
                 candidates.append((reduction, size, parts))
         return [(reduction, self.allocation_with(parts)) for reduction, _, parts in candidates]
 
-    def allocation_with(self, *more: BytesByPart, host: BytesByPart | None = None) -> Allocation:
+    def allocation_with(
+        self, *more: BytesByPart, host: BytesByPart | None = None
+    ) -> NonActivationMemory:
         """Return the permanent memory combined with additional parts."""
-        on_device, on_host, files = self._for_good
-        return Allocation(
+        on_device, on_host, files = self._persistent_memory
+        return NonActivationMemory(
             on_device, *more, host=(on_host, host) if host else (on_host,), nvme=files
         )
 
     @cached_property
-    def _for_good(self) -> tuple[dict[str, int], dict[str, int], int]:
+    def _persistent_memory(self) -> tuple[dict[str, int], dict[str, int], int]:
         """Memory that stays on the device, in host memory and on NVMe."""
         return self.device_parts(), self.host_parts(), self.nvme_bytes()
 
@@ -212,10 +212,11 @@ class ZeroTimeline(timeline.StepTimeline):
         copies = 0 if optimizer.has_cpu_version else optimizer.loop_copies
         return {"temporaries": round(MASTER_BYTES * copies * elements)}
 
-    def pending_gradient_parts(self, step: WalkStep) -> dict[str, int]:
+    def pending_gradient_parts(self, step: MicroBatchStep) -> dict[str, int]:
         """Return the bytes of gradients that exist but are not in the bucket yet."""
         return {
-            "temporaries": self.element_bytes * partitioning.num_pending_gradients(self.model, step)
+            "temporaries": self.element_bytes
+            * zero_partitioning.num_pending_gradients(self.model, step)
         }
 
     def unbucketed_gradient_bytes(self, reduction: BucketReduction) -> int:
@@ -254,11 +255,11 @@ class ZeroTimeline(timeline.StepTimeline):
         held = max(held_then or [moment.held_bytes for moment in own.backward_moments], default=0)
         return before[place.group_index] + place.block_index * own.saved_bytes + held
 
-    def _is_tied_head(self, place: ParameterSlot) -> bool:
+    def _is_tied_head(self, place: TrainableParameter) -> bool:
         """True for the first parameter: its gradient is complete at the end of the backward."""
         return (
             self.model.tied
-            and place == partitioning.parameter_slots(self.model.groups, tied=True)[0]
+            and place == zero_partitioning.trainable_parameters(self.model.groups, tied=True)[0]
         )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
-from nbdist.planner.model_spec import with_notes
 from nbdist.planner.models.autograd_tape import FULL_BYTES, HALF_BYTES
-from nbdist.planner.models.decoder import DecoderSpec, Gpt2, Llama
+from nbdist.planner.models.decoder import DecoderSpec, Gpt2Spec, LlamaSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ def is_supported(config: Mapping[str, Any]) -> bool:
     return _model_type(config) in MODEL_CLASSES and (named is None or named.endswith(_CAUSAL))
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """Return the analytic spec of a transformers config.
 
     Raises:
@@ -63,12 +63,13 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if named not in {None, own}:
         notes.append(f"Planned as {own}: the config names {named}, whose code is not run.")
     build: Callable[[Mapping[str, Any]], DecoderSpec] = _gpt2 if model_type == "gpt2" else _llama
-    return with_notes(build({**config, "model_type": model_type}), notes)
+    spec = build({**config, "model_type": model_type})
+    return replace(spec, notes=(*spec.notes, *notes))
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
     """Restore a spec from its `to_json()`."""
-    families: Mapping[str, type[DecoderSpec]] = {"Llama": Llama, "Gpt2": Gpt2}
+    families: Mapping[str, type[DecoderSpec]] = {"LlamaSpec": LlamaSpec, "Gpt2Spec": Gpt2Spec}
     return families[fields["family"]].from_json(fields)
 
 
@@ -95,12 +96,12 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 def _named_class(config: Mapping[str, Any]) -> str | None:
     """Return the model class that a config names."""
-    given = config.get("architectures")
-    named = given[0] if isinstance(given, (list, tuple)) and given else None
+    class_names = config.get("architectures")
+    named = class_names[0] if isinstance(class_names, (list, tuple)) and class_names else None
     return None if named is None else str(named)
 
 
-def _llama(config: Mapping[str, Any]) -> Llama:
+def _llama(config: Mapping[str, Any]) -> LlamaSpec:
     model_type = config["model_type"]
     hidden, heads = _read_size(config, "hidden_size"), _read_size(config, "num_attention_heads")
     kv_heads = _read_size(config, "num_key_value_heads", default=_KV_HEADS.get(model_type, heads))
@@ -108,11 +109,11 @@ def _llama(config: Mapping[str, Any]) -> Llama:
     biases = bool(config.get("attention_bias", False))
     has_window = model_type == "mistral" or config.get("use_sliding_window")
     head_dim = 128 if model_type == "qwen3" else hidden // heads
-    return Llama(
+    return LlamaSpec(
         model_type=model_type,
         hidden=hidden,
         ff=_read_size(config, "intermediate_size"),
-        layers=_read_size(config, "num_hidden_layers", most=MAX_LAYERS),
+        layers=_read_size(config, "num_hidden_layers", largest=MAX_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_read_size(config, "head_dim", default=head_dim),
@@ -130,15 +131,15 @@ def _llama(config: Mapping[str, Any]) -> Llama:
     )
 
 
-def _gpt2(config: Mapping[str, Any]) -> Gpt2:
+def _gpt2(config: Mapping[str, Any]) -> Gpt2Spec:
     hidden = _read_size(config, "n_embd", "hidden_size")
     heads = _read_size(config, "n_head", "num_attention_heads")
     _check_divides(hidden, heads, "n_embd", "n_head")
-    return Gpt2(
+    return Gpt2Spec(
         model_type="gpt2",
         hidden=hidden,
         ff=_read_size(config, "n_inner", default=4 * hidden),
-        layers=_read_size(config, "n_layer", "num_hidden_layers", most=MAX_LAYERS),
+        layers=_read_size(config, "n_layer", "num_hidden_layers", largest=MAX_LAYERS),
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
@@ -155,17 +156,17 @@ def _gpt2(config: Mapping[str, Any]) -> Gpt2:
 
 
 def _read_size(
-    config: Mapping[str, Any], *names: str, default: int | None = None, most: int = MAX_SIZE
+    config: Mapping[str, Any], *names: str, default: int | None = None, largest: int = MAX_SIZE
 ) -> int:
-    """Return an integer from 1 to `most`, from the first of these fields that the config has.
+    """Return an integer from 1 to `largest`, from the first of these fields that the config has.
 
     Raises:
         PlanError: none of the fields, or an invalid value.
     """
     value = next((config[name] for name in names if config.get(name) is not None), default)
-    if type(value) is not int or not 1 <= value <= most:
+    if type(value) is not int or not 1 <= value <= largest:
         message = (
-            f"The config's {names[0]} must be an integer from 1 to {most:,}, got {value!r}."
+            f"The config's {names[0]} must be an integer from 1 to {largest:,}, got {value!r}."
             " Complete the config."
         )
         raise PlanError(message)
@@ -192,11 +193,11 @@ def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
         PlanError: an unsupported dtype.
     """
     sizes = {"float32": FULL_BYTES, "float16": HALF_BYTES, "bfloat16": HALF_BYTES}
-    given = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    if given not in {*sizes, "None"}:
-        message = f"Unknown dtype {given!r} in the config. Use one of {', '.join(sizes)}."
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if dtype not in {*sizes, "None"}:
+        message = f"Unknown dtype {dtype!r} in the config. Use one of {', '.join(sizes)}."
         raise PlanError(message)
-    return sizes.get(given, FULL_BYTES)
+    return sizes.get(dtype, FULL_BYTES)
 
 
 def _check_divides(whole: int, part: int, whole_name: str, part_name: str) -> None:
@@ -265,7 +266,7 @@ def spec_from_parameter_count(text: str) -> DecoderSpec:
         raise PlanError(message)
     shape = _PUBLISHED.get(f"{count / 1e9:g}b") or _closest_shape(count)
     hidden, ff, layers, heads, kv_heads, vocab, tied = shape
-    return Llama(
+    return LlamaSpec(
         model_type="llama",
         hidden=hidden,
         ff=ff,

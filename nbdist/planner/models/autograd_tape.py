@@ -16,13 +16,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.planner.model_spec import BackwardMoment
+from nbdist.planner.model_spec import BackwardPeakCandidate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from nbdist.planner.model_spec import FrozenSaves
+
 HALF_BYTES = 2
 FULL_BYTES = 4
+QuantizationMethod = Literal["nf4", "int8"]
+NF4_BLOCK = 64
+"""Elements that share a scale."""
 SYMBOLIC_BATCH_SIZE = 1 << 64
 """Symbolic batch size: every size is a + b * SYMBOLIC_BATCH_SIZE, so that one walk over a tape
 holds for all batch sizes."""
@@ -31,11 +36,18 @@ holds for all batch sizes."""
 class TapeTensor:
     """Elements, bytes per element and storage of a tensor of a forward pass."""
 
-    __slots__ = ("elements", "root", "width")
+    __slots__ = ("elements", "needs_grad", "root", "width")
 
-    def __init__(self, elements: int, width: int, *, of: TapeTensor | None = None) -> None:
-        """Make a tensor, or a view of another one."""
-        self.elements, self.width = elements, width
+    def __init__(
+        self,
+        elements: int,
+        width: int,
+        *,
+        of: TapeTensor | None = None,
+        needs_grad: bool = False,
+    ) -> None:
+        """Make a tensor, or a view of another one; an operation's result inherits `needs_grad`."""
+        self.elements, self.width, self.needs_grad = elements, width, needs_grad
         self.root: TapeTensor = of.root if of else self
 
     @property
@@ -52,6 +64,9 @@ class TapeNode:
     inputs: tuple[TapeTensor, ...]
     keeps: tuple[TapeTensor, ...] = ()
     """Tensors saved for the backward."""
+    attributes: tuple[TapeTensor, ...] = ()
+    """Tensors that it saves as plain attributes: they live as long as the graph, and checkpointing
+    does not drop them."""
     sends: tuple[TapeTensor, ...] = ()
     """Inputs that get a new gradient."""
     passes: tuple[TapeTensor, ...] = ()
@@ -74,6 +89,8 @@ class AutogradTape:
     """Device whose autocast lists apply; None without autocast."""
     device: Literal["cuda", "cpu"] = "cuda"
     """Device whose kernels run."""
+    frozen_saves: FrozenSaves = "nothing"
+    """Layers that save their input although their weight is frozen."""
     nodes: list[TapeNode] = field(default_factory=list)
 
     # -- recording -------------------------------------------------------------------------
@@ -83,7 +100,7 @@ class AutogradTape:
         if x.width == width:
             return x
         out = TapeTensor(x.elements, width)
-        return self._add(TapeNode(out, (x,), sends=(x,)))
+        return self.add_node(TapeNode(out, (x,), sends=(x,)))
 
     def upcast(self, x: TapeTensor) -> TapeTensor:
         """Record autocast's cast of an input of an operation that a GPU runs in fp32."""
@@ -98,28 +115,70 @@ class AutogradTape:
         narrow: int,
         trainable: bool = True,
         bias: bool = False,
+        element_bytes: int | None = None,
     ) -> TapeTensor:
-        """Record a product with a wide x narrow weight; x is (tokens, narrow)."""
+        """Record a product with a wide x narrow weight; x is (tokens, narrow).
+
+        The weight has `element_bytes` bytes per element, by default the tape's.
+        """
         weight: tuple[TapeTensor, ...] = ()
         if self.autocast:
-            if self.element_bytes == FULL_BYTES:
+            if (element_bytes or self.element_bytes) == FULL_BYTES:
                 # The bf16 copy of the weight, whose gradient is cast back.
                 copy = TapeTensor(wide * narrow, HALF_BYTES)
                 grad_elements = wide * narrow if trainable else 0
-                weight = (self._add(TapeNode(copy, (), weights=grad_elements)),)
+                weight = (self.add_node(TapeNode(copy, (), weights=grad_elements)),)
             x = self.cast(x, HALF_BYTES)
         own = trainable and not weight
         out = TapeTensor(tokens * wide, x.width)
-        keeps = ((x,) if trainable else ()) + weight
+        saved = (x,) if trainable or self.frozen_saves != "nothing" else ()
+        keeps = (*saved, *(weight if x.needs_grad else ()))
         sends = (x,) + (weight if trainable else ())
         grad_elements = wide * narrow if own else 0
         grad_elements += wide if bias and trainable else 0
-        return self._add(
+        return self.add_node(
             TapeNode(out, (x, *weight), keeps=keeps, sends=sends, weights=grad_elements)
         )
 
+    def quantized_linear(
+        self, x: TapeTensor, tokens: int, wide: int, *, narrow: int, method: QuantizationMethod
+    ) -> TapeTensor:
+        """Record a product with a frozen weight of 4 or 8 bits, by bitsandbytes 0.50.
+
+        nf4 (MatMul4Bit) restores the weight for the product, also in the backward, and saves
+        nothing. int8 saves the input as an attribute; a CPU restores the weight (MatMul8bitFp), a
+        GPU quantizes the input instead (MatMul8bitLt: its fp16 copy, its int8 values, the int32
+        product).
+        """
+        weight = wide * narrow
+        restored = weight * x.width
+        if method == "nf4":
+            restored += FULL_BYTES * (weight // NF4_BLOCK)
+        in_forward = restored
+        if method == "int8" and self.device == "cuda":
+            in_forward = (HALF_BYTES + 1) * x.elements + FULL_BYTES * tokens * wide
+        out = TapeTensor(tokens * wide, x.width)
+        keeps = (x,) if method == "int8" else ()
+        return self.add_node(
+            TapeNode(
+                out,
+                (x, TapeTensor(in_forward, 1)),
+                keeps=keeps,
+                attributes=keeps,
+                sends=(x,),
+                workspace=restored,
+            )
+        )
+
     def embedding(
-        self, tokens: int, rows: int, columns: int, *, counted: bool, tied: bool = False
+        self,
+        tokens: int,
+        rows: int,
+        columns: int,
+        *,
+        counted: bool,
+        tied: bool = False,
+        trainable: bool = True,
     ) -> TapeTensor:
         """Record an embedding lookup.
 
@@ -127,11 +186,11 @@ class AutogradTape:
         already has a gradient from the head: a second one and their sum are made.
         """
         out, table = (
-            TapeTensor(tokens * columns, self.element_bytes),
+            TapeTensor(tokens * columns, self.element_bytes, needs_grad=trainable),
             TapeTensor(rows * columns, self.element_bytes),
         )
         weights = table.elements if counted else 0
-        return self._add(
+        return self.add_node(
             TapeNode(out, (), weights=weights, workspace=2 * table.size_bytes if tied else 0)
         )
 
@@ -152,37 +211,41 @@ class AutogradTape:
     ) -> TapeTensor:
         """Record an elementwise function of one tensor, or a product with a kept tensor."""
         out = TapeTensor(x.elements, max(x.width, width))
-        kept = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
-        return self._add(TapeNode(out, (x,), keeps=kept, sends=(x,)))
+        saved = {"input": (x,), "output": (out,), "nothing": ()}[keeps]
+        return self.add_node(TapeNode(out, (x,), keeps=saved, sends=(x,)))
 
     def power(self, x: TapeTensor) -> TapeTensor:
         """Record `x.pow(n)`; its backward makes x^(n-1) and n * x^(n-1) on the way."""
         x = self.upcast(x)
         out = TapeTensor(x.elements, x.width)
-        return self._add(TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes))
+        return self.add_node(
+            TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes)
+        )
 
     def mean(self, x: TapeTensor, tokens: int) -> TapeTensor:
         """Record a mean over the last dimension."""
-        return self._add(TapeNode(TapeTensor(tokens, x.width), (x,), sends=(x,)))
+        return self.add_node(TapeNode(TapeTensor(tokens, x.width), (x,), sends=(x,)))
 
     def add(self, x: TapeTensor, y: TapeTensor) -> TapeTensor:
         """Record `x + y` of equal shapes."""
         out = TapeTensor(x.elements, max(x.width, y.width))
         same = tuple(t for t in (x, y) if t.width == out.width)
         other = tuple(t for t in (x, y) if t.width != out.width)
-        return self._add(TapeNode(out, (x, y), sends=other, passes=same))
+        return self.add_node(TapeNode(out, (x, y), sends=other, passes=same))
 
     def multiply(self, x: TapeTensor, y: TapeTensor) -> TapeTensor:
         """Record `x * y`; y may be smaller, its gradient is then summed."""
         out = TapeTensor(x.elements, max(x.width, y.width))
-        extra = out.size_bytes if y.elements < x.elements else 0
-        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y), workspace=extra))
+        extra = out.size_bytes if y.elements < x.elements and y.needs_grad else 0
+        return self.add_node(
+            TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y), workspace=extra)
+        )
 
     def scale_by_weight(self, x: TapeTensor, elements: int, *, trainable: bool) -> TapeTensor:
         """Record `weight * x` with a weight vector."""
         out = TapeTensor(x.elements, max(x.width, self.element_bytes))
-        keeps = (x,) if trainable else ()
-        return self._add(
+        keeps = (x,) if trainable or self.frozen_saves == "all" else ()
+        return self.add_node(
             TapeNode(
                 out,
                 (x,),
@@ -195,19 +258,19 @@ class AutogradTape:
 
     def view(self, x: TapeTensor) -> TapeTensor:
         """Record a view whose gradient has to be copied back into x's layout."""
-        return self._add(TapeNode(TapeTensor(x.elements, x.width, of=x), (x,), sends=(x,)))
+        return self.add_node(TapeNode(TapeTensor(x.elements, x.width, of=x), (x,), sends=(x,)))
 
     def copy(self, x: TapeTensor, times: int = 1) -> TapeTensor:
         """Record a contiguous copy of a view, `times` as large if it is repeated."""
         out = TapeTensor(x.elements * times, x.width)
         if times == 1:
-            return self._add(TapeNode(out, (x,), passes=(x,)))
-        return self._add(TapeNode(out, (x,), sends=(x,)))
+            return self.add_node(TapeNode(out, (x,), passes=(x,)))
+        return self.add_node(TapeNode(out, (x,), sends=(x,)))
 
     def split(self, x: TapeTensor, count: int) -> tuple[TapeTensor, ...]:
         """Record equal slices, views whose gradients are concatenated."""
         parts = tuple(TapeTensor(x.elements // count, x.width, of=x) for _ in range(count))
-        self._add(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
+        self.add_node(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
     def add_mask(self, scores: TapeTensor) -> TapeTensor:
@@ -219,12 +282,12 @@ class AutogradTape:
         if self.autocast:
             x, y = self.cast(x, HALF_BYTES), self.cast(y, HALF_BYTES)
         out = TapeTensor(elements, x.width)
-        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y)))
+        return self.add_node(TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y)))
 
     def fp32_matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
         """Record a batched matrix product inside a kernel that computes in fp32."""
         out = TapeTensor(elements, FULL_BYTES)
-        return self._add(TapeNode(out, (x, y), keeps=(x, y), sends=(x, y)))
+        return self.add_node(TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y)))
 
     def softmax(self, x: TapeTensor) -> TapeTensor:
         """Record a softmax over the last dimension."""
@@ -236,7 +299,7 @@ class AutogradTape:
             return x
         mask = TapeTensor(x.elements, 1 if self.device == "cuda" else x.width)
         out = TapeTensor(x.elements, x.width)
-        return self._add(TapeNode(out, (x, mask), keeps=(mask,), sends=(x,)))
+        return self.add_node(TapeNode(out, (x, mask), keeps=(mask,), sends=(x,)))
 
     def layer_norm(
         self, x: TapeTensor, tokens: int, columns: int, *, trainable: bool
@@ -245,7 +308,7 @@ class AutogradTape:
         x = self.upcast(x)
         out = TapeTensor(x.elements, x.width)
         statistics = TapeTensor(2 * tokens, x.width if self.device == "cpu" else FULL_BYTES)
-        return self._add(
+        return self.add_node(
             TapeNode(
                 out,
                 (x, statistics),
@@ -268,7 +331,7 @@ class AutogradTape:
         if self.autocast:
             q, k, v = (self.cast(t, HALF_BYTES) for t in (q, k, v))
         out, sums = TapeTensor(q.elements, q.width), TapeTensor(rows, FULL_BYTES)
-        return self._add(
+        return self.add_node(
             TapeNode(out, (q, k, v, sums), keeps=(q, k, v, out, sums), sends=(q, k, v))
         )
 
@@ -276,11 +339,16 @@ class AutogradTape:
 
     def saved_bytes(self) -> int:
         """Return the bytes saved from forward to backward."""
-        return sum(t.size_bytes for t in self._kept())
+        return sum(t.size_bytes for t in self._saved_tensors())
+
+    def attribute_bytes(self) -> int:
+        """Return the bytes that nodes save as plain attributes."""
+        kept = {t.root: None for node in self.nodes for t in node.attributes}
+        return sum(t.size_bytes for t in kept)
 
     def is_saved(self, x: TapeTensor) -> bool:
         """Return whether a node saves a tensor's memory."""
-        return x.root in self._kept()
+        return x.root in self._saved_tensors()
 
     def forward_peak_bytes(self, first: TapeTensor | None = None) -> int:
         """Return the peak bytes inside the forward, including what it saves.
@@ -293,27 +361,38 @@ class AutogradTape:
         """Return the peak bytes inside a forward that saves nothing."""
         return self._forward(keeping=False, first=first)
 
-    def backward_moments(self, incoming: int, held: int = 0) -> tuple[BackwardMoment, ...]:
+    def backward_moments(
+        self, incoming: int, held_bytes: int = 0
+    ) -> tuple[BackwardPeakCandidate, ...]:
         """Return the moments of the backward that may be its peak.
 
         Args:
             incoming: bytes of the incoming gradient.
-            held: additional bytes held throughout, such as a checkpointed input.
+            held_bytes: additional bytes held throughout, such as a checkpointed input.
         """
-        return worst_moments(_BackwardPass(self.nodes, incoming, held).instants())
+        return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).instants())
 
     # -- implementation --------------------------------------------------------------------
 
-    def _add(self, node: TapeNode) -> TapeTensor:
+    def add_node(self, node: TapeNode) -> TapeTensor:
+        """Append an operation; without a gradient to make, it saves nothing."""
+        sends = tuple(t for t in node.sends if t.needs_grad)
+        passes = tuple(t for t in node.passes if t.needs_grad)
+        if not (sends or passes or node.weights or node.out.needs_grad):
+            node.keeps = node.attributes = ()
+        else:
+            for part in (node.out, *node.siblings):
+                part.needs_grad = True
+        node.sends, node.passes = sends, passes
         self.nodes.append(node)
         return node.out
 
-    def _kept(self) -> dict[TapeTensor, None]:
+    def _saved_tensors(self) -> dict[TapeTensor, None]:
         """Storages that nodes save, each once."""
         return {t.root: None for node in self.nodes for t in node.keeps}
 
     def _forward(self, *, keeping: bool, first: TapeTensor | None) -> int:
-        kept = (set(self._kept()) if keeping else set()) | ({first} if first else set())
+        saved = (set(self._saved_tensors()) if keeping else set()) | ({first} if first else set())
         last: dict[TapeTensor, int] = {}
         for number, node in enumerate(self.nodes):
             for tensor in node.inputs:
@@ -327,9 +406,14 @@ class AutogradTape:
             alive += sum(t.size_bytes for t in created)
             peak = max(peak, alive)
             for tensor in {t.root for t in node.inputs}:
-                if last[tensor] == number and tensor not in kept:
+                if last[tensor] == number and tensor not in saved:
                     alive -= tensor.size_bytes
         return peak
+
+
+def _operands(x: TapeTensor, y: TapeTensor) -> tuple[TapeTensor, ...]:
+    """Return the factors that a product saves: each for the other one's gradient."""
+    return ((x,) if y.needs_grad else ()) + ((y,) if x.needs_grad else ())
 
 
 class _BackwardPass:
@@ -344,7 +428,7 @@ class _BackwardPass:
             nodes[-1].out: _PendingGradient(incoming)
         }
 
-    def instants(self) -> Iterator[BackwardMoment]:
+    def instants(self) -> Iterator[BackwardPeakCandidate]:
         """Yield a moment for every allocation."""
         yield self.now()
         for node in reversed(self.nodes):
@@ -352,11 +436,11 @@ class _BackwardPass:
             if gradient is not None:
                 yield from self.run(node, gradient)
 
-    def now(self, more: int = 0) -> BackwardMoment:
+    def now(self, extra_bytes: int = 0) -> BackwardPeakCandidate:
         """Return the bytes and gradients alive."""
-        return BackwardMoment(self.alive + more, self.grads)
+        return BackwardPeakCandidate(self.alive + extra_bytes, self.grads)
 
-    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardMoment]:
+    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
         """Make gradients, free what the node held, pass the gradients on."""
         slices = [self.waiting.pop(part) for part in node.siblings]
         sent = [(tensor, _PendingGradient(tensor.size_bytes)) for tensor in node.sends]
@@ -372,7 +456,7 @@ class _BackwardPass:
         for tensor, new in sent:
             yield from self.deliver(tensor, new)
 
-    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardMoment]:
+    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
         """Pass a gradient to the node that made a tensor; add it to an earlier one."""
         old = self.waiting.get(tensor)
         if old is None:
@@ -398,9 +482,9 @@ class _PendingGradient:
         return 0 if self.owners else self.bytes
 
 
-def worst_moments(instants: Iterable[BackwardMoment]) -> tuple[BackwardMoment, ...]:
+def worst_moments(instants: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
     """Return the moments that no other one exceeds in every respect, for any batch size."""
-    best: list[tuple[int, BackwardMoment]] = []
+    best: list[tuple[int, BackwardPeakCandidate]] = []
     for moment in sorted(set(instants), reverse=True):
         fixed = moment.held_bytes % SYMBOLIC_BATCH_SIZE
         # Sorted, so that each part of an earlier one is as large or larger.

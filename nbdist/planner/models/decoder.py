@@ -7,21 +7,28 @@ A family gives the parameters of a block and records the operations of its forwa
 from __future__ import annotations
 
 import functools
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from nbdist.errors import PlanError
 from nbdist.planner.model_spec import (
-    BackwardMoment,
+    BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
+    WeightShape,
+    num_params,
 )
+from nbdist.planner.models import fused_loss
 from nbdist.planner.models.autograd_tape import (
     FULL_BYTES,
     HALF_BYTES,
+    NF4_BLOCK,
     SYMBOLIC_BATCH_SIZE,
     AutogradTape,
+    QuantizationMethod,
     TapeTensor,
     worst_moments,
 )
@@ -31,6 +38,8 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import LayerRole, Workload
 
+HALF_MODES = frozenset({"half", "half_autocast"})
+"""Compute modes in which an engine hands out 16-bit parameters."""
 INDEX_BYTES = 8
 """Bytes of a token id, and of a label."""
 
@@ -38,12 +47,13 @@ _KEEPS_INPUT = frozenset({"silu", "swish", "gelu", "gelu_pytorch_tanh", "quick_g
 """Activation functions that are a single operation which saves its input."""
 
 
-class WeightShape(NamedTuple):
-    """Shape of a parameter."""
+class LinearShape(NamedTuple):
+    """A linear layer of a block."""
 
-    rows: int
-    num_elements: int
-    trainable: bool = True
+    name: str
+    """Its name in the block, as in transformers: "self_attn.q_proj"."""
+    out: int
+    into: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +77,30 @@ class DecoderSpec(ABC):
     element: int = FULL_BYTES
     """Bytes of one parameter as loaded."""
     lora_rank: int = 0
-    """Rank of adapters on all linear layers of the blocks; if set, the rest is frozen."""
+    """Rank of PEFT's adapters on linear layers of the blocks; if set, the rest is frozen."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers with an adapter."""
+    quantization: QuantizationMethod | None = None
+    """bitsandbytes' storage of the linear layers of the blocks; head and embedding stay as they
+    are."""
+    loss: fused_loss.Loss = "logits"
+    """How the loss is computed from the last hidden states."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Sentences for the user."""
 
     depth: ClassVar[Literal["closed form"]] = "closed form"
+    default_targets: ClassVar[tuple[str, ...]]
+    """PEFT 0.21's `target_modules` for the model's type."""
 
     # -- defined by a family ---------------------------------------------------------------
 
     @abstractmethod
-    def linear_shapes(self) -> list[tuple[int, int]]:
-        """Return the (out, in) features of the linear layers of one block."""
+    def linear_shapes(self) -> list[LinearShape]:
+        """Return the linear layers of one block."""
 
     @abstractmethod
     def block_weights(self) -> list[WeightShape]:
-        """Return the parameters of one block without adapters."""
+        """Return the parameters of one block, those of the linear layers first."""
 
     @abstractmethod
     def norm_weights(self) -> list[WeightShape]:
@@ -118,7 +137,7 @@ class DecoderSpec(ABC):
     @property
     def name(self) -> str:
         """Model type and size."""
-        count = sum(group.count * group.num_params for group in self.groups)
+        count = num_params(self)
         size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"  # noqa: PLR2004
         return f"{self.model_type}, {size} parameters"
 
@@ -126,28 +145,60 @@ class DecoderSpec(ABC):
     def groups(self) -> tuple[LayerGroup, ...]:
         """Position embeddings (if any), embedding, blocks, tail."""
         head = WeightShape(self.vocab, self.vocab * self.hidden)
-        blocks = self._base_weights(self.block_weights())
-        if self.lora_rank:
-            shapes, rank = self.linear_shapes(), self.lora_rank
-            blocks += [WeightShape(rank, rank * into) for _, into in shapes]
-            blocks += [WeightShape(out, out * rank) for out, _ in shapes]
         # A tied weight counts in the tail.
         embedding = [] if self.tied else self._base_weights([head])
         tail = self._base_weights([*self.norm_weights(), head])
+        block = self._block_group()
+        blocks = [block]
+        if not self.trains_base:
+            blocks = [replace(block, name="first block", count=1)]
+            blocks += [replace(block, count=self.layers - 1)] if self.layers > 1 else []
         groups = (
             _layer_group("embedding", "embedding", embedding),
-            _layer_group("block", "block", blocks, self.layers),
+            *blocks,
             _layer_group("tail", "tail", tail),
         )
         positions = self._base_weights(self.position_weights())
         return (_layer_group("positions", "root", positions), *groups) if positions else groups
+
+    def _block_group(self) -> LayerGroup:
+        """All blocks, with adapters after the weights that they adapt."""
+        shapes, weights = self.linear_shapes(), self._base_weights(self.block_weights())
+        linear, rest = weights[: len(shapes)], weights[len(shapes) :]
+        kept: list[WeightShape] = []
+        for shape, weight in zip(shapes, linear, strict=True):
+            kept += [] if self.quantization else [weight]
+            if shape.name in self.lora_targets:
+                kept.append(WeightShape(self.lora_rank, self.lora_rank * shape.into))
+                kept.append(WeightShape(shape.out, shape.out * self.lora_rank))
+        group = _layer_group("block", "block", kept + rest, self.layers)
+        if self.quantization is None:
+            return group
+        return replace(
+            group,
+            quantized=sum(shape.out * shape.into for shape in shapes),
+            quantized_bytes=sum(sum(self._quantized_bytes(shape)) for shape in shapes),
+            quantized_tensors=tuple(self._quantized_bytes(shape)[0] for shape in shapes),
+        )
+
+    def _quantized_bytes(self, shape: LinearShape) -> tuple[int, int]:
+        """Bytes of a quantized weight, and of its scales, as bitsandbytes 0.50 stores them."""
+        elements = shape.out * shape.into
+        if self.quantization == "int8":
+            return elements, FULL_BYTES * shape.out
+        # Two values per byte, and with double quantization one byte per 64 of them, which share an
+        # fp32 scale by 256; tables of 16 and 256 values and an offset.
+        blocks = -(-elements // NF4_BLOCK)
+        return -(-elements // 2), blocks + FULL_BYTES * (-(-blocks // 256) + 16 + 256 + 1)
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
         if workload not in self._known:
             # Views of a single sample differ from those of several (see `_math_attention`); all
             # larger batch sizes are read off one tape with a symbolic batch size.
-            if workload.batch_size in {1, SYMBOLIC_BATCH_SIZE}:
+            # A fused loss has a maximum number of tokens at once, so it is not linear in them.
+            exact = {1, SYMBOLIC_BATCH_SIZE, workload.batch_size * (self.loss != "logits")}
+            if workload.batch_size in exact:
                 run = self._compute_activations(workload)
             else:
                 symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
@@ -166,10 +217,12 @@ class DecoderSpec(ABC):
         is a forward of the blocks (Narayanan et al. 2021, appendix).
         """
         recompute = 2 if workload.activation_checkpointing else 0
-        weight = 0 if self.lora_rank else 2
+        weight = 2 if self.trains_base else 0
         shapes = self.linear_shapes()
-        weights = self.layers * sum(out * into for out, into in shapes)
-        features = self.layers * sum(map(sum, shapes))
+        weights = self.layers * sum(shape.out * shape.into for shape in shapes)
+        features = self.layers * sum(
+            shape.out + shape.into for shape in shapes if shape.name in self.lora_targets
+        )
         per_token = weights * (4 + weight + recompute) + self.lora_rank * features * (6 + recompute)
         head = workload.num_tokens * self.vocab * self.hidden
         # The causal mask halves both matrix products of attention.
@@ -178,9 +231,59 @@ class DecoderSpec(ABC):
         total = workload.num_tokens * per_token + head * (4 + weight) + attention * (6 + recompute)
         return float(total)
 
-    def with_lora(self, rank: int) -> Self:
-        """Return the model frozen, with adapters of a rank on all linear layers."""
-        return replace(self, lora_rank=rank)
+    @property
+    def trainable_element(self) -> int:
+        """Bytes of one trainable parameter as loaded."""
+        # PEFT 0.21 makes adapters fp32 (autocast_adapter_dtype).
+        return self.element if self.trains_base else FULL_BYTES
+
+    def with_lora(self, rank: int, target_modules: str | Iterable[str] | None = None) -> Self:
+        """Return the model frozen, with adapters of a rank as PEFT's `LoraConfig` makes them.
+
+        Args:
+            rank: rank of the adapters.
+            target_modules: names or ends of names of linear layers of the blocks, one regular
+                expression, or "all-linear". Default: PEFT's for this type of model.
+
+        Raises:
+            PlanError: an invalid rank, or a name that is not a linear layer of the blocks.
+        """
+        if rank < 1:
+            message = f"lora must be a rank of at least 1, got {rank}. Omit it to train everything."
+            raise PlanError(message)
+        return replace(self, lora_rank=rank, lora_targets=self._find_targets(target_modules))
+
+    def _find_targets(self, given: str | Iterable[str] | None) -> tuple[str, ...]:
+        """Names of the linear layers that PEFT would adapt."""
+        names = [shape.name for shape in self.linear_shapes()]
+        if given == "all-linear":
+            return tuple(names)
+        if isinstance(given, str) and (found := [n for n in names if re.fullmatch(given, n)]):
+            return tuple(found)
+        ends = (
+            [given]
+            if isinstance(given, str)
+            else [*(self.default_targets if given is None else given)]
+        )
+        matches = {end: [n for n in names if n == end or n.endswith(f".{end}")] for end in ends}
+        unknown = [end for end, found in matches.items() if not found]
+        if unknown or not ends:
+            short = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            message = (
+                f"target_modules {', '.join(map(repr, unknown)) or 'are empty'}: the blocks of"
+                f" {self.model_type} have the linear layers {', '.join(short)}. Use these or"
+                ' "all-linear", or plan the PEFT model itself.'
+            )
+            raise PlanError(message)
+        return tuple(name for name in names if any(name in found for found in matches.values()))
+
+    def with_quantization(self, method: QuantizationMethod) -> Self:
+        """Return the model with quantized linear layers; what trains are its adapters."""
+        return replace(self, quantization=method)
+
+    def with_loss(self, loss: fused_loss.Loss) -> Self:
+        """Return the model with another way to compute the loss."""
+        return replace(self, loss=loss)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain fields."""
@@ -188,17 +291,18 @@ class DecoderSpec(ABC):
         return {"depth": self.depth, "family": type(self).__name__} | plain
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Restore from `to_json()`."""
-        known = {each.name: given[each.name] for each in fields(cls)}
-        return cls(**known | {"notes": tuple(given["notes"])})
+        known = {each.name: values[each.name] for each in fields(cls)}
+        lists = {name: tuple(values[name]) for name in ("notes", "lora_targets")}
+        return cls(**known | lists)
 
     # -- helpers for families --------------------------------------------------------------
 
     @property
     def trains_base(self) -> bool:
         """True if parameters other than adapters are trained."""
-        return not self.lora_rank
+        return not (self.lora_rank or self.quantization)
 
     def embed_tokens(self, tape: AutogradTape, work: Workload) -> TapeTensor:
         """Record the lookup of the tokens in the embedding."""
@@ -208,6 +312,7 @@ class DecoderSpec(ABC):
             self.hidden,
             counted=self.trains_base and not self.tied,
             tied=self.trains_base and self.tied,
+            trainable=self.trains_base,
         )
 
     def record_linear(
@@ -215,18 +320,48 @@ class DecoderSpec(ABC):
         tape: AutogradTape,
         work: Workload,
         x: TapeTensor,
-        shape: tuple[int, int],
+        shape: LinearShape,
         *,
         bias: bool = False,
     ) -> TapeTensor:
         """Record a linear layer of a block, with its adapter: W x + B A x (Hu et al. 2021)."""
-        out, into = shape
-        y = tape.linear(x, work.num_tokens, out, narrow=into, trainable=self.trains_base, bias=bias)
-        if not self.lora_rank:
+        y = self._record_base(tape, work, x, shape, bias=bias)
+        if shape.name not in self.lora_targets:
             return y
-        low = tape.linear(x, work.num_tokens, self.lora_rank, narrow=into)
-        high = tape.linear(low, work.num_tokens, out, narrow=self.lora_rank)
-        return tape.add(y, tape.unary(high))
+        half = work.compute in HALF_MODES  # these engines cast the adapters too
+        width = HALF_BYTES if half else self.trainable_element
+        if self.quantization == "nf4":
+            y = tape.unary(y)  # peft/tuners/lora/bnb.py clones it
+        # peft/tuners/lora/bnb.py asks for a GPU's autocast only
+        converts = not (self.quantization and tape.autocast == "cuda")
+        x = tape.cast(x, width) if converts else x
+        low = tape.linear(
+            x, work.num_tokens, self.lora_rank, narrow=shape.into, element_bytes=width
+        )
+        high = tape.linear(
+            low, work.num_tokens, shape.out, narrow=self.lora_rank, element_bytes=width
+        )
+        high = tape.unary(high)  # the scaling
+        high = tape.cast(high, y.width) if self.quantization and converts else high
+        return tape.cast(tape.add(y, high), y.width)
+
+    def _record_base(
+        self,
+        tape: AutogradTape,
+        work: Workload,
+        x: TapeTensor,
+        shape: LinearShape,
+        *,
+        bias: bool,
+    ) -> TapeTensor:
+        """Record a linear layer without its adapter."""
+        tokens, out, into = work.num_tokens, shape.out, shape.into
+        if self.quantization is None:
+            return tape.linear(x, tokens, out, narrow=into, trainable=self.trains_base, bias=bias)
+        # The compute dtype of nf4 is that of the model.
+        own = tape.cast(x, self.element) if self.quantization == "nf4" else x
+        y = tape.quantized_linear(own, tokens, out, narrow=into, method=self.quantization)
+        return tape.cast(y, x.width)
 
     def record_activation(self, tape: AutogradTape, x: TapeTensor) -> TapeTensor:
         """Record the activation function; "gelu_new" consists of single operations."""
@@ -234,8 +369,8 @@ class DecoderSpec(ABC):
             return tape.unary(x, keeps="input" if self.activation in _KEEPS_INPUT else "output")
         half = tape.unary(x)
         cubed = tape.unary(tape.power(x))
-        bent = tape.unary(tape.unary(tape.add(x, cubed)), keeps="output")
-        return tape.multiply(half, tape.unary(bent))
+        activated = tape.unary(tape.unary(tape.add(x, cubed)), keeps="output")
+        return tape.multiply(half, tape.unary(activated))
 
     def num_attention_scores(self, work: Workload) -> int:
         """Return the elements of the attention scores of one layer."""
@@ -297,64 +432,89 @@ class DecoderSpec(ABC):
         return [weight._replace(trainable=self.trains_base) for weight in weights]
 
     def _new_tape(self, work: Workload) -> AutogradTape:
-        half = work.compute in {"half", "half_autocast"}
+        half = work.compute in HALF_MODES
         autocast = work.kind if work.compute in {"autocast", "half_autocast"} else None
         element_bytes = HALF_BYTES if half else self.element
-        return AutogradTape(element_bytes=element_bytes, autocast=autocast, device=work.kind)
+        return AutogradTape(
+            element_bytes=element_bytes,
+            autocast=autocast,
+            device=work.kind,
+            frozen_saves=work.frozen_saves,
+        )
 
     def _compute_activations(self, work: Workload) -> MicroBatchActivations:
         """Compute the activations of one micro-batch, whose batch size may be symbolic."""
         tape = self._new_tape(work)
         stream = self.record_embedding(tape, work)
-        kept = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
+        saved_bytes = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
         # Gradients of position embeddings exist already when the embedding's are made.
         positions = sum(weight.num_elements for weight in self.position_weights())
-        beside = positions * tape.element_bytes if self.trains_base else 0
+        position_bytes = positions * tape.element_bytes if self.trains_base else 0
         embedding = LayerActivations(
-            saved_bytes=tape.saved_bytes() + kept,
-            forward_peak_bytes=tape.forward_peak_bytes() + kept,
+            saved_bytes=tape.saved_bytes() + saved_bytes,
+            forward_peak_bytes=tape.forward_peak_bytes() + saved_bytes,
             backward_moments=worst_moments(
-                BackwardMoment(moment.held_bytes + beside, moment.num_grads)
+                BackwardPeakCandidate(moment.held_bytes + position_bytes, moment.num_grads)
                 for moment in tape.backward_moments(stream.size_bytes)
             ),
         )
         nothing = LayerActivations(
-            saved_bytes=0, forward_peak_bytes=0, backward_moments=(BackwardMoment(0, 0),)
+            saved_bytes=0, forward_peak_bytes=0, backward_moments=(BackwardPeakCandidate(0, 0),)
         )
+        if not self.trains_base:  # nothing before the first adapter has a backward
+            embedding = replace(embedding, backward_moments=())
+            nothing = replace(nothing, backward_moments=())
         root = [nothing] if positions else []
-        block = self._block_activations(work, TapeTensor(stream.elements, stream.width))
-        tail, loss_bytes, output_bytes = self._tail_activations(
-            work, TapeTensor(stream.elements, stream.width)
-        )
+        x = TapeTensor(stream.elements, stream.width, needs_grad=True)
+        # transformers 5.23 makes the embedding's output require a gradient for checkpointing.
+        stream.needs_grad |= work.activation_checkpointing
+        counts = [group.count for group in self.groups if group.role == "block"]
+        # The first block of a frozen model gets an input without a gradient.
+        inputs = [x] if self.trains_base else [stream, x]
+        blocks = [self._block_activations(work, x) for x, _ in zip(inputs, counts, strict=False)]
+        tail, loss_bytes, output_bytes = self._tail_activations(work, x)
+        saved_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
         return MicroBatchActivations(
-            layers=(*root, embedding, block, tail), loss_bytes=loss_bytes, output_bytes=output_bytes
+            layers=(*root, embedding, *(block for block, _ in blocks), tail),
+            loss_bytes=loss_bytes,
+            output_bytes=output_bytes,
+            kept_bytes=saved_bytes,
         )
 
-    def _block_activations(self, work: Workload, x: TapeTensor) -> LayerActivations:
+    def _block_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int]:
+        """A block, and the bytes that live as long as the graph."""
         tape = self._new_tape(work)
         out = self.record_block(tape, work, x)
+        kept, input_grad = tape.attribute_bytes(), x.size_bytes if x.needs_grad else 0
         if not work.activation_checkpointing:
-            return LayerActivations(
+            block = LayerActivations(
                 saved_bytes=tape.saved_bytes(),
                 forward_peak_bytes=tape.forward_peak_bytes(first=x),
                 backward_moments=tape.backward_moments(out.size_bytes),
-                input_grad_bytes=x.size_bytes,
+                input_grad_bytes=input_grad,
             )
+            return block, kept
         # Only the input is saved; the backward begins with another forward.
-        recomputed = BackwardMoment(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
-        held = 0 if tape.is_saved(x) else x.size_bytes
-        backward = tape.backward_moments(out.size_bytes, held=held)
-        return LayerActivations(
-            saved_bytes=x.size_bytes,
-            forward_peak_bytes=tape.inference_peak_bytes(first=x),
-            backward_moments=worst_moments([recomputed, *backward]),
-            input_grad_bytes=x.size_bytes,
+        recomputed = BackwardPeakCandidate(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
+        input_bytes = 0 if tape.is_saved(x) else x.size_bytes
+        backward = tape.backward_moments(out.size_bytes, held_bytes=input_bytes)
+        block = LayerActivations(
+            saved_bytes=x.size_bytes + kept,
+            forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept,
+            backward_moments=worst_moments(
+                BackwardPeakCandidate(moment.held_bytes + kept, moment.num_grads)
+                for moment in (recomputed, *backward)
+            ),
+            input_grad_bytes=input_grad,
         )
+        return block, kept
 
     def _tail_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int, int]:
         """Final norm, head and the loss's forward; bytes of the loss, and of the output."""
         tape = self._new_tape(work)
         normed = self.record_norm(tape, work, x)
+        if self.loss != "logits":
+            return self._fused_tail(tape, work, x, normed)
         logits = tape.linear(
             normed, work.num_tokens, self.vocab, narrow=self.hidden, trainable=self.trains_base
         )
@@ -372,6 +532,27 @@ class DecoderSpec(ABC):
         output_bytes = FULL_BYTES * logits.elements if tape.autocast else logits.size_bytes
         return tail, loss_bytes, output_bytes
 
+    def _fused_tail(
+        self, tape: AutogradTape, work: Workload, x: TapeTensor, normed: TapeTensor
+    ) -> tuple[LayerActivations, int, int]:
+        """The tail under a loss that computes the logits of a few tokens at a time."""
+        tokens = work.num_tokens
+        normed = tape.cast(normed, HALF_BYTES) if tape.autocast else normed
+        sizes = fused_loss.sizes(
+            self.loss, work, hidden=self.hidden, vocab=self.vocab, trainable=self.trains_base
+        )
+        out = fused_loss.record(
+            tape, normed, sizes, weights=self.vocab * self.hidden if self.trains_base else 0
+        )
+        saved = tape.saved_bytes() + INDEX_BYTES * tokens
+        tail = LayerActivations(
+            saved_bytes=saved,
+            forward_peak_bytes=tape.forward_peak_bytes() + INDEX_BYTES * tokens,
+            backward_moments=tape.backward_moments(out.size_bytes),
+            input_grad_bytes=x.size_bytes,
+        )
+        return tail, 0, sizes.outputs
+
 
 def _layer_group(
     name: str, role: LayerRole, weights: list[WeightShape], count: int = 1
@@ -384,7 +565,7 @@ def _layer_group(
         trainable=trainable,
         frozen=sum(weight.num_elements for weight in weights) - trainable,
         largest=max((weight.num_elements for weight in weights), default=0),
-        tensors=tuple((weight.rows, weight.num_elements) for weight in weights),
+        tensors=tuple(weights),
     )
 
 
@@ -400,14 +581,17 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
             saved_bytes=at(part.saved_bytes),
             forward_peak_bytes=at(part.forward_peak_bytes),
             backward_moments=tuple(
-                BackwardMoment(at(held), grads) for held, grads in part.backward_moments
+                BackwardPeakCandidate(at(held), grads) for held, grads in part.backward_moments
             ),
             input_grad_bytes=at(part.input_grad_bytes),
         )
         for part in run.layers
     )
     return MicroBatchActivations(
-        layers=layers, loss_bytes=at(run.loss_bytes), output_bytes=at(run.output_bytes)
+        layers=layers,
+        loss_bytes=at(run.loss_bytes),
+        output_bytes=at(run.output_bytes),
+        kept_bytes=at(run.kept_bytes),
     )
 
 
@@ -415,7 +599,7 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama(DecoderSpec):
+class LlamaSpec(DecoderSpec):
     """Llama, Mistral, Qwen2, Qwen3: RMSNorm, rotary positions, grouped heads, gated MLP."""
 
     qkv_bias: bool = False
@@ -426,23 +610,33 @@ class Llama(DecoderSpec):
     window: int | None = None
     """Sliding window in tokens."""
 
+    default_targets = ("q_proj", "v_proj")
+
     def position_weights(self) -> list[WeightShape]:
         """Return no weights: positions are rotary."""
         return []
 
-    def linear_shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of q, k, v, o, gate, up, down."""
+    def linear_shapes(self) -> list[LinearShape]:
+        """Return q, k, v, o, gate, up, down."""
         h, ff = self.hidden, self.ff
         q_features, kv_features = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = [(q_features, h), (kv_features, h), (kv_features, h), (h, q_features)]
-        return [*attention, (ff, h), (ff, h), (h, ff)]
+        return [
+            LinearShape("self_attn.q_proj", q_features, h),
+            LinearShape("self_attn.k_proj", kv_features, h),
+            LinearShape("self_attn.v_proj", kv_features, h),
+            LinearShape("self_attn.o_proj", h, q_features),
+            LinearShape("mlp.gate_proj", ff, h),
+            LinearShape("mlp.up_proj", ff, h),
+            LinearShape("mlp.down_proj", h, ff),
+        ]
 
     def block_weights(self) -> list[WeightShape]:
         """Return linear layers, their biases, and norms."""
         biased = [self.qkv_bias] * 3 + [self.out_bias] + [self.mlp_bias] * 3
         shapes = self.linear_shapes()
-        weights = [WeightShape(out, out * into) for out, into in shapes]
-        biases = [WeightShape(o, o) for (o, _), bias in zip(shapes, biased, strict=True) if bias]
+        weights = [WeightShape(shape.out, shape.out * shape.into) for shape in shapes]
+        outs = [shape.out for shape, bias in zip(shapes, biased, strict=True) if bias]
+        biases = [WeightShape(out, out) for out in outs]
         norms = [WeightShape(self.hidden, self.hidden)] * 2
         head_norms = [WeightShape(self.head_dim, self.head_dim)] * (2 if self.qk_norm else 0)
         return weights + biases + norms + head_norms
@@ -503,7 +697,7 @@ class Llama(DecoderSpec):
         return tape.rms_norm(x, work.num_tokens * heads, self.head_dim, trainable=self.trains_base)
 
     def _record_mlp(
-        self, tape: AutogradTape, work: Workload, x: TapeTensor, shapes: list[tuple[int, int]]
+        self, tape: AutogradTape, work: Workload, x: TapeTensor, shapes: list[LinearShape]
     ) -> TapeTensor:
         gate, up, down = shapes
         gated = self.record_linear(tape, work, x, gate, bias=self.mlp_bias)
@@ -521,27 +715,35 @@ def _record_rotation(tape: AutogradTape, x: TapeTensor) -> TapeTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpt2(DecoderSpec):
+class Gpt2Spec(DecoderSpec):
     """GPT-2: layer norms, learned positions, one projection for q, k and v, dropout."""
 
     positions: int = 1024
     embedding_dropout: float = 0.1
     residual_dropout: float = 0.1
 
+    default_targets = ("c_attn",)
+
     def position_weights(self) -> list[WeightShape]:
         """Return the position embedding."""
         return [WeightShape(self.positions, self.positions * self.hidden)]
 
-    def linear_shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of qkv, o, up, down."""
+    def linear_shapes(self) -> list[LinearShape]:
+        """Return qkv, o, up, down."""
         h, ff = self.hidden, self.ff
-        return [(3 * h, h), (h, h), (ff, h), (h, ff)]
+        return [
+            LinearShape("attn.c_attn", 3 * h, h),
+            LinearShape("attn.c_proj", h, h),
+            LinearShape("mlp.c_fc", ff, h),
+            LinearShape("mlp.c_proj", h, ff),
+        ]
 
     def block_weights(self) -> list[WeightShape]:
         """Return linear layers, their biases, and norms."""
         # The weight of Conv1D is transposed: rows are input features.
-        weights = [WeightShape(into, out * into) for out, into in self.linear_shapes()]
-        biases = [WeightShape(out, out) for out, _ in self.linear_shapes()]
+        shapes = self.linear_shapes()
+        weights = [WeightShape(shape.into, shape.out * shape.into) for shape in shapes]
+        biases = [WeightShape(shape.out, shape.out) for shape in shapes]
         return weights + biases + [WeightShape(self.hidden, self.hidden)] * 4
 
     def norm_weights(self) -> list[WeightShape]:
@@ -555,7 +757,13 @@ class Gpt2(DecoderSpec):
     def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
         """Record token plus position embedding, with dropout."""
         tokens = self.embed_tokens(tape, work)
-        positions = tape.embedding(work.seq_len, self.positions, self.hidden, counted=False)
+        positions = tape.embedding(
+            work.seq_len,
+            self.positions,
+            self.hidden,
+            counted=False,
+            trainable=self.trains_base,
+        )
         return tape.dropout(tape.add(tokens, positions), self.embedding_dropout)
 
     def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:

@@ -28,20 +28,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
-from nbdist.planner import cache
+from nbdist.planner import user_cache
 from nbdist.planner.model_spec import (
     COMPUTE_MODES,
-    BackwardMoment,
+    BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
     MicroBatchActivations,
+    WeightShape,
 )
-from nbdist.planner.models import analytic
+from nbdist.planner.models import analytic, fused_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbdist.planner.model_spec import ComputeMode, ModelSpec, Workload
+    from nbdist.planner.models.decoder import DecoderSpec
 
 TRACE_TIMEOUT_S = 120.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
@@ -52,7 +54,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 1
+_FORMAT = 2
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -70,12 +72,13 @@ class TracedModel:
     groups: tuple[LayerGroup, ...]
     tied: bool
     element: int
+    trainable_element: int
     batch_size: int
     """Batch size of the trace."""
     seq_len: int | None
     """Tokens per sample of the trace; None for a model without tokens."""
     passes: Mapping[str, Mapping[str, Any]]
-    """Figures by run name, see `tracing.trace_runs`; {"error": reason} if the model fails in that
+    """Figures by run name, see `tracing.trace_variants`; {"error": reason} if it fails in that
     compute mode."""
     notes: tuple[str, ...] = ()
     depth: Literal["traced"] = "traced"
@@ -106,6 +109,7 @@ class TracedModel:
             ],
             "tied": self.tied,
             "element": self.element,
+            "trainable_element": self.trainable_element,
             "batch_size": self.batch_size,
             "seq_len": self.seq_len,
             "passes": dict(self.passes),
@@ -136,7 +140,13 @@ def from_json(fields: Mapping[str, Any]) -> TracedModel:
     values = dict(fields)
     # JSON has turned tuples into lists.
     groups = tuple(
-        LayerGroup(**group | {"tensors": tuple((rows, size) for rows, size in group["tensors"])})
+        LayerGroup(
+            **group
+            | {
+                "tensors": tuple(WeightShape(*each) for each in group["tensors"]),
+                "quantized_tensors": tuple(group["quantized_tensors"]),
+            }
+        )
         for group in values.pop("groups")
     )
     return TracedModel(groups=groups, notes=tuple(values.pop("notes", ())), **values)
@@ -155,10 +165,10 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
     layers = []
     for part in run["groups"]:
         # Keep the moments that no other one exceeds in both fields, the largest first.
-        moments: list[BackwardMoment] = []
+        moments: list[BackwardPeakCandidate] = []
         for moment in sorted({(at(line), grads) for line, grads in part["backward"]}, reverse=True):
             if not moments or moment[1] > moments[-1].num_grads:
-                moments.append(BackwardMoment(*moment))
+                moments.append(BackwardPeakCandidate(*moment))
         layers.append(
             LayerActivations(
                 saved_bytes=at(part["saved"]),
@@ -277,33 +287,67 @@ def _is_text_only(inputs: object) -> bool:
 
 
 def find_analytic_spec(module: Any) -> ModelSpec | None:
-    """Return the analytic spec of a transformers model if it matches exactly; milliseconds."""
+    """Return the analytic spec of a transformers or PEFT model if it matches; milliseconds."""
     from nbdist.planner.tracing.trace_module import describe_groups
 
-    config = module.config.to_dict() if _is_own_class(module) else {}
+    is_adapted = hasattr(module, "peft_config")
+    base = module.get_base_model() if is_adapted else module
+    config = base.config.to_dict() if _is_own_class(base) else {}
     config.pop("quantization_config", None)  # its effect on parameters is compared below
-    config["architectures"] = [type(module).__name__]
+    config["architectures"] = [type(base).__name__]
     if not analytic.is_supported(config):
         return None
-    config["_attn_implementation"] = module.config._attn_implementation  # noqa: SLF001
-    config["dtype"] = str(next(module.parameters()).dtype)
+    config["_attn_implementation"] = base.config._attn_implementation  # noqa: SLF001
+    config["dtype"] = str(next(base.parameters()).dtype)
     try:
-        spec = analytic.spec_from_config(config)
+        spec: Any = analytic.spec_from_config(config).with_loss(fused_loss.find_loss(base))
+        spec = _with_adapters(spec, module) if is_adapted else spec
     except PlanError:  # a trace may still handle such a config
         return None
+    for attribute, method in (("is_loaded_in_4bit", "nf4"), ("is_loaded_in_8bit", "int8")):
+        spec = spec.with_quantization(method) if getattr(base, attribute, False) else spec
     planned = [
-        (str(group.role), group.trainable, group.frozen)
+        (str(group.role), *(getattr(group, field) for field in _COMPARED))
         for group in spec.groups
         for _ in range(group.count)
     ]
     actual = [
-        (group["role"], group["trainable"], group["frozen"]) for group in describe_groups(module)
+        (group["role"], *(group[field] for field in _COMPARED)) for group in describe_groups(module)
     ]
-    # Groups without parameters do not matter.
-    same = sorted(size for size in planned if any(size[1:])) == sorted(
-        size for size in actual if any(size[1:])
-    )
-    return spec if same else None
+    return spec if _comparable(planned) == _comparable(actual) else None
+
+
+_COMPARED = ("trainable", "frozen", "quantized", "quantized_bytes")
+"""Fields of a group that a closed form must agree with."""
+
+
+def _comparable(groups: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Sort the blocks and sum up the rest.
+
+    accelerate 1.15 does not find the final norm of a PEFT model and leaves it in the root.
+    """
+    blocks = sorted(group for group in groups if group[0] == "block")
+    rest = [group[1:] for group in groups if group[0] != "block"]
+    return [*blocks, tuple(map(sum, zip(*rest, strict=True)))]
+
+
+def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:
+    """Return the spec with the adapters of a PEFT model.
+
+    Raises:
+        PlanError: adapters that have no closed form.
+    """
+    config = module.active_peft_config
+    if config.peft_type != "LORA" or config.use_dora or config.lora_dropout:
+        message = "Only LoRA without dropout has a closed form."
+        raise PlanError(message)
+    adapted = [name for name, each in module.named_modules() if hasattr(each, "lora_A")]
+    targets = [
+        shape.name
+        for shape in spec.linear_shapes()
+        if any(name.endswith(f".{shape.name}") for name in adapted)
+    ]
+    return spec.with_lora(config.r, targets)
 
 
 def _is_own_class(module: Any) -> bool:
@@ -353,7 +397,7 @@ def _cache_key(described: Mapping[str, Any]) -> str:
 def _cached_trace(key: str) -> TracedModel | None:
     """Return a trace from the cache; None if there is none, or an invalid one."""
     try:
-        spec = from_json(cache.read_entries(_trace_file(key)))
+        spec = from_json(user_cache.read_entries(_trace_file(key)))
         for run in spec.passes.values():
             if "error" not in run:
                 layers = _activations(run, spec.batch_size).layers
@@ -366,12 +410,12 @@ def _cached_trace(key: str) -> TracedModel | None:
 
 def _store_trace(key: str, fields: Mapping[str, Any]) -> None:
     file = _trace_file(key)
-    cache.write_entries(file, dict(fields))
-    cache.keep_newest(file.parent, MAX_CACHED_TRACES)
+    user_cache.write_entries(file, dict(fields))
+    user_cache.keep_newest(file.parent, MAX_CACHED_TRACES)
 
 
 def _trace_file(key: str) -> Path:
-    return cache.cache_dir() / "traces" / f"{key}.json"
+    return user_cache.cache_dir() / "traces" / f"{key}.json"
 
 
 # -- the child process -----------------------------------------------------------------------
@@ -447,8 +491,12 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         raise PlanError(message)
     types = model_types()
     if types and str(model_type) not in types:
-        near = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
-        hint = f"Did you mean {' or '.join(near)}? Or {_GIVE}" if near else _GIVE.capitalize()
+        close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
+        hint = (
+            f"Did you mean {' or '.join(close_names)}? Or {_GIVE}"
+            if close_names
+            else _GIVE.capitalize()
+        )
         remote = "auto_map" in config
         code = " (its auto_map names the author's code, which is not run)" if remote else ""
         message = f"transformers {_version('transformers')} has no model_type {model_type!r}{code}."

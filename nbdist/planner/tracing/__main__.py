@@ -41,7 +41,7 @@ def trace_requested_config(
     """Trace a transformers config; return the fields of a `TracedModel`, or {"error": message}."""
     import torch
 
-    from nbdist.planner.tracing import build_model, trace_runs
+    from nbdist.planner.tracing import build_model, trace_variants
 
     torch.set_num_threads(1)
     try:
@@ -51,13 +51,13 @@ def trace_requested_config(
         sample = build_model.make_sample_batch(model, request["batch_size"], request["seq_len"])
     except PlanError as error:
         return {"error": str(error)}
-    options = trace_runs.TraceRequest(
+    options = trace_variants.TraceRequest(
         batch_size=request["batch_size"],
         seq_len=request["seq_len"] if sample.has_tokens else None,
-        compute_modes=request.get("computes", trace_runs.COMPUTE_MODES),
-        device_kinds=request.get("kinds", trace_runs.DEVICE_KINDS),
+        compute_modes=request.get("computes", trace_variants.COMPUTE_MODES),
+        device_kinds=request.get("kinds", trace_variants.DEVICE_KINDS),
     )
-    fields = trace_runs.trace_module_fields(model, sample.batch, options, progress)
+    fields = trace_variants.trace_module_fields(model, sample.batch, options, progress)
     if "error" in fields:
         return fields
     return fields | {"notes": [*notes, *sample.notes]}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nbdist.planner.tracing.trace_runs import ForwardBatch
+    from nbdist.planner.tracing.trace_variants import ForwardBatch
 
 DEFAULT_SEQ_LEN = 2048
 """Default tokens per sample."""
@@ -203,16 +203,20 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
         PlanError: the inputs of the model are unknown.
     """
     config: Any = getattr(model, "config", None)
-    taken = inspect.signature(model.forward).parameters
+    accepted = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", None))
-    make = _pairs if "return_loss" in taken and "pixel_values" in taken else _INPUTS.get(main)
-    if config is None or make is None or (make is _pixels and "input_ids" in taken):
+    make = (
+        _image_text_pairs
+        if "return_loss" in accepted and "pixel_values" in accepted
+        else _INPUTS.get(main)
+    )
+    if config is None or make is None or (make is _pixels and "input_ids" in accepted):
         raise PlanError(_unknown_input(model))
     try:
         inputs = make(config, batch_size, seq_len)
     except (AttributeError, TypeError):  # a config with an unusual structure
         raise PlanError(_unknown_input(model)) from None
-    if "token_type_ids" in taken and _sees(config):
+    if "token_type_ids" in accepted and _takes_images(config):
         inputs.named["token_type_ids"] = _ids(batch_size, seq_len)  # Gemma 3 needs them
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # sequence classifiers need one
@@ -227,7 +231,7 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
 
 def _unknown_input(model: nn.Module) -> str:
     """Return the error message for a model with unknown inputs."""
-    part = " or, for its language model alone, give config.text_config" * _sees(
+    part = " or, for its language model alone, give config.text_config" * _takes_images(
         getattr(model, "config", None)
     )
     return (
@@ -236,7 +240,7 @@ def _unknown_input(model: nn.Module) -> str:
     )
 
 
-def _sees(config: Any) -> bool:
+def _takes_images(config: Any) -> bool:
     """Return whether a model takes images besides text."""
     return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
@@ -244,24 +248,24 @@ def _sees(config: Any) -> bool:
 def _tokens(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
     """Token ids; for a multimodal model only the text."""
     towers = {"vision_config": "images", "audio_config": "audio"}
-    beside = [kind for name, kind in towers.items() if getattr(config, name, None) is not None]
+    skipped = [kind for name, kind in towers.items() if getattr(config, name, None) is not None]
     note = (
-        f"Planned for text alone, without {' and '.join(beside)}: parameters of the other towers"
+        f"Planned for text alone, without {' and '.join(skipped)}: parameters of the other towers"
         " are counted, their activations are not. Give the model itself with example inputs,"
         " nbdist.plan(model, inputs=...), to include them."
     )
     named = {"input_ids": _ids(batch_size, seq_len)}
-    return _ForwardInputs(named, has_tokens=True, text=seq_len, notes=[note] if beside else [])
+    return _ForwardInputs(named, has_tokens=True, text=seq_len, notes=[note] if skipped else [])
 
 
 def _pixels(config: Any, batch_size: int, _: int) -> _ForwardInputs:
     """Images of the config's size."""
-    return _ForwardInputs({"pixel_values": _pictures(config, batch_size)})
+    return _ForwardInputs({"pixel_values": _images(config, batch_size)})
 
 
-def _pairs(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
+def _image_text_pairs(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
     """Images and their texts, for a contrastive loss (CLIP, SigLIP)."""
-    images = _pictures(config.vision_config, batch_size)
+    images = _images(config.vision_config, batch_size)
     tokens = min(seq_len, config.text_config.max_position_embeddings)
     named = {
         "input_ids": _ids(batch_size, tokens),
@@ -273,7 +277,7 @@ def _pairs(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
     return _ForwardInputs(named, notes=[note])
 
 
-def _sound(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
+def _spectrograms(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
     """Spectrograms of the encoder's input length, and their text (Whisper)."""
     frames = 2 * config.max_source_positions  # the second convolution halves them
     tokens = min(seq_len, config.max_target_positions)
@@ -282,7 +286,7 @@ def _sound(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
     return _ForwardInputs({"input_features": features}, text=tokens, notes=[note])
 
 
-def _pictures(config: Any, batch_size: int) -> torch.Tensor:
+def _images(config: Any, batch_size: int) -> torch.Tensor:
     """Pixels of a batch of images."""
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -293,7 +297,7 @@ def _pictures(config: Any, batch_size: int) -> torch.Tensor:
 _INPUTS: Mapping[str, Callable[[Any, int, int], _ForwardInputs]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
-    "input_features": _sound,
+    "input_features": _spectrograms,
 }
 """Inputs by transformers' `main_input_name`."""
 

@@ -10,6 +10,7 @@ fused.
 from __future__ import annotations
 
 import contextlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +49,7 @@ def emulate_cuda() -> Iterator[None]:
     for name in TO_FP32:
         library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
     try:
-        with _fused():
+        with _fused(), _trl_kernels():
             yield
     finally:
         library._destroy()  # noqa: SLF001 - torch 2.13 has no public way to unregister it
@@ -66,7 +67,7 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # noqa: SLF001
 
 
-def _low(tensor: torch.Tensor) -> bool:
+def _casts_to_fp32(tensor: torch.Tensor) -> bool:
     """Return whether autocast casts a tensor to fp32."""
     return tensor.dtype in {torch.bfloat16, torch.float16}
 
@@ -77,7 +78,7 @@ def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(
             torch.Tensor,
-            lambda tensor: tensor.float() if _low(tensor) else tensor,
+            lambda tensor: tensor.float() if _casts_to_fp32(tensor) else tensor,
             (args, kwargs),
         )
         with _without_autocast():
@@ -91,11 +92,11 @@ def _with_fp32_result(operation: Any) -> Callable[..., Any]:
     names = [argument.name for argument in operation._schema.arguments[1:]]  # noqa: SLF001
 
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        bound = dict(zip(names, args, strict=False)) | kwargs
         with _without_autocast():
-            if _low(tensor) and given.get("dtype") is None:
-                given["dtype"] = torch.float32
-            return operation(tensor, **given)
+            if _casts_to_fp32(tensor) and bound.get("dtype") is None:
+                bound["dtype"] = torch.float32
+            return operation(tensor, **bound)
 
     return run
 
@@ -111,6 +112,21 @@ def _fused() -> Iterator[None]:
         yield
     finally:
         functional.dropout, functional.scaled_dot_product_attention = plain
+
+
+@contextlib.contextmanager
+def _trl_kernels() -> Iterator[None]:
+    """Make the loss of trl 1.16 allocate what its Triton kernels do: nothing per tile."""
+    kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
+    names = ("_forward_tile", "_backward_tile", "_addmm_fp32") if kernels else ()
+    before = {name: getattr(kernels, name) for name in names}
+    for name in names:
+        setattr(kernels, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(kernels, name, function)
 
 
 def _dropout(
@@ -166,9 +182,13 @@ def replace_with_fakes(
             _fake(old, mode, torch.bfloat16 if half and old.is_floating_point() else dtype),
             requires_grad=old.requires_grad,
         )
+        if old.is_floating_point()
+        else old
         for old, dtype in types.items()
     }
     for container, name, tensor in list(_tensors(module)):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+            continue  # bitsandbytes 0.50 needs its own class, with the scales
         if tensor not in fakes:
             fakes[tensor] = _fake(tensor, mode, tensor.dtype)
         container[name] = fakes[tensor]

@@ -36,20 +36,26 @@ class FsdpGroup:
     own_params: list[nn.Parameter]
     represented_indices: list[int]
     """Indices of the groups of the whole model that it represents."""
+    quantized_sizes: list[tuple[int, int, int]]
+    """Elements, bytes, and bytes of scales of each parameter that bitsandbytes has quantized."""
     first_block_index: int = 0
     """Index of the first block of its list; its own index outside of a list."""
 
     def parameter_counts(self) -> dict[str, Any]:
         """Return its parameters as fields of a `LayerGroup`."""
-        trainable = [parameter.numel() for parameter in self.own_params if parameter.requires_grad]
-        sizes = [parameter.numel() for parameter in self.own_params]
+        floating = [each for each in self.own_params if each.is_floating_point()]
+        trainable = [parameter.numel() for parameter in floating if parameter.requires_grad]
+        sizes = [parameter.numel() for parameter in floating]
         return {
             "trainable": sum(trainable),
             "frozen": sum(sizes) - sum(trainable),
+            "quantized": sum(elements for elements, *_ in self.quantized_sizes),
+            "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes),
+            "quantized_tensors": [size for _, size, _ in self.quantized_sizes],
             "largest": max(sizes, default=0),
             "tensors": [
-                (parameter.shape[0] if parameter.dim() else 1, parameter.numel())
-                for parameter in self.own_params
+                (each.shape[0] if each.dim() else 1, each.numel(), each.requires_grad)
+                for each in floating
             ],
         }
 
@@ -85,14 +91,35 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
             parameter for parameter in dict.fromkeys(group.own_params) if owner[parameter] is group
         ]
         group.represented_indices, group.first_block_index = [number], number
+        group.quantized_sizes = [
+            _quantized_size(each) for each in group.own_params if not each.is_floating_point()
+        ]
     return result
+
+
+def _quantized_size(parameter: Any) -> tuple[int, int, int]:
+    """Return elements, bytes and bytes of scales of bitsandbytes' Params4bit or Int8Params."""
+    state = getattr(parameter, "quant_state", None)
+    scales = [getattr(parameter, "SCB", None)]
+    if state is not None:
+        scales = [state.absmax, state.code, state.offset]
+        scales += [] if state.state2 is None else [state.state2.absmax, state.state2.code]
+    elements = parameter.numel() if state is None else state.shape.numel()
+    kept = [each for each in scales if each is not None]
+    own = parameter.numel() * parameter.element_size()
+    return elements, own, sum(each.numel() * each.element_size() for each in kept)
 
 
 def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Module) -> FsdpGroup:
     """Make a group of all parameters of some modules."""
     owned = [parameter for holder in holders for parameter in holder.parameters()]
     return FsdpGroup(
-        name=name, role=role, first_modules=starts, own_params=owned, represented_indices=[]
+        name=name,
+        role=role,
+        first_modules=starts,
+        own_params=owned,
+        represented_indices=[],
+        quantized_sizes=[],
     )
 
 

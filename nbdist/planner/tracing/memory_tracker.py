@@ -44,11 +44,11 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self._on_change = on_change
-        self._born = 0
+        self._num_storages = 0
         """Number of storages counted so far."""
-        self._peak_born = 0
+        self._num_storages_at_peak = 0
         """The same at the peak: storages with a higher number did not exist then."""
-        self._known: dict[int, _TrackedStorage] = {}
+        self._tracked: dict[int, _TrackedStorage] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def track_tensors(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -57,14 +57,14 @@ class MemoryTracker(TorchDispatchMode):
         The parts in `at_peak` are corrected for tensors that existed at the peak.
         """
         for storage in _storages(tensors):
-            seen = self._known.get(storage._cdata)  # noqa: SLF001
-            if seen is None:
+            tracked = self._tracked.get(storage._cdata)  # noqa: SLF001
+            if tracked is None:
                 self._add(storage, part)
-            elif seen.part != part:
-                self._move(self.current, seen, part)
-                if seen.born <= self._peak_born:
-                    self._move(self.at_peak, seen, part)
-                seen.part = part
+            elif tracked.part != part:
+                self._move(self.current, tracked, part)
+                if tracked.born <= self._num_storages_at_peak:
+                    self._move(self.at_peak, tracked, part)
+                tracked.part = part
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -105,35 +105,35 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if type(result) is torch.Tensor and result.device.type != "meta":
-            self._see(result.untyped_storage())
+            self._track_storage(result.untyped_storage())
         else:
             for storage in _storages(tree_leaves(result)):
-                self._see(storage)
+                self._track_storage(storage)
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._known:  # noqa: SLF001
+    def _track_storage(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._tracked:  # noqa: SLF001
             self._add(storage, OTHER_PART)
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         size = storage.nbytes()
         key = storage._cdata  # noqa: SLF001
         gone = weakref.ref(storage, functools.partial(self._remove, key))
-        self._born += 1
-        self._known[key] = _TrackedStorage(gone, size, part, self._born)
+        self._num_storages += 1
+        self._tracked[key] = _TrackedStorage(gone, size, part, self._num_storages)
         self._count(part, size)
 
     def _remove(self, key: int, _: object) -> None:
-        seen = self._known.pop(key)
-        self._count(seen.part, -seen.size)
+        tracked = self._tracked.pop(key)
+        self._count(tracked.part, -tracked.size)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        seen = self._known.get(storage._cdata)  # noqa: SLF001
-        if seen is None:
+        tracked = self._tracked.get(storage._cdata)  # noqa: SLF001
+        if tracked is None:
             self._add(storage, OTHER_PART)
             return
-        change, seen.size = storage.nbytes() - seen.size, storage.nbytes()
-        self._count(seen.part, change)
+        change, tracked.size = storage.nbytes() - tracked.size, storage.nbytes()
+        self._count(tracked.part, change)
 
     def _count(self, part: str, change: int) -> None:
         self.current[part] += change
@@ -145,7 +145,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _set_peak(self) -> None:
         self.peak, self.at_peak = self.total, Counter(self.current)
-        self._peak_born = self._born
+        self._num_storages_at_peak = self._num_storages
 
     @staticmethod
     def _move(counted: Counter[str], storage: _TrackedStorage, part: str) -> None:

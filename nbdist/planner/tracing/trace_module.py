@@ -26,14 +26,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import build_model, trace_runs
+from nbdist.planner.models import fused_loss
+from nbdist.planner.tracing import build_model, trace_variants
 from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from nbdist.planner.tracing.trace_runs import ForwardBatch
+    from nbdist.planner.tracing.trace_variants import ForwardBatch
 
 TIMEOUT_S = 120.0
 """Timeout of one trace, which takes about 10 s."""
@@ -57,7 +58,7 @@ def trace_in_child(
     inputs: object = None,
     batches: Iterable[Any] | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    kinds: Sequence[str] = trace_runs.DEVICE_KINDS,
+    kinds: Sequence[str] = trace_variants.DEVICE_KINDS,
 ) -> dict[str, Any]:
     """Trace a module and return the fields of a `TracedModel`. Blocks for about ten seconds.
 
@@ -80,8 +81,10 @@ def trace_in_child(
     def work(say: Callable[[str], None], *, copied: bool) -> dict[str, Any]:
         target = _without_data(module) if copied else module
         sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
-        options = trace_runs.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
-        return trace_runs.trace_module_fields(target, sample.batch, options, say) | {
+        if any(fused_loss.find_loss(each) == "trl" for each in target.modules()):
+            sample.batch[1]["fused_lm_head"] = True  # as TRL's trainers call the model
+        options = trace_variants.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
+        return trace_variants.trace_module_fields(target, sample.batch, options, say) | {
             "notes": list(sample.notes)
         }
 
@@ -168,10 +171,10 @@ def _in_child(
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _be_child(work, writer)
+        _run_child(work, writer)
     os.close(writer)
     try:
-        return _answer(reader, progress, time.monotonic() + timeout_s)
+        return _read_answer(reader, progress, time.monotonic() + timeout_s)
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
@@ -179,7 +182,7 @@ def _in_child(
         os.waitpid(pid, 0)
 
 
-def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: int) -> NoReturn:
+def _run_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: int) -> NoReturn:
     """Do the work and exit without the parent's exit handlers."""
 
     def write(message: Mapping[str, Any]) -> None:
@@ -204,7 +207,7 @@ def _be_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: i
         os._exit(0)
 
 
-def _answer(reader: int, progress: Callable[[str], None], deadline: float) -> dict[str, Any]:
+def _read_answer(reader: int, progress: Callable[[str], None], deadline: float) -> dict[str, Any]:
     """Read lines until the answer.
 
     Raises:

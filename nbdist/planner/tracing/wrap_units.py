@@ -105,16 +105,22 @@ def separable_embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
     # and decoder, and the bias of BERT's head is also registered next to the head.
     modules = embedding_and_head(model)
     groups = [list(modules)] if has_tied_embeddings(model) else [[name] for name in modules]
-    own = [names for names in groups if not _reach_out(model, [modules[name] for name in names])]
+    own = [
+        names
+        for names in groups
+        if not _has_shared_parameters(model, [modules[name] for name in names])
+    ]
     return {name: modules[name] for names in own for name in names}
 
 
-def _reach_out(model: nn.Module, group: Collection[nn.Module]) -> bool:
+def _has_shared_parameters(model: nn.Module, group: Collection[nn.Module]) -> bool:
     """Return whether the rest of the model shares a parameter of some modules."""
     inside = {inner for module in group for inner in module.modules()}
-    held = {parameter for module in group for parameter in module.parameters()}
+    own_parameters = {parameter for module in group for parameter in module.parameters()}
     outside = (module for module in model.modules() if module not in inside)
-    return any(not held.isdisjoint(module.parameters(recurse=False)) for module in outside)
+    return any(
+        not own_parameters.isdisjoint(module.parameters(recurse=False)) for module in outside
+    )
 
 
 def _num_params(module: nn.Module) -> int:

@@ -23,7 +23,7 @@ from nbdist.protocol.serialization.writer import (
     reserve_payload,
     to_inline_json,
     write_payload,
-    write_payload_where_room,
+    write_payload_to_free_folder,
 )
 
 __all__ = [
@@ -33,5 +33,5 @@ __all__ = [
     "reserve_payload",
     "to_inline_json",
     "write_payload",
-    "write_payload_where_room",
+    "write_payload_to_free_folder",
 ]

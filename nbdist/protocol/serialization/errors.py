@@ -48,17 +48,18 @@ class ValuePath(NamedTuple):
 
 
 def unsupported_value_error(
-    where: ValuePath, given: str, *, advice: str, allowed: str = _ALLOWED
+    where: ValuePath, problem: str, *, advice: str, allowed: str = _ALLOWED
 ) -> PayloadError:
     """Return an error that names the value, what is allowed, and the remedy."""
     remedy = advice[:1].upper() + advice[1:]
-    return PayloadError(f"{where} {given}. Allowed: {allowed}. {remedy}.")
+    return PayloadError(f"{where} {problem}. Allowed: {allowed}. {remedy}.")
 
 
-def corrupt_file_error(how: str) -> PayloadError:
+def corrupt_file_error(problem: str) -> PayloadError:
     """Return an error about a file that cannot be read."""
     return PayloadError(
-        f"Cannot read the payload file: it {how}. Only complete files of this session can be read."
+        f"Cannot read the payload file: it {problem}. Only complete files of this session can be"
+        " read."
     )
 
 

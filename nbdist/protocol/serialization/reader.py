@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PayloadError
+from nbdist.keyboard_interrupt import defer_interrupt
 from nbdist.protocol.serialization.errors import corrupt_file_error
 from nbdist.protocol.serialization.format import (
     HEADER_BYTES,
@@ -30,7 +31,6 @@ from nbdist.protocol.serialization.format import (
     TORCH_ONLY,
     align_offset,
 )
-from nbdist.signals import defer_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,10 +64,10 @@ def read_payload(path: str | Path, *, as_numpy: bool = False, delete: bool = Tru
     try:
         if delete:
             os.unlink(path)  # noqa: PTH108 - a str or a Path
-        content = _mapped(fd)
+        content = _map_file(fd)
     finally:
         os.close(fd)
-    return _unpacked(content, as_numpy=as_numpy)
+    return _unpack(content, as_numpy=as_numpy)
 
 
 def from_inline_json(node: object) -> Any:
@@ -76,10 +76,10 @@ def from_inline_json(node: object) -> Any:
     Raises:
         PayloadError: not such an encoding.
     """
-    return _valid(_PayloadDecoder(bytearray(), [], as_numpy=False), node)
+    return _decode_valid(_PayloadDecoder(bytearray(), [], as_numpy=False), node)
 
 
-def _mapped(fd: int) -> _Content:
+def _map_file(fd: int) -> _Content:
     """Return the file's content, writable and private to this process."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -94,7 +94,7 @@ def _mapped(fd: int) -> _Content:
     return mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY, **options)
 
 
-def _unpacked(content: _Content, *, as_numpy: bool) -> Any:
+def _unpack(content: _Content, *, as_numpy: bool) -> Any:
     """Validate the header and the sizes, then build the value."""
     if content[: len(MAGIC)] != MAGIC:
         raise corrupt_file_error("was not written by this version of nbdist")
@@ -114,10 +114,10 @@ def _unpacked(content: _Content, *, as_numpy: bool) -> Any:
         start += align_offset(size_bytes)
     if start != len(content):
         raise corrupt_file_error("does not have the size given in its tree")
-    return _valid(_PayloadDecoder(content, spans, as_numpy=as_numpy), root)
+    return _decode_valid(_PayloadDecoder(content, spans, as_numpy=as_numpy), root)
 
 
-def _valid(reader: _PayloadDecoder, node: object) -> Any:
+def _decode_valid(reader: _PayloadDecoder, node: object) -> Any:
     """Build a value; any error caused by a malicious tree becomes a PayloadError."""
     try:
         return reader.value(node)
@@ -135,7 +135,7 @@ class _PayloadDecoder:
     spans: list[tuple[int, int]]
     """Offset and size in bytes of each buffer; inside the file, without overlap."""
     as_numpy: bool
-    _made: dict[object, Any] = field(default_factory=dict)
+    _decoded: dict[object, Any] = field(default_factory=dict)
     """Objects made of a buffer, so that a second reference returns the same object."""
 
     def value(self, node: Any) -> Any:
@@ -150,7 +150,7 @@ class _PayloadDecoder:
     def items(self, body: Any) -> list[Any]:
         """Decode a list of nodes."""
         if type(body) is not list:
-            raise corrupt_file_error("has an unknown part")
+            raise corrupt_file_error("contains a malformed value")
         if set(map(type, body)) <= SCALAR_TYPES:
             return body
         return [self.value(item) for item in body]
@@ -163,12 +163,14 @@ class _PayloadDecoder:
     def raw(self, number: Any) -> Any:
         """Return the bytes of one buffer."""
         start, size_bytes = self.spans[_count(number)]
-        return self._once(number, lambda: bytes(self.content[start : start + size_bytes]))
+        return self._decode_once(number, lambda: bytes(self.content[start : start + size_bytes]))
 
     def array(self, body: Any) -> Any:
         """Return a NumPy array over one buffer."""
         number, dtype, shape = body
-        return self._once(body, lambda: self._array(number, _numpy_dtype(dtype), _shape(shape)))
+        return self._decode_once(
+            body, lambda: self._array(number, _numpy_dtype(dtype), _shape(shape))
+        )
 
     def tensor(self, body: Any) -> Any:
         """Return a torch tensor over one buffer; with `as_numpy` an array."""
@@ -176,7 +178,7 @@ class _PayloadDecoder:
         if dtype not in TORCH_DTYPES:
             raise corrupt_file_error("has an unknown dtype")
         make = self._tensor_as_array if self.as_numpy else self._tensor
-        return self._once(body, lambda: make(number, dtype, _shape(shape)))
+        return self._decode_once(body, lambda: make(number, dtype, _shape(shape)))
 
     def _array(self, number: int, dtype: Any, shape: tuple[int, ...]) -> Any:
         content, start = self._buffer(number, math.prod(shape) * dtype.itemsize)
@@ -202,7 +204,7 @@ class _PayloadDecoder:
         numpy = _package("numpy")
         if dtype_name == "bfloat16":  # it is the upper half of a float32
             upper = self._array(number, numpy.dtype("<u2"), (math.prod(shape),))
-            flat = self._once(("float32", number), lambda: _from_upper_half(upper))
+            flat = self._decode_once(("float32", number), lambda: _from_upper_half(upper))
             return flat.reshape(shape)
         if dtype_name in TORCH_ONLY:
             raise PayloadError(
@@ -218,22 +220,22 @@ class _PayloadDecoder:
             raise corrupt_file_error("has a buffer whose size does not match its tensor or array")
         if size_bytes < _OWN_BELOW_BYTES:
             # A copy: otherwise a small array would keep the whole map in memory.
-            part = self._once(
+            part = self._decode_once(
                 ("part", number), lambda: bytearray(self.content[start : start + size_bytes])
             )
             return part, 0
         return self.content, start
 
-    def _once(self, same: object, make: Callable[[], Any]) -> Any:
+    def _decode_once(self, same: object, make: Callable[[], Any]) -> Any:
         key = json.dumps(same)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._decoded:
+            self._decoded[key] = make()
+        return self._decoded[key]
 
     def numpy_scalar(self, body: Any) -> Any:
         """Decode a NumPy scalar that is stored in the tree."""
         dtype, text = body
-        kind, octets = _numpy_dtype(dtype), _octets(text)
+        kind, octets = _numpy_dtype(dtype), _decode_base64(text)
         if kind.itemsize != len(octets):
             raise corrupt_file_error("has a scalar whose size does not match its dtype")
         return _package("numpy").ndarray((), kind, buffer=octets)[()]
@@ -255,7 +257,7 @@ _TAGS: dict[str, Callable[[_PayloadDecoder, Any], Any]] = {
     "float": lambda _, body: _float(body),
     "int": lambda _, body: int(body, 16),
     "complex": lambda reader, body: complex(*_floats(reader.items(body))),
-    "bytes": lambda _, body: _octets(body),
+    "bytes": lambda _, body: _decode_base64(body),
     "raw": _PayloadDecoder.raw,
     "tuple": lambda reader, body: tuple(reader.items(body)),
     "dict": lambda reader, body: dict(reader.pairs(body)),
@@ -299,7 +301,7 @@ def _shape(body: Any) -> tuple[int, ...]:
 
 def _counts(body: Any) -> list[int]:
     if type(body) is not list:
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return [_count(count) for count in body]
 
 
@@ -311,18 +313,18 @@ def _count(body: Any) -> int:
 
 def _float(body: Any) -> float:
     if body not in ("inf", "-inf", "nan"):
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return float(body)
 
 
 def _floats(parts: list[Any]) -> tuple[float, float]:
     real, imag = parts
     if type(real) is not float or type(imag) is not float:
-        raise corrupt_file_error("has an unknown part")
+        raise corrupt_file_error("contains a malformed value")
     return real, imag
 
 
-def _octets(body: Any) -> bytes:
+def _decode_base64(body: Any) -> bytes:
     return base64.b64decode(body, validate=True)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class _PayloadEncoder:
     """Converts a value into its JSON tree and the buffers that the tree refers to by number."""
 
-    room: int | None = None
+    remaining_bytes: int | None = None
     """Items that still fit into a message; None in a file. A message has no buffers."""
     sources: list[Any] = field(default_factory=list)
     """bytes, NumPy arrays and torch tensors, in file order."""
@@ -61,14 +61,14 @@ class _PayloadEncoder:
         """Encode one value."""
         kind = type(value)
         if kind in SCALAR_TYPES:
-            self._take_room(len(value) if kind is str else 1, where)
+            self._check_remaining_size(len(value) if kind is str else 1, where)
             return _scalar_node(value)
         if kind in _CONTAINER_TAGS:
             return self._container(value, where)
         if kind is complex:
             return {"complex": [_scalar_node(value.real), _scalar_node(value.imag)]}
-        if kind is bytes and (self.room is not None or len(value) <= MAX_INLINE_BYTES):
-            self._take_room(len(value), where)
+        if kind is bytes and (self.remaining_bytes is not None or len(value) <= MAX_INLINE_BYTES):
+            self._check_remaining_size(len(value), where)
             return {"bytes": base64.b64encode(value).decode()}
         if kind is bytes:
             return {"raw": self._buffer(id(value), value, len(value), where)}
@@ -99,7 +99,7 @@ class _PayloadEncoder:
             raise unsupported_value_error(
                 where, f"is nested deeper than {MAX_DEPTH}", advice="flatten it"
             )
-        self._take_room(len(value), where)
+        self._check_remaining_size(len(value), where)
         self._open.add(id(value))
         try:
             if isinstance(value, dict):
@@ -144,8 +144,8 @@ class _PayloadEncoder:
     def _tensor(self, value: Any, where: ValuePath) -> Any:
         advice = next((advice for test, advice in _NOT_DENSE if test(value)), None)
         if advice is not None:
-            given = f"is {type_with_article(value)} ({value.dtype}, {value.layout})"
-            raise unsupported_value_error(where, given, advice=advice)
+            problem = f"is {type_with_article(value)} ({value.dtype}, {value.layout})"
+            raise unsupported_value_error(where, problem, advice=advice)
         # Tied parameters are two tensors over one storage: they share a number, so that
         # reading restores a single tensor.
         shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
@@ -157,7 +157,7 @@ class _PayloadEncoder:
         return {"tensor": [number, dtype, list(shape)]}
 
     def _buffer(self, same: object, source: Any, size_bytes: int, where: ValuePath) -> int:
-        if self.room is not None:
+        if self.remaining_bytes is not None:
             allowed = "plain values inside a message"
             raise unsupported_value_error(
                 where, f"is {type_with_article(source)}", allowed=allowed, advice="pull it by name"
@@ -168,11 +168,11 @@ class _PayloadEncoder:
             self.sizes.append(size_bytes)
         return number
 
-    def _take_room(self, count: int, where: ValuePath) -> None:
+    def _check_remaining_size(self, count: int, where: ValuePath) -> None:
         """Raise early for a value that is too long for a message."""
-        if self.room is not None:
-            self.room -= count
-            if self.room < 0:
+        if self.remaining_bytes is not None:
+            self.remaining_bytes -= count
+            if self.remaining_bytes < 0:
                 raise unsupported_value_error(
                     where, "is too long", allowed="small values", advice="pull it by name"
                 )
@@ -205,7 +205,7 @@ def write_payload(value: object, path: Path) -> int:
     return len(head) + sum(map(align_offset, encoder.sizes))
 
 
-def write_payload_where_room(value: object, folders: Iterable[str | Path]) -> Path:
+def write_payload_to_free_folder(value: object, folders: Iterable[str | Path]) -> Path:
     """Write the value into the first folder with enough space; return the new file.
 
     Raises:
@@ -214,10 +214,12 @@ def write_payload_where_room(value: object, folders: Iterable[str | Path]) -> Pa
     encoder = _PayloadEncoder()
     head = encoder.head(value)
     needed = len(head) + sum(map(align_offset, encoder.sizes))
-    return _where_room(needed, folders, lambda path: _write_file(encoder, head, path))
+    return _save_to_free_folder(needed, folders, lambda path: _write_file(encoder, head, path))
 
 
-def _where_room(needed: int, folders: Iterable[str | Path], save: Callable[[Path], object]) -> Path:
+def _save_to_free_folder(
+    needed: int, folders: Iterable[str | Path], save: Callable[[Path], object]
+) -> Path:
     """Save into the first folder with enough space; return the new file."""
     full = []
     for folder in map(Path, folders):
@@ -233,9 +235,9 @@ def _where_room(needed: int, folders: Iterable[str | Path], save: Callable[[Path
                 return path
         full.append(f"{free >> 20} MiB in {folder}")
     allowed = " and ".join(full) or "no folder"
-    given = f"needs {-(-needed >> 20)} MiB"
+    problem = f"needs {-(-needed >> 20)} MiB"
     advice = "transfer less at once, or free memory in these folders"
-    raise unsupported_value_error(ValuePath(None, "value"), given, allowed=allowed, advice=advice)
+    raise unsupported_value_error(ValuePath(None, "value"), problem, allowed=allowed, advice=advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +285,7 @@ def reserve_payload(
             os.posix_fallocate(fd, 0, end)  # fail on a full disk before anything is written
             _write_all(fd, head)
 
-    return _where_room(end, folders, reserve), offsets
+    return _save_to_free_folder(end, folders, reserve), offsets
 
 
 def to_inline_json(value: object, limit: int = 65536) -> Any:
@@ -296,7 +298,7 @@ def to_inline_json(value: object, limit: int = 65536) -> Any:
         PayloadError: not plain, or more than `limit` bytes of JSON.
     """
     where = ValuePath(None, "value")
-    node = _PayloadEncoder(room=limit).node(value, where)
+    node = _PayloadEncoder(remaining_bytes=limit).node(value, where)
     length = len(json.dumps(node, separators=(",", ":")))
     if length > limit:
         allowed = f"{limit} bytes inside a message"

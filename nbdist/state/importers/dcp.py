@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.state.importers import safe_unpickler
 from nbdist.state.layouts.base import bare_name
@@ -107,7 +107,7 @@ def _loader(
     if not _FILE.fullmatch(name) or offset < 0 or length < 0:
         raise CheckpointError(
             f"{folder / '.metadata'} refers to {printable(name)}, which is not a file name in its"
-            " folder."
+            " folder. Load another checkpoint."
         )
 
     def load() -> torch.Tensor:

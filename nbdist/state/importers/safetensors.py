@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.state.tensor_index import open_safetensors, part_of
 
@@ -53,6 +53,7 @@ def find_files(path: Path) -> list[Path]:
     if wrong:
         raise CheckpointError(
             f"{index} refers to {printable(wrong[0])}, which is not a file name in its folder."
+            " Load another checkpoint."
         )
     return [path / name for name in sorted(names)]
 

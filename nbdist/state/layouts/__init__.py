@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from nbdist.errors import SwitchError
 from nbdist.state.layouts.base import DdpLayout, Layout, is_deepspeed_engine, unwrap_compiled
 from nbdist.state.layouts.deepspeed import Zero3Layout, Zero12Layout
-from nbdist.state.layouts.free import free_model
+from nbdist.state.layouts.free_memory import free_model
 from nbdist.state.layouts.fsdp1 import Fsdp1Layout
 from nbdist.state.layouts.fsdp2 import Fsdp2Layout
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-__all__ = ["Layout", "check_layout", "free_model", "layout_for"]
+__all__ = ["Layout", "check_layout", "free_model", "kind_of", "layout_for"]
 
 _KINDS: Final[tuple[type[Layout], ...]] = (
     Zero3Layout,
@@ -38,6 +38,12 @@ _KINDS: Final[tuple[type[Layout], ...]] = (
     DdpLayout,
 )
 """Layouts in the order in which they are tried; the last one accepts any model."""
+
+
+def kind_of(model: nn.Module) -> type[Layout]:
+    """Return the class of a model's layout, from the types of its modules."""
+    prepared = unwrap_compiled(model)
+    return next(kind for kind in _KINDS if kind.is_layout_of(prepared))
 
 
 def layout_for(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Layout:
@@ -52,7 +58,7 @@ def layout_for(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Layout
         SwitchError: nbdist does not support the engine's optimizer.
     """
     prepared = unwrap_compiled(model)
-    kind = next(kind for kind in _KINDS if kind.is_layout_of(prepared))
+    kind = kind_of(prepared)
     if kind is DdpLayout and is_deepspeed_engine(prepared):
         optimizer_class = type(getattr(prepared, "optimizer", None)).__name__
         message = (

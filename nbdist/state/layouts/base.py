@@ -7,6 +7,7 @@ and writes weights, optimizer state and scalar state from the placements.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -17,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives
-from nbdist.state.shards import Piece, Shard
+from nbdist.state import collectives, optimizer_recipes
+from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,10 @@ class Layout(ABC):
 
     library: ClassVar[str] = "torch"
     """Library whose private attributes the layout uses."""
+    shards_parameters: ClassVar[bool] = False
+    """A forward of the model gathers parameters from the other ranks."""
+    is_replicated: ClassVar[bool] = False
+    """Every rank has the whole state of all optimizers."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
@@ -89,6 +94,23 @@ class Layout(ABC):
     @abstractmethod
     def is_layout_of(cls, model: nn.Module) -> bool:
         """Return whether a model (not compiled) uses this engine."""
+
+    @classmethod
+    def full_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Return a context in which every rank has all parameters, and a forward is local.
+
+        Entering it is a collective. Changes to sharded parameters are discarded at its end.
+        """
+        return nullcontext()
+
+    @classmethod
+    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
+        """Return a context for calls of modules inside of the engine, not of the model itself.
+
+        The parameters that are in no unit are gathered in it, as in a forward of the model.
+        Entering it is a collective.
+        """
+        return nullcontext()
 
     @abstractmethod
     def placements(self) -> Iterator[ParameterPlacement]:
@@ -159,6 +181,8 @@ class Layout(ABC):
             if place.optimizer_tensor is None:
                 continue
             optimizer, _ = self._steppers[id(place.optimizer_tensor)]
+            if not optimizer_recipes.is_reshardable(optimizer):
+                continue
             state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
                 # torch 2.13: Adagrad creates its state before FSDP1 shards the parameter.
@@ -203,6 +227,22 @@ class Layout(ABC):
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
 
+    @contextmanager
+    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+        """Yield the optimizers whose state cannot be resharded, with all their parameters.
+
+        The methods above do not include their state.
+        """
+        yield tuple(
+            optimizer
+            for optimizer in self.optimizers
+            if not optimizer_recipes.is_reshardable(optimizer)
+        )
+
+    def frozen(self) -> set[str]:
+        """Return the names of the parameters that need no gradient."""
+        return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+
     # -- for subclasses
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -236,6 +276,7 @@ class Layout(ABC):
             optimizer.state[place.optimizer_tensor]
             for optimizer in self.optimizers
             if place.optimizer_tensor in optimizer.state
+            and optimizer_recipes.is_reshardable(optimizer)
         ]
         return states[0] if states else {}
 
@@ -267,7 +308,7 @@ class Layout(ABC):
             low, high = (min(stop - start, size * number) for number in (index, index + 1))
             tensor = tensor[low:high]
             start, stop = start + low, start + high
-        pieces = (Piece(start, stop, tensor.detach()),) if start < stop else ()
+        pieces = (ShardPiece(start, stop, tensor.detach()),) if start < stop else ()
         return Shard(shape=place.shape, dtype=tensor.dtype, pieces=pieces)
 
     def _flat(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
@@ -374,19 +415,19 @@ def _refuse_state(parameter: str, name: str, value: object) -> NoReturn:
     raise SwitchError(message)
 
 
-def check_group_size(group_size: int, what: str) -> None:
+def check_group_size(group_size: int, owner: str) -> None:
     """Raise if a model is sharded over fewer ranks than the world size.
 
     Args:
         group_size: number of ranks that the model is sharded over.
-        what: name of the engine for the message.
+        owner: name of the engine for the message.
 
     Raises:
         SwitchError: the sizes differ.
     """
     if group_size != collectives.group_size():
         message = (
-            f"{what} shards this model over {group_size} of {collectives.group_size()} ranks and"
+            f"{owner} shards this model over {group_size} of {collectives.group_size()} ranks and"
             " replicates it on the others. nbdist can only reshard state that is sharded over all"
             " ranks: remove that option."
         )
@@ -395,6 +436,8 @@ def check_group_size(group_size: int, what: str) -> None:
 
 class DdpLayout(Layout):
     """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
+
+    is_replicated = True
 
     @classmethod
     def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model

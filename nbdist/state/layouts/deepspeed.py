@@ -20,6 +20,7 @@ to at that time, and written back afterwards.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -157,6 +158,8 @@ class _FlatParamGroup:
 class Zero3Layout(DeepSpeedLayout):
     """Layout of ZeRO-3: the optimizer steps the flat master weights of a sub-group."""
 
+    shards_parameters: ClassVar[bool] = True
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(model, optimizers)
         # Between steps the groups of the engine's optimizer are empty.
@@ -169,6 +172,19 @@ class Zero3Layout(DeepSpeedLayout):
                 groups[min(number, len(groups) - 1)],
             )
 
+    @contextlib.contextmanager
+    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+        """Yield the optimizers whose state cannot be resharded, with the masters as parameters."""
+        # Between steps the groups are empty: deepspeed 0.19.8, stage3.py, _rigid_state_dict.
+        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+            self.zero_optimizer._set_fp32_optimizer_param_groups()  # noqa: SLF001
+        try:
+            with super().other_optimizers() as optimizers:
+                yield optimizers
+        finally:
+            if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+                self.zero_optimizer._clear_fp32_optimizer_param_groups()  # noqa: SLF001
+
     @classmethod
     def is_layout_of(cls, model: nn.Module) -> bool:
         """Return whether a model is a DeepSpeed engine of stage 3."""
@@ -176,6 +192,28 @@ class Zero3Layout(DeepSpeedLayout):
             _WITH_OPTIMIZER,
             _WITHOUT_OPTIMIZER,
         }
+
+    @classmethod
+    @contextlib.contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather all parameters, without DeepSpeed's hooks.
+
+        In deepspeed 0.19.8 the hooks would free the parameters after a forward, and compare its
+        order of modules with that of the other ranks.
+        """
+        from deepspeed.runtime.zero import parameter_offload
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        zero: Any = model.optimizer
+        offload = getattr(zero, "parameter_offload", zero)
+        with GatheredParameters(list(model.parameters())):
+            offload._remove_module_hooks()  # noqa: SLF001
+            offload.forward_hooks, offload.backward_hooks = [], []
+            try:
+                yield
+            finally:
+                offload.setup_zero_stage3_hooks()
+                parameter_offload.FWD_MODULE_STACK.pop()  # it was appended a second time
 
     def _groups(self) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
         """Yield the parameters of each flat master and the master; none without an optimizer."""
@@ -192,7 +230,7 @@ class Zero3Layout(DeepSpeedLayout):
             if self.zero_optimizer._swappable_optimizer_subgroup(index):  # noqa: SLF001
                 yield index, master
 
-    def _bring_in(self) -> None:
+    def _swap_in(self) -> None:
         """Copy offloaded sub-groups from NVMe to host memory until the next step."""
         for index, master in self._on_disk():
             if master.numel():
@@ -205,7 +243,7 @@ class Zero3Layout(DeepSpeedLayout):
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.data = copy
 
-    def _bring_out(self) -> None:
+    def _swap_out(self) -> None:
         """Write the sub-groups in host memory back to NVMe and free the memory."""
         for _, master in self._on_disk():
             if not master.numel():
@@ -225,7 +263,7 @@ class Zero3Layout(DeepSpeedLayout):
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield placements: trainable parameters in the masters, frozen ones in `ds_tensor`."""
-        self._bring_in()
+        self._swap_in()
         masters: dict[int, tuple[torch.Tensor, int]] = {}
         for group, master in self._groups():
             offset = 0
@@ -243,7 +281,7 @@ class Zero3Layout(DeepSpeedLayout):
             self.zero_optimizer._partition_all_parameters()  # noqa: SLF001
             for index in range(len(self.zero_optimizer.fp16_groups)):
                 self.zero_optimizer._reassign_or_swap_out_partitioned_parameters(index)  # noqa: SLF001
-            self._bring_out()
+            self._swap_out()
             self.zero_optimizer.invalidate_secondary_tensor()
         else:
             self.zero_optimizer.partition_all_parameters()
@@ -260,6 +298,8 @@ class Zero3Layout(DeepSpeedLayout):
             yield self.zero_optimizer, "_partition_all_parameters"
             yield self.zero_optimizer, "_reassign_or_swap_out_partitioned_parameters"
             yield self.zero_optimizer, "_swappable_optimizer_subgroup"
+            yield self.zero_optimizer, "_set_fp32_optimizer_param_groups"
+            yield self.zero_optimizer, "_clear_fp32_optimizer_param_groups"
             if getattr(self.zero_optimizer, "swap_optimizer", False):
                 yield (
                     self.zero_optimizer,

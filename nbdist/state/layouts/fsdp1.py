@@ -7,7 +7,8 @@ parameters, `_ShardParamInfo` has the part of each that is in this rank's shard.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
@@ -26,6 +27,7 @@ from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
@@ -38,6 +40,8 @@ class Fsdp1Layout(Layout):
     The optimizer steps this rank's part of the original parameters, or the flat parameter with
     `use_orig_params=False`.
     """
+
+    shards_parameters: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reshard all units first."""
@@ -54,9 +58,43 @@ class Fsdp1Layout(Layout):
             for module in unwrap_engine(model).modules()
         )
 
+    @classmethod
+    @contextlib.contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather all units, and take the modules out of them.
+
+        torch 2.13: the forward of a unit would gather its parameters again, and free them.
+        """
+        units = [
+            (parent, name, unit)
+            for parent in model.modules()
+            for name, unit in parent.named_children()
+            if isinstance(unit, FullyShardedDataParallel)
+        ]
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            for parent, name, unit in units:
+                parent.register_module(name, unit.module)
+            if isinstance(model, FullyShardedDataParallel):
+                vars(model)["forward"] = model.module.__call__
+            try:
+                yield
+            finally:
+                vars(model).pop("forward", None)
+                for parent, name, unit in units:
+                    parent.register_module(name, unit)
+
+    @classmethod
+    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:
+        """Gather the root unit."""
+        return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
-        places = {place.name: place for handle in self._handles() for place in self._inside(handle)}
+        places = {
+            place.name: place
+            for handle in self._handles()
+            for place in self._original_placements(handle)
+        }
         flat: set[int] = set()
         for handle in self._handles():
             # the module's parameters are views of the flat one
@@ -115,7 +153,7 @@ class Fsdp1Layout(Layout):
         for unit in self._units():
             yield unit._handle  # noqa: SLF001
 
-    def _inside(self, handle: Any) -> Iterator[ParameterPlacement]:
+    def _original_placements(self, handle: Any) -> Iterator[ParameterPlacement]:
         """Yield the placements of the original parameters of a flat parameter."""
         flat = handle.flat_param
         if handle.uses_sharded_strategy:
@@ -168,5 +206,5 @@ class Fsdp1Layout(Layout):
                 handle.flat_param,
                 "_contiguities _param_infos _params _shapes _shard_param_infos",
             )
-            for _ in self._inside(handle):
+            for _ in self._original_placements(handle):
                 pass

@@ -10,8 +10,9 @@ Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_s
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -34,6 +35,8 @@ _CUTS = ((Shard(0),), (Replicate(), Shard(0)))
 class Fsdp2Layout(Layout):
     """Layout of FSDP2: the optimizer steps the DTensor, whose local tensor has this rank's rows."""
 
+    shards_parameters: ClassVar[bool] = True
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reshard all units first."""
         # Evaluation leaves the root unit gathered. An error or interrupt within a forward or
@@ -51,17 +54,48 @@ class Fsdp2Layout(Layout):
         """Return whether `fully_shard` was applied to any module of a model."""
         return any(isinstance(module, FSDPModule) for module in unwrap_engine(model).modules())
 
+    @classmethod
+    @contextlib.contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather all units, and keep them gathered after a forward."""
+        units = _units(model)
+        groups = [group for unit in units for group in _initialized(unit)._fsdp_param_groups]  # noqa: SLF001
+        before = [group.post_forward_mesh_info for group in groups]
+        try:
+            for group in groups:
+                group.post_forward_mesh_info = None  # as torch's set_reshard_after_forward(False)
+            for unit in units:
+                unit.unshard()
+            yield
+        finally:
+            for group, mesh in zip(groups, before, strict=True):
+                group.post_forward_mesh_info = mesh
+            for unit in units:
+                unit.reshard()
+
+    @classmethod
+    @contextlib.contextmanager
+    def root_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather the root unit."""
+        root = _units(model)[0]
+        _initialized(root)
+        try:
+            root.unshard()
+            yield
+        finally:
+            root.reshard()
+
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of this rank's rows of each parameter; ignored ones are whole."""
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
-                yield self._cut(name, parameter)
+                yield self._row_placement(name, parameter)
             else:
                 yield self.whole_placement(name, parameter)
 
-    def _cut(self, name: str, parameter: DTensor) -> ParameterPlacement:
+    def _row_placement(self, name: str, parameter: DTensor) -> ParameterPlacement:
         """Return the placement of this rank's rows of a parameter."""
-        _check_cut(name, parameter)
+        _check_row_sharding(name, parameter)
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
         cut = mesh.ndim - 1  # the mesh dimension that shards
         with torch.no_grad():
@@ -88,11 +122,11 @@ class Fsdp2Layout(Layout):
                 yield module, "reset_iter_state"
         for name, parameter in self.named_parameters():
             if isinstance(parameter, DTensor):
-                _check_cut(name, parameter)
+                _check_row_sharding(name, parameter)
                 yield parameter, "device_mesh placements to_local"
 
 
-def _check_cut(name: str, parameter: DTensor) -> None:
+def _check_row_sharding(name: str, parameter: DTensor) -> None:
     """Raise if the mesh or the sharded dimension is not supported."""
     mesh = parameter.device_mesh
     if tuple(parameter.placements) not in _CUTS:
@@ -104,3 +138,15 @@ def _check_cut(name: str, parameter: DTensor) -> None:
         )
         raise SwitchError(message)
     check_group_size(mesh.size(), "FSDP2")
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """Return the units of a model, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _initialized(unit: Any) -> Any:
+    """Return the state of a unit; torch 2.13 takes the first one that is used as the root."""
+    state = unit._get_fsdp_state()  # noqa: SLF001
+    state._lazy_init()  # noqa: SLF001
+    return state

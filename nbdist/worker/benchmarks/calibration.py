@@ -19,17 +19,17 @@ import torch
 from torch import distributed
 
 from nbdist.errors import SessionError
-from nbdist.planner.measurements import COLLECTIVES
+from nbdist.planner.measurement_store import COLLECTIVES
 from nbdist.protocol.operations import RankCalibrateReport
 from nbdist.state import collectives
 from nbdist.worker.benchmarks import disk as benchmarks_disk
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.operations.transaction import raise_if_any_failed, try_call
+from nbdist.worker.operations.collective_phases import raise_if_any_failed, try_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.planner.measurements import Collective
+    from nbdist.planner.measurement_store import Collective
     from nbdist.protocol.operations import CalibrateRequest
     from nbdist.worker.operations import RankContext
 
@@ -61,7 +61,7 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
     Raises:
         SessionError: a benchmark failed on a rank; the same message on all ranks.
     """
-    device = memory_probe.probe_state.device
+    device = memory_probe.current_probe.device
     results: dict[str, Any] = {"device": _name(device)}
     with torch.no_grad(), _release_memory_after(device):
         context.on_phase("collectives")
@@ -129,7 +129,7 @@ def _collectives(device: torch.device) -> dict[str, list[tuple[int, float]]]:
     world = distributed.get_world_size()
     if world == 1:
         return {}
-    limit = min(collectives.all_gather_values(_free(device))) // FREE_MEMORY_DIVISOR
+    limit = min(collectives.all_gather_values(_free_bytes(device))) // FREE_MEMORY_DIVISOR
     sizes = [size // (4 * world) * 4 * world for size in MESSAGE_BYTES if 2 * size <= limit]
     if not sizes:
         return {}
@@ -196,7 +196,7 @@ def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
 
 def _elementwise(device: torch.device) -> float:
     """Return the bytes/s of a kernel that reads one tensor and writes a new one."""
-    size = min(_ELEMENTWISE[device.type], _free(device) // FREE_MEMORY_DIVISOR)
+    size = min(_ELEMENTWISE[device.type], _free_bytes(device) // FREE_MEMORY_DIVISOR)
     source = _raise_if_any_failed(lambda: torch.ones(size // 4, dtype=torch.float32, device=device))
     distributed.barrier()
     return 2 * size / _seconds_of(lambda: source * 0.5, device)
@@ -204,26 +204,26 @@ def _elementwise(device: torch.device) -> float:
 
 def _copies(device: torch.device) -> dict[str, float]:
     """Return the bytes/s between host and device, by direction and kind of host memory."""
-    size = min(_COPIED, _free(device) // FREE_MEMORY_DIVISOR)
+    size = min(_COPIED, _free_bytes(device) // FREE_MEMORY_DIVISOR)
     on_device = _raise_if_any_failed(lambda: torch.ones(size, dtype=torch.uint8, device=device))
     bandwidths = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):
-        host = _raise_if_any_failed(functools.partial(_host, size, pinned=pinned))
+        host = _raise_if_any_failed(functools.partial(_host_tensor, size, pinned=pinned))
         distributed.barrier()
         for direction, (target, source) in {
             "to_device": (on_device, host),
             "to_host": (host, on_device),
         }.items():
-            copy = _copying(target, source)
+            copy = _copy_call(target, source)
             bandwidths[f"{direction}_{kind}"] = size / _seconds_of(copy, device)
     return bandwidths
 
 
-def _host(size: int, *, pinned: bool) -> torch.Tensor:
+def _host_tensor(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).fill_(1)
 
 
-def _copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+def _copy_call(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
 
 
@@ -244,20 +244,20 @@ def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def _measure_seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the seconds of several calls, including their work on the device."""
-    _finish(device)
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(times):
         call()
-    _finish(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Return the free bytes of this rank's device; CPU ranks share the host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

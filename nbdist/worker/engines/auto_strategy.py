@@ -1,6 +1,6 @@
 """`--auto`: chooses the engine's options at the first `prepare()`.
 
-`worker.engines.accelerator` calls this on every rank before it builds the engine. The ranks
+`worker.engines.accelerator_patch` calls this on every rank before it builds the engine. The ranks
 all-gather the free memory of their devices; rank 0 inspects the model, optimizer and loader, runs
 the planner and broadcasts its decision, so all ranks get the same options or the same error.
 """
@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
-from nbdist.launcher import deepspeed_builds
-from nbdist.planner import cluster_spec, search, validation
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.launcher import offload_setup
+from nbdist.planner import cluster_spec, measured_comparison, search
+from nbdist.planner.plan_table import PlanInput
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
-from nbdist.worker.memory import memory_accounting, memory_probe, model_description
+from nbdist.worker.memory import memory_probe, model_description, tensor_categories
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -139,10 +139,12 @@ class AutoStrategy:
         all_free = [torch.zeros_like(own_free) for _ in range(distributed.get_world_size())]
         distributed.all_gather(all_free, own_free)
         free = [int(size) for size in all_free]
-        mine: dict[str, Any] = {}
+        rank_0_answer: dict[str, Any] = {}
         if distributed.get_rank() == 0:
-            mine = self._answer(model, optimizer, batch, free)
-        answer = _from_rank_0({name: item for name, item in mine.items() if name not in _SHOWN})
+            rank_0_answer = self._answer(model, optimizer, batch, free)
+        answer = _from_rank_0(
+            {name: item for name, item in rank_0_answer.items() if name not in _SHOWN}
+        )
         if "stopped" in answer:
             raise KeyboardInterrupt
         if "error" in answer:
@@ -154,7 +156,7 @@ class AutoStrategy:
         if chosen.offload_device == "nvme":  # in this session's folder
             self.decided = replace(chosen, offload=self._placeholder.offload)
         if distributed.get_rank() == 0:
-            self.show(mine["text"], mine["html"])
+            self.show(rank_0_answer["text"], rank_0_answer["html"])
             self.tell(chosen)
         return self.decided
 
@@ -212,13 +214,13 @@ class AutoStrategy:
             progress=_progress,
             kind=self._hardware.kind,
         )
-        question = PlanRequest(
+        question = PlanInput(
             model=spec,
             cluster=build_cluster_spec(free, self._hardware, self._nodes),
             batch_sizes=(batch.batch_size,),
             seq_len=length,
             precision=self._placeholder.precision or "no",
-            optimizer=validation.resolve_optimizer(optimizer, self._hardware.kind),
+            optimizer=measured_comparison.resolve_optimizer(optimizer, self._hardware.kind),
             fixed_options={
                 name: value for name, value in self._given.items() if name != "precision"
             },
@@ -229,7 +231,7 @@ class AutoStrategy:
     def _load(self, chosen: Options) -> None:
         """Build and load the DeepSpeed ops that the options need; takes minutes the first time."""
         ops = chosen.strategy.required_ops(chosen, self._hardware)
-        deepspeed_builds.build_missing_ops(
+        offload_setup.build_missing_ops(
             ops, progress=_progress if distributed.get_rank() == 0 else _ignore
         )
 
@@ -335,9 +337,9 @@ def available_bytes(model: nn.Module | None = None) -> int:
         others = 0
         if model is not None:
             tensors = [*model.parameters(), *model.buffers()]
-            own = memory_accounting.total_bytes(item for item in tensors if item.device == device)
+            own = tensor_categories.total_bytes(item for item in tensors if item.device == device)
             others = torch.cuda.memory_allocated(device) - own
-        return int(total - memory_probe.probe_state.device_before_bytes - others)
+        return int(total - memory_probe.current_probe.device_before_bytes - others)
     memory = psutil.Process().memory_info()
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", distributed.get_world_size()))
     free = discovery.host_free_memory_bytes() // sharing
@@ -356,13 +358,13 @@ def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
     A single collective of a fixed size: an interrupt between two collectives would leave the
     other ranks waiting in the second one.
     """
-    room = torch.zeros(_MAX_ANSWER_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(_MAX_ANSWER_BYTES, dtype=torch.uint8)
     text = json.dumps(answer).encode()
     if len(text) > _MAX_ANSWER_BYTES:
         text = json.dumps({"error": "--auto: the decision is too long to send."}).encode()
-    room[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    distributed.broadcast(room, src=0)
-    received: dict[str, Any] = json.loads(bytes(room.tolist()).rstrip(b"\0"))
+    buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    distributed.broadcast(buffer, src=0)
+    received: dict[str, Any] = json.loads(bytes(buffer.tolist()).rstrip(b"\0"))
     return received
 
 
@@ -381,7 +383,7 @@ def _ignore(_: object) -> None:
 # ---------------------------------------------------------------------------- forked child
 
 
-def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
+def call_in_fork(function: Callable[[], Any], *, within_s: float) -> Any:
     """Call a function in a forked child and return its result, passed as JSON.
 
     Reading from a data set changes its position and the random state, and may block forever; the
@@ -392,7 +394,7 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(question, sending), daemon=True)
+    child = context.Process(target=_send_result, args=(function, sending), daemon=True)
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -408,13 +410,13 @@ def call_in_fork(question: Callable[[], Any], *, within_s: float) -> Any:
         child.join()
 
 
-def _send_result(question: Callable[[], Any], sending: Connection) -> NoReturn:
+def _send_result(function: Callable[[], Any], sending: Connection) -> NoReturn:
     """Run in the child: send the result, then exit without the parent's exit handlers."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
-        sending.send_bytes(json.dumps(question()).encode())
+        sending.send_bytes(json.dumps(function()).encode())
     finally:
         os._exit(0)

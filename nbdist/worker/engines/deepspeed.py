@@ -1,7 +1,7 @@
 """Adapts DeepSpeed so that a training cell behaves as under the other engines.
 
-`worker.engines.accelerator` calls ``build_plugin`` when the engine is built, `prepare` for each
-call of `Accelerator.prepare`, and `clip_grad_norm` for `Accelerator.clip_grad_norm_`. With
+`worker.engines.accelerator_patch` calls ``build_plugin`` when the engine is built, `prepare` for
+each call of `Accelerator.prepare`, and `clip_grad_norm` for `Accelerator.clip_grad_norm_`. With
 accelerate 1.15, DeepSpeed steps inside `backward()`, before the cell can clip gradients: here
 `backward()` only computes gradients and `optimizer.step()` steps.
 """
@@ -27,9 +27,9 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.signals import defer_interrupt
+from nbdist.keyboard_interrupt import defer_interrupt
 from nbdist.state.layouts.base import is_deepspeed_engine
-from nbdist.worker.engines import cpu, wrap_policy
+from nbdist.worker.engines import cpu_patches, wrap_policy
 from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
 
@@ -193,7 +193,7 @@ def init_deepspeed(hardware: Hardware) -> None:
 
         _patch_deepspeed()
     if hardware.kind == "cpu":
-        cpu.skip_shared_memory_op()
+        cpu_patches.skip_shared_memory_op()
     elif not all(map(str.isdecimal, os.environ["CUDA_VISIBLE_DEVICES"].split(","))):
         # Without NVML DeepSpeed gets the free memory from torch.
         patch("deepspeed.accelerator.cuda_accelerator:pynvml", lambda _: None)
@@ -211,7 +211,7 @@ def init_deepspeed(hardware: Hardware) -> None:
     log.debug("deepspeed: %s", output.getvalue())
 
 
-def reset_zero3_globals(made: DeepSpeedPlugin) -> None:
+def reset_zero3_globals(plugin: DeepSpeedPlugin) -> None:
     """Reset transformers' global ZeRO-3 config, which a plugin sets.
 
     Otherwise `from_pretrained` would return partitioned (1-D) parameters when a cell is run a
@@ -221,7 +221,7 @@ def reset_zero3_globals(made: DeepSpeedPlugin) -> None:
         unset_hf_deepspeed_config,
     )
 
-    made.dschf = None
+    plugin.dschf = None
     unset_hf_deepspeed_config()
 
 
@@ -250,7 +250,7 @@ def prepare(
     if find_engine(model) is not None:
         return _prepare_for_engine(accelerator, original, args, model, optimizer)
     used = accelerator.state.deepspeed_plugin
-    _check_together(used.zero_stage, model, optimizer)
+    _check_prepared_together(used.zero_stage, model, optimizer)
     steps = used.deepspeed_config["gradient_accumulation_steps"]
     if isinstance(steps, int) and options is not None:
         # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and then do this.
@@ -261,7 +261,7 @@ def prepare(
     # accelerate 1.15 would keep the first engine for backward() when a second one is prepared.
     accelerator.deepspeed_engine_wrapped = None
     if options is not None:
-        _fill(accelerator, args, model, optimizer)
+        _fill_auto_values(accelerator, args, model, optimizer)
     exchange = contextlib.nullcontext() if wrap_policy.has_weights() else _skip_weight_broadcast()
     # deepspeed 0.19.8 formats all parameters for a debug log, 5 ms each.
     with exchange, torch._tensor_str.printoptions(threshold=1, edgeitems=1):  # noqa: SLF001
@@ -337,7 +337,7 @@ def _prepare_for_engine(
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _check_together(stage: int, model: nn.Module | None, optimizer: object) -> None:
+def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: object) -> None:
     """Raise OptionError unless model and optimizer are prepared in one call.
 
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
@@ -383,7 +383,7 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
     return torch.where(norm < 0, torch.inf, norm / zero.loss_scale)
 
 
-def _fill(
+def _fill_auto_values(
     accelerator: Accelerator, args: Sequence[object], model: nn.Module, optimizer: object
 ) -> None:
     """Set the "auto" values of the session's config that Accelerate cannot set."""
@@ -418,15 +418,15 @@ def _fill(
         section["buffer_size"] = max((p.numel() for p in model.parameters()), default=1)
 
 
-def _restore_adagrad_groups(made: Any, given: object) -> None:
+def _restore_adagrad_groups(created: Any, original: object) -> None:
     """Give DeepSpeed's Adagrad the parameter groups of the user's Adagrad.
 
     deepspeed 0.19.8 recreates it with one group and default options (stage_1_and_2.py:947,
     stage3.py:1358): the options of the groups would be lost, and a scheduler would change an
     optimizer that is not used.
     """
-    inner = getattr(made, "optimizer", None)
-    if isinstance(inner, Adagrad) and isinstance(given, Adagrad) and inner is not given:
-        inner.param_groups = given.param_groups
-        if hasattr(made, "_link_all_hp_params"):
-            made._link_all_hp_params()  # noqa: SLF001 - stages 1 and 2 need it at the first step
+    inner = getattr(created, "optimizer", None)
+    if isinstance(inner, Adagrad) and isinstance(original, Adagrad) and inner is not original:
+        inner.param_groups = original.param_groups
+        if hasattr(created, "_link_all_hp_params"):
+            created._link_all_hp_params()  # noqa: SLF001 - stages 1 and 2 need it at the first step

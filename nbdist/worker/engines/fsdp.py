@@ -1,8 +1,8 @@
 """Extends Accelerate's FSDP1 and FSDP2 support.
 
-`worker.engines.accelerator` calls ``build_plugin`` when the engine is built and `prepare` for each
-call of `Accelerator.prepare`. This module selects the FSDP units, broadcasts rank 0's weights, and
-supports preparing model and optimizer in separate calls.
+`worker.engines.accelerator_patch` calls ``build_plugin`` when the engine is built and `prepare` for
+each call of `Accelerator.prepare`. This module selects the FSDP units, broadcasts rank 0's weights,
+and supports preparing model and optimizer in separate calls.
 """
 
 from __future__ import annotations

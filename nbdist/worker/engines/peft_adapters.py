@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _save_given_prompt(original: Any) -> Any:
         of_encoder = [name for name in state_dict if name.startswith(encoder)]
         if of_encoder == [f"{encoder}embedding.weight"]:
             return {"prompt_embeddings": state_dict[of_encoder[0]]}
-        options = accelerator.current_config().options
+        options = accelerator_patch.current_config().options
         if "parameters" in options.strategy.shards:
             # A forward of the encoder on rank 0 fails under FSDP and hangs under ZeRO-3.
             message = (

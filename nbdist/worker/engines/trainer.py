@@ -1,7 +1,7 @@
 """Makes the HF Trainer use the session's strategy.
 
 A Trainer creates its own `Accelerator()`, which uses the session's engine like any other
-(`worker.engines.accelerator`), with the values of its TrainingArguments
+(`worker.engines.accelerator_patch`), with the values of its TrainingArguments
 (`worker.engines.training_arguments`). Under --auto the engine is decided here, before the Trainer
 builds it.
 """
@@ -9,26 +9,26 @@ builds it.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator, deepspeed, peft_adapters, training_arguments
+from nbdist.worker.engines import accelerator_patch, deepspeed, peft_adapters, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
+from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
+from nbdist.worker.training.trainer_metrics import metrics_callback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from collections.abc import Callable, Mapping
 
     from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
+    from nbdist.worker.report import Reporter
 
 DEFAULT_BATCH_SIZE = 8
 """Trainer's default of per_device_train_batch_size."""
@@ -37,57 +37,25 @@ DEFAULT_OPTIMIZER = {"class": "AdamW", "fused": True}
 MODULE = "transformers.trainer"
 
 
-def install() -> None:
+def install(reporter: Reporter) -> None:
     """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
+
+    Args:
+        reporter: receives the values that Trainers log.
     """
-    for name, patch_module in (
-        (training_arguments.MODULE, training_arguments.patch_arguments),
-        (MODULE, _patch_trainer),
-        (peft_adapters.MODULE, peft_adapters.patch_peft),
-    ):
-        if name in sys.modules:
-            patch_module()
-        else:
-            sys.meta_path.insert(0, _WhenImported(name, patch_module))
+    when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
+    when_imported(MODULE, functools.partial(_patch_trainer, reporter))
+    when_imported(peft_adapters.MODULE, peft_adapters.patch_peft)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Import hook that patches a module after its import."""
-
-    def __init__(self, name: str, patch_module: Callable[[], None]) -> None:
-        self._name, self._patch_module = name, patch_module
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
-        target: ModuleType | None = None,  # noqa: ARG002
-    ) -> ModuleSpec | None:
-        """Find the module with the other finders, and patch it after execution."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._patch_module()
-
-        loader.exec_module = exec_module
-        return spec
-
-
-def _patch_trainer() -> None:
+def _patch_trainer(reporter: Reporter) -> None:
     """Make Trainers use the session's options, and repair what differs between the engines."""
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:deepspeed_init", _keep_engine)
+    patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
         f"{MODULE}:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         lambda names: {**names, **{f"fsdp_{key}": f"FSDP{name}" for key, name in names.items()}},
@@ -96,6 +64,8 @@ def _patch_trainer() -> None:
         from transformers.trainer_callback import ProgressCallback
 
         patch(f"{MODULE}:DEFAULT_PROGRESS_CALLBACK", lambda _: ProgressCallback)
+    # Every Trainer starts with these callbacks; there is no public function to add one.
+    sys.modules[MODULE].DEFAULT_CALLBACKS.append(metrics_callback(reporter))
 
 
 def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -105,9 +75,9 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
         if training_arguments.has_own_engine(self.args):
             create(self)
             return
-        training_arguments.check_auto(self.args, accelerator.current_config())
-        session = accelerator.decide_options(functools.partial(_choose, self))
-        with accelerator.temporary_options(training_arguments.combine(self.args, session)):
+        training_arguments.check_auto(self.args, accelerator_patch.current_config())
+        session = accelerator_patch.decide_options(functools.partial(_choose, self))
+        with accelerator_patch.temporary_options(training_arguments.combine(self.args, session)):
             create(self)
         if self.is_deepspeed_enabled:
             deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
@@ -129,6 +99,19 @@ def _write_sharded_model(save_model: Callable[..., None]) -> Callable[..., None]
             plugin.state_dict_type = before
 
     return save
+
+
+def _with_state_to_load(load: Callable[..., None]) -> Callable[..., None]:
+    """Create the state of a new optimizer, which accelerate 1.15 reads only where it exists."""
+
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any, owner: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if fsdp_plugin.fsdp_version == 1:
+            _init_optim_state(optimizer.optimizer)
+        load(fsdp_plugin, owner, optimizer, *args, **kwargs)
+
+    return load_fsdp_optimizer
 
 
 def _keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,8 +169,8 @@ def trainer_arguments(
                 " batch_size= and seq_len= to decide for your batch."
             )
             raise OptionError(message)
-        given = {"batch_size": batch_size, "seq_len": seq_len}
-        missing = [name for name, value in given.items() if value is None]
+        arguments = {"batch_size": batch_size, "seq_len": seq_len}
+        missing = [name for name, value in arguments.items() if value is None]
         guess = f"Assumed {' and '.join(missing)}. Set them with trainer_arguments(...)."
         batch = MicroBatch(
             batch_size=batch_size or DEFAULT_BATCH_SIZE,
@@ -196,7 +179,7 @@ def trainer_arguments(
         )
         return chooser.decide(model, DEFAULT_OPTIMIZER, lambda: batch)
 
-    session = accelerator.decide_options(choice)
+    session = accelerator_patch.decide_options(choice)
     return session.options.strategy.training_arguments(session.options, session.hardware)
 
 

@@ -15,14 +15,14 @@ from torch import distributed
 
 from nbdist import strategies
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.strategies import Options
-    from nbdist.worker.engines.accelerator import EngineConfig
+    from nbdist.worker.engines.accelerator_patch import EngineConfig
 
 MODULE = "transformers.training_args"
 _OWN_ENGINE = ("deepspeed_plugin", "parallelism_config")
@@ -54,7 +54,7 @@ def _record_written(new: Callable[..., Any]) -> Callable[..., Any]:
 
 def _without_engine(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     def __post_init__(self: Any) -> None:  # noqa: N807
-        if accelerator.current_config().hardware.kind == "cpu":
+        if accelerator_patch.current_config().hardware.kind == "cpu":
             self.use_cpu = True
         own = self.parallelism_config is not None
         written, self.deepspeed = self.deepspeed, self.deepspeed if own else None
@@ -90,10 +90,12 @@ def combine(args: Any, session: EngineConfig) -> Options:
     """
     _restore(args)
     options = _with_engine_config(args, session)
-    if args.optim == "adafactor" and options.backend == "fsdp1" and args.save_strategy != "no":
+    strategy = options.strategy
+    is_flat = (strategy.engine, strategy.level) == ("fsdp", 1)
+    if is_flat and args.optim == "adafactor" and args.save_strategy != "no":
         # torch 2.13 compares state such as its RMS between ranks, which hold other shards.
         raise OptionError(
-            "Adafactor's state cannot be saved under fsdp1. Use backend fsdp2, or"
+            f"Adafactor's state cannot be saved under {strategy.name}. Use backend fsdp, or"
             " save_strategy='no'."
         )
     values = _precision_values(args, session, options)
@@ -108,8 +110,8 @@ def combine(args: Any, session: EngineConfig) -> Options:
             raise _conflict(name, given, option, value)
         values[name] = value
     before = vars(args).get("_nbdist_shown")
-    taken = {name: (value, getattr(args, name)) for name, value in values.items()}
-    vars(args).update(values, _nbdist_taken=taken, _nbdist_shown=values)
+    replaced = {name: (value, getattr(args, name)) for name, value in values.items()}
+    vars(args).update(values, _nbdist_replaced=replaced, _nbdist_shown=values)
     if values and values != before and distributed.get_rank() == 0:
         text = ", ".join(f"{name}={value}" for name, value in values.items())
         print(f"Trainer takes from the session's options: {text}.")  # noqa: T201
@@ -118,7 +120,7 @@ def combine(args: Any, session: EngineConfig) -> Options:
 
 def _restore(args: Any) -> None:
     """Undo what an earlier Trainer has set: the session may have switched since."""
-    for name, (value, own) in vars(args).pop("_nbdist_taken", {}).items():
+    for name, (value, own) in vars(args).pop("_nbdist_replaced", {}).items():
         if getattr(args, name) == value:
             setattr(args, name, own)
 

@@ -55,6 +55,22 @@ def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]
     return bool(ids)
 
 
+def compile_units(model: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Compile each unit in place, or the model if it has none.
+
+    Blocks of a class share their compiled code, and an engine's hooks, collectives and activation
+    checkpointing stay outside of it. accelerate 1.15's `use_regional_compilation` would also
+    compile each single layer, and its `unwrap_model()` returns the engine under DDP and FSDP1.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # transformers 5.23 creates a cache in training too, and the blocks' indices in it would
+        # cause one compilation for each block. `generate()` uses a cache all the same.
+        config.use_cache = False
+    for module in chosen or [model]:
+        module.compile(backend="inductor")
+
+
 def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
     """Return the units, each replaced by its checkpoint wrapper if it has one."""
     wrapper_of = {
@@ -85,16 +101,20 @@ def has_weights() -> bool:
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(model: nn.Module) -> None:
+def broadcast_from_rank_0(model: nn.Module, *, without: Collection[int] = ()) -> None:
     """Broadcast rank 0's weights and buffers, as DDP and DeepSpeed do; collective.
 
     FSDP shards each rank's own weights, so a model built without a common seed would be a mix
     of different initializations.
+
+    Args:
+        model: a model that is not prepared.
+        without: id() of parameters that are loaded afterwards.
     """
     if not has_weights():
         return
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and id(tensor) not in without:
             torch.distributed.broadcast(tensor.detach(), src=0)
 
 

@@ -58,11 +58,11 @@ def abort_collectives(pids: Iterable[int], name: str) -> int:
     try:
         abort_groups()
     finally:
-        closed = _close(_ends_of_others(pids, name))
+        closed = _close_connections(_peer_addresses(pids, name))
     return closed
 
 
-def release_together(name: str) -> None:
+def abort_on_all_ranks(name: str) -> None:
     """Abort all collectives, called by all ranks on their main threads.
 
     Args:
@@ -72,7 +72,7 @@ def release_together(name: str) -> None:
         RuntimeError: a group was not aborted.
     """
     abort_groups()
-    _close(_published(stores.get_store(), name))
+    _close_connections(_exchange_addresses(stores.get_store(), name))
 
 
 def abort_groups() -> None:
@@ -128,17 +128,17 @@ def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[
         backend._group_end()  # noqa: SLF001
 
 
-def _ends_of_others(pids: Iterable[int], name: str) -> set[Address]:
+def _peer_addresses(pids: Iterable[int], name: str) -> set[Address]:
     """Return the local addresses of the other ranks' connections."""
     store = stores.get_store()
     if not isinstance(store, stores.NodeAgentStore):
         with contextlib.suppress(psutil.AccessDenied):  # /proc may be mounted with hidepid
             others = [pid for pid in pids if pid != os.getpid()]
             return {local for pid in others for local, _, _ in _connections(pid)}
-    return _published(store, name)
+    return _exchange_addresses(store, name)
 
 
-def _published(store: Store, name: str) -> set[Address]:
+def _exchange_addresses(store: Store, name: str) -> set[Address]:
     """Exchange the local addresses through the store: a pid is only valid on its node."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = [f"release/{name}/{number}" for number in range(world_size)]
@@ -150,13 +150,13 @@ def _published(store: Store, name: str) -> set[Address]:
     return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
 
 
-def _close(theirs: set[Address]) -> int:
+def _close_connections(peer_addresses: set[Address]) -> int:
     """Close this rank's connections to these addresses; return their number."""
     closed = 0
     for _, remote, fd in _connections(os.getpid()):
         # A duplicate of torch's descriptor; OSError if the connection is already closed.
         with contextlib.suppress(OSError):
-            if remote in theirs:
+            if remote in peer_addresses:
                 with socket.socket(fileno=os.dup(fd)) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
                 closed += 1

@@ -1,6 +1,6 @@
 """Measures the memory of this rank's training during the third optimizer step.
 
-`worker.engines.accelerator` calls ``reset_for_prepare`` and ``start_probe`` around each
+`worker.engines.accelerator_patch` calls ``reset_for_prepare`` and ``start_probe`` around each
 `prepare()`, which hook the prepared model's forward and optimizer's step. From the first forward
 after the second step until the end of the third, `planner.tracing.memory_tracker` tracks every
 operation on CPU ranks; on GPUs, the allocator's peak statistics are used from there on. Outside
@@ -31,11 +31,11 @@ from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from nbdist.hardware import discovery
-from nbdist.planner.measurements import record_device_memory
+from nbdist.planner.measurement_store import record_device_memory
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.state.layouts.base import innermost_optimizer
-from nbdist.worker.interrupt.step_gate import step_gate
-from nbdist.worker.memory import memory_accounting
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.memory import tensor_categories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -95,10 +95,10 @@ class MemoryProbe:
         # DDP's reducer holds its buckets in C++: they are tracked only when a backward fills them.
         has_buckets = (
             self.prepared_model is not None
-            and memory_accounting.ddp_bucket_bytes(self.prepared_model) > 0
+            and tensor_categories.ddp_bucket_bytes(self.prepared_model) > 0
         )
         return (
-            WARMUP_STEPS - 1 if has_buckets and probe_state.device.type == "cpu" else WARMUP_STEPS
+            WARMUP_STEPS - 1 if has_buckets and current_probe.device.type == "cpu" else WARMUP_STEPS
         )
 
     @property
@@ -120,7 +120,7 @@ class MemoryProbe:
 
 
 @dataclass
-class ProbeState:
+class CurrentMemoryProbe:
     """The current probe and the device of this rank."""
 
     probe: MemoryProbe | None = None
@@ -130,12 +130,12 @@ class ProbeState:
     """Bytes of the device in use before this rank created a context."""
 
 
-probe_state = ProbeState()
+current_probe = CurrentMemoryProbe()
 
 
 def before_context(device: torch.device) -> None:
     """Record the used memory of a GPU; call it before NCCL or CUDA is initialized."""
-    probe_state.device_before_bytes = _device_used(device)
+    current_probe.device_before_bytes = _device_used(device)
 
 
 def reset_for_prepare(
@@ -150,29 +150,29 @@ def reset_for_prepare(
     """
     if not models:
         return
-    probe_state.probe = MemoryProbe(
+    current_probe.probe = MemoryProbe(
         meta_model=meta_model, rss_before_bytes=psutil.Process().memory_info().rss
     )
     optimizer = next((arg for arg in args if isinstance(arg, torch.optim.Optimizer)), None)
     if optimizer is not None:
-        probe_state.probe.optimizer_description = describe_optimizer(optimizer)
+        current_probe.probe.optimizer_description = describe_optimizer(optimizer)
 
 
 def last_forward_inputs() -> ForwardInputs:
     """Return the tensor arguments of the last training forward; empty before the first."""
-    return {} if probe_state.probe is None else probe_state.probe.forward_inputs
+    return {} if current_probe.probe is None else current_probe.probe.forward_inputs
 
 
 def record_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record the arguments of a forward if the model is the probed one."""
-    if probe_state.probe is not None and probe_state.probe.prepared_model is model:
-        probe_state.probe.forward_inputs = forward_inputs_of(args, kwargs)
+    if current_probe.probe is not None and current_probe.probe.prepared_model is model:
+        current_probe.probe.forward_inputs = forward_inputs_of(args, kwargs)
 
 
 def restore_forward_inputs(before: ForwardInputs) -> None:
     """Restore the recorded arguments after a switch, until the next forward."""
-    if probe_state.probe is not None and not probe_state.probe.forward_inputs:
-        probe_state.probe.forward_inputs = before
+    if current_probe.probe is not None and not current_probe.probe.forward_inputs:
+        current_probe.probe.forward_inputs = before
 
 
 def start_probe(accelerator: Accelerator, result: object, options: Options | None) -> None:
@@ -183,7 +183,7 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
         result: the return value of `prepare()`.
         options: options of the engine; None for a user's own.
     """
-    probe = probe_state.probe
+    probe = current_probe.probe
     if probe is None:
         return
     prepared = result if isinstance(result, (list, tuple)) else (result,)
@@ -207,15 +207,15 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
 
 def on_cell_end() -> None:
     """Stop tracking at the end of a cell; an incomplete step is measured again later."""
-    if probe_state.probe is not None and probe_state.probe.has_begun:
-        _stop(probe_state.probe)
+    if current_probe.probe is not None and current_probe.probe.has_begun:
+        _stop(current_probe.probe)
 
 
 def get_measurements() -> dict[str, Any] | None:
     """Return the measurements as JSON values; None before the end of the third step."""
-    measured = probe_state.probe and probe_state.probe.measurements
+    measured = current_probe.probe and current_probe.probe.measurements
     if measured and measured["kind"] == "cuda":
-        measured |= _on_gpu(probe_state.device)
+        measured |= _on_gpu(current_probe.device)
     return measured or None
 
 
@@ -236,18 +236,18 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 @_disable_dynamo  # torch.compiler.disable imports dynamo immediately
 def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record a forward with gradients; start tracking in the step before the measured one."""
-    probe = probe_state.probe
+    probe = current_probe.probe
     if probe is None or not torch.is_grad_enabled() or probe.prepared_model is not model:
         return
     record_forward(model, args, kwargs)
     probe.num_forwards += 1
     if probe.memory_tracker is not None:  # a further micro-batch of the measured step
         with _logged():
-            probe.memory_tracker.track_tensors("gradients", memory_accounting.gradients(model))
+            probe.memory_tracker.track_tensors("gradients", tensor_categories.gradients(model))
     elif (
         probe.measurements is None
         and not probe.has_begun
-        and step_gate.listener is None
+        and optimizer_step_gate.listener is None
         and probe.num_steps >= probe.first_step
     ):
         with _logged():
@@ -257,7 +257,7 @@ def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 @contextlib.contextmanager
 def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context of a step of a prepared optimizer, which counts and measures it."""
-    probe = probe_state.probe
+    probe = current_probe.probe
     # Without gradient synchronization there is no step: see `prepared_models.wrap_step`.
     if (
         probe is None
@@ -270,7 +270,7 @@ def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
     model = probe.prepared_model
     if probe.memory_tracker is not None and model is not None:
         with _logged():  # before the step frees them
-            probe.memory_tracker.track_tensors("gradients", memory_accounting.gradients(model))
+            probe.memory_tracker.track_tensors("gradients", tensor_categories.gradients(model))
     yield
     probe.num_steps += 1
     if probe.has_begun:
@@ -287,7 +287,7 @@ def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
 
 def _begin(probe: MemoryProbe, model: nn.Module) -> None:
     """Start tracking, unless something else already intercepts operations."""
-    device = probe_state.device
+    device = current_probe.device
     probe.is_compiled = probe.is_compiled or is_compile_active()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -296,7 +296,7 @@ def _begin(probe: MemoryProbe, model: nn.Module) -> None:
             return
         tracker = MemoryTracker(
             on_change=lambda: tracker.track_tensors(
-                "buffers", memory_accounting.zero_buckets(model)
+                "buffers", tensor_categories.zero_buckets(model)
             )
         )
         enter_memory_tracker(tracker, model, probe.inner_optimizer, preexisting=OTHER_PART)
@@ -330,8 +330,8 @@ def enter_memory_tracker(
         optimizer: the innermost optimizer.
         preexisting: part of the tensors that do not belong to the model.
     """
-    tracker.track_tensors(preexisting, memory_accounting.all_tensors())
-    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+    tracker.track_tensors(preexisting, tensor_categories.all_tensors())
+    for part, tensors in tensor_categories.tensors_by_use(model, optimizer):
         tracker.track_tensors(part, tensors)
     tracker.reset_peak()
     tracker.__enter__()
@@ -343,7 +343,7 @@ def _end(probe: MemoryProbe) -> None:
     _stop(probe)
     if model is None:
         return
-    device, inner = probe_state.device, probe.inner_optimizer
+    device, inner = current_probe.device, probe.inner_optimizer
     samples, tokens = probe.batch_shape or (0, 0)
     probe.measurements = {
         "kind": device.type,
@@ -372,7 +372,7 @@ def _end(probe: MemoryProbe) -> None:
                 device_bytes=found["device_bytes"],
             )
     elif tracker is not None and not is_compile_active():
-        buckets = memory_accounting.ddp_bucket_bytes(model)
+        buckets = tensor_categories.ddp_bucket_bytes(model)
         if probe.has_seen_buckets:
             tracker.at_peak[OTHER_PART] -= buckets
         parts = _parts(tracker.at_peak, buckets)
@@ -401,25 +401,25 @@ def exit_memory_tracker(counting: MemoryTracker) -> None:
 def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Return the bytes of parameters, gradients, optimizer and engine on this rank's device."""
     tracker = MemoryTracker()
-    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+    for part, tensors in tensor_categories.tensors_by_use(model, optimizer):
         tracker.track_tensors(part, _device_tensors(tensors))
-    return _parts(tracker.current, memory_accounting.ddp_bucket_bytes(model))
+    return _parts(tracker.current, tensor_categories.ddp_bucket_bytes(model))
 
 
 def other_models_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of other models and their optimizers on this rank's device."""
     tracker = MemoryTracker()
     tracker.track_tensors(
-        OTHER_PART, _device_tensors(memory_accounting.tensors_of_other_models(model, optimizer))
+        OTHER_PART, _device_tensors(tensor_categories.tensors_of_other_models(model, optimizer))
     )
-    for part, tensors in memory_accounting.tensors_by_use(model, optimizer):
+    for part, tensors in tensor_categories.tensors_by_use(model, optimizer):
         tracker.track_tensors(part, _device_tensors(tensors))
     return max(0, tracker.current[OTHER_PART])
 
 
 def _device_tensors(values: Iterable[object]) -> list[torch.Tensor]:
     """Return the tensors among values that are on this rank's device."""
-    kind = probe_state.device.type
+    kind = current_probe.device.type
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == kind]
 
@@ -479,7 +479,7 @@ def _on_gpu(device: torch.device) -> dict[str, int]:
         "allocated_bytes": stats["allocated_bytes.all.peak"],
         "active_bytes": stats["active_bytes.all.peak"],
         "reserved_bytes": stats["reserved_bytes.all.peak"],
-        "device_bytes": total - free - probe_state.device_before_bytes,
+        "device_bytes": total - free - current_probe.device_before_bytes,
         "device_total_bytes": total,
     }
 
@@ -523,9 +523,9 @@ def _logged() -> Iterator[None]:
         yield
     except Exception:
         log.exception("measuring memory failed; training continues")
-        if probe_state.probe is not None:
-            probe_state.probe.measurements = probe_state.probe.measurements or {}
-            _stop(probe_state.probe)
+        if current_probe.probe is not None:
+            current_probe.probe.measurements = current_probe.probe.measurements or {}
+            _stop(current_probe.probe)
 
 
 def is_compile_active() -> bool:

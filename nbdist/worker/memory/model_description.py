@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.planner import load_model
+from nbdist.planner import build_model_spec
 from nbdist.planner.model_spec import with_notes
 from nbdist.planner.models import traced
 from nbdist.worker.memory import memory_probe
@@ -98,7 +98,7 @@ def describe_model(
             progress=progress,
             kinds=(kind,),
         )
-    return with_notes(spec, load_model.seq_len_notes(_config(model), seq_len))
+    return with_notes(spec, build_model_spec.seq_len_notes(_config(model), seq_len))
 
 
 def quick_spec(
@@ -144,7 +144,7 @@ def meta_inputs(
 
 def default_seq_len(model: nn.Module) -> int:
     """Return the default tokens per sample: the model's maximum, at most 2048."""
-    return load_model.default_seq_len(_config(model))
+    return build_model_spec.default_seq_len(_config(model))
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _select_model(
     Raises:
         PlanError: there is no such model, or it could not be copied in `prepare()`.
     """
-    probe = memory_probe.probe_state.probe
+    probe = memory_probe.current_probe.probe
     if name is None and probe is None:
         message = (
             "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"

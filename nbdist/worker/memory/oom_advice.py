@@ -16,13 +16,13 @@ import psutil
 import torch
 from torch import distributed
 
-from nbdist.display.units import GIB, format_bytes, format_gib
+from nbdist.display.number_formatting import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
-from nbdist.planner import search, validation
-from nbdist.planner.plan_table import PlanRequest
+from nbdist.planner import measured_comparison, search
+from nbdist.planner.plan_table import PlanInput
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
-from nbdist.worker.engines.accelerator import current_config
+from nbdist.worker.engines.accelerator_patch import current_config
 from nbdist.worker.memory import memory_probe, model_description
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def advice_for(error: BaseException | None) -> Callable[[], messages.OomAdvice] 
     """Return a function that makes the advice; None if it is not an out-of-memory error."""
     if not is_out_of_memory(error):
         return None
-    return functools.partial(_advice, _held(), requested_bytes(error))
+    return functools.partial(_advice, _memory_by_part(), requested_bytes(error))
 
 
 def _advice(held_bytes: dict[str, int], requested: int | None) -> messages.OomAdvice:
     """Return the advice to show below the traceback."""
-    probe = memory_probe.probe_state.probe
+    probe = memory_probe.current_probe.probe
     total = sum(held_bytes.values())
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
     words = ", ".join(
@@ -73,7 +73,7 @@ def _advice(held_bytes: dict[str, int], requested: int | None) -> messages.OomAd
     if requested is not None:
         lines.append(f"The failed allocation requested {format_bytes(requested)}.")
     if probe is not None and probe.meta_model is not None:
-        lines += _what_fits(probe, requested or 0)
+        lines += _fitting_configurations(probe, requested or 0)
     return messages.OomAdvice(lines=lines, held_bytes=total)
 
 
@@ -110,9 +110,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _held() -> dict[str, int]:
+def _memory_by_part() -> dict[str, int]:
     """Return bytes by part: at the peak of the GPU, or of this process's current memory."""
-    probe = memory_probe.probe_state.probe
+    probe = memory_probe.current_probe.probe
     model = probe.prepared_model if probe else None
     parts = (
         memory_probe.resting_bytes(model, probe.inner_optimizer)
@@ -120,18 +120,22 @@ def _held() -> dict[str, int]:
         else {}
     )
     if torch.cuda.is_initialized():
-        held = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
+        peak_bytes = torch.cuda.memory_stats()["allocated_bytes.all.peak"]
     else:
-        held = psutil.Process().memory_info().rss
-    named = {name: part for name, part in parts.items() if name in validation.DISTINCT_PARTS}
-    rest = max(0, held - sum(named.values()))
+        peak_bytes = psutil.Process().memory_info().rss
+    named = {
+        name: part for name, part in parts.items() if name in measured_comparison.DISTINCT_PARTS
+    }
+    rest = max(0, peak_bytes - sum(named.values()))
     return {
         **named,
-        validation.REMAINING_PART if torch.cuda.is_initialized() else "everything else": rest,
+        measured_comparison.REMAINING_PART
+        if torch.cuda.is_initialized()
+        else "everything else": rest,
     }
 
 
-def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
+def _fitting_configurations(probe: MemoryProbe, requested: int) -> list[str]:
     """Return suggested configurations, or the reason why there are none.
 
     Args:
@@ -157,8 +161,8 @@ def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
     )
     free_bytes = plan.question.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
-        return [_not_the_model(present, free_bytes, requested)]
-    if rows := _fitting(plan):
+        return [_other_memory_advice(present, free_bytes, requested)]
+    if rows := _fitting_rows(plan):
         free = format_gib(free_bytes, unit=True)
         return ["These would fit (%nbdist plan shows all):"] + [
             f"  {row.command}   # predicted {format_gib(row.device_bytes)} of {free}"
@@ -167,7 +171,7 @@ def _what_fits(probe: MemoryProbe, requested: int) -> list[str]:
     return ["No strategy fits. These changes would:", *(f"  {line}" for line in plan.advice)]
 
 
-def _not_the_model(present: PlanRow, free: int, requested: int) -> str:
+def _other_memory_advice(present: PlanRow, free: int, requested: int) -> str:
     """Return the likely cause if the model and its batch are predicted to fit."""
     expected = f"{format_gib(present.device_bytes)} of {format_gib(free, unit=True)}"
     cause = (
@@ -194,20 +198,22 @@ def _plan(probe: MemoryProbe) -> Plan:
     )
     free = [auto_strategy.available_bytes()] * distributed.get_world_size()
     return search.search_plan(
-        PlanRequest(
+        PlanInput(
             model=spec,
             cluster=auto_strategy.build_cluster_spec(free, hardware, session.nodes),
             batch_sizes=(samples,),
             seq_len=tokens,
             precision=options.precision or "no",
-            optimizer=validation.resolve_optimizer(probe.optimizer_description, hardware.kind),
+            optimizer=measured_comparison.resolve_optimizer(
+                probe.optimizer_description, hardware.kind
+            ),
             fixed_options={"accumulate": probe.accumulate},
             offload_candidates=("none", "cpu"),
         )
     )
 
 
-def _fitting(plan: Plan) -> list[PlanRow]:
+def _fitting_rows(plan: Plan) -> list[PlanRow]:
     """Return the best row, then the fastest rows of other backends that fit."""
     rows = sorted((row for row in plan.rows if row.fits), key=lambda row: -row.tokens_per_s)
     first_of_backend: dict[str, PlanRow] = {}

@@ -21,18 +21,19 @@ import torch
 
 from nbdist.checkpoint import atomic_folder
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.safetensors_file import StoredTensor, build_header
+from nbdist.checkpoint.safetensors_writer import StoredTensor, build_header
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankExportReport
-from nbdist.state import collectives, hf_export_plan, parallel_writer, reshard
+from nbdist.state import collectives, hf_export_plan, reshard, shared_file_writer
 from nbdist.state.shards import total_bytes
-from nbdist.worker.operations.transaction import (
+from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
     ByteProgress,
-    Transaction,
+    CollectivePhases,
     try_call,
 )
 from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
+from nbdist.worker.training.tokenizer_check import too_large_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.protocol.operations import ExportRequest
-    from nbdist.state.hf_export_plan import DerivedTensors, ExportOutline, OutputTensor
+    from nbdist.state.hf_export_plan import DerivedTensors, ExportPlan, OutputTensor
     from nbdist.worker.operations import RankContext
 
 BATCH_BYTES = 256 << 20
@@ -69,7 +70,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
     Raises:
         CheckpointError: the export failed; raised on all ranks, and partial output is removed.
     """
-    phase = Transaction("Export", context.on_phase, CheckpointError)
+    phase = CollectivePhases("Export", context.on_phase, CheckpointError)
     report = RankExportReport(seconds=phase.seconds)
     target = Path(request.folder)
     dtype: torch.dtype | None = None if request.dtype is None else getattr(torch, request.dtype)
@@ -80,6 +81,8 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
         assigned = hf_export_plan.assign_to_files(outline, request.max_shard_size)
         files = {name: _plan_file(outputs) for name, outputs in assigned.items()}
         _fill_report(report, model, outline, target)
+        if problem := too_large_tokenizer(model, context.variables):
+            report.notes.append(problem)
         report.files = list(files)
         atomic_folder.check_target(target, overwrite=request.overwrite)
     with phase("comparing"):
@@ -131,7 +134,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
 
 
 def _fill_report(
-    report: RankExportReport, model: nn.Module, outline: ExportOutline, target: Path
+    report: RankExportReport, model: nn.Module, outline: ExportPlan, target: Path
 ) -> None:
     """Fill in the planned content and the expression that loads it."""
     name, location = type(model).__name__, repr(str(target))
@@ -151,7 +154,7 @@ def _write(
     places: Mapping[str, tuple[Path, int]],
     tensors: ModelTensors,
     model: nn.Module,
-    outline: ExportOutline,
+    outline: ExportPlan,
     *,
     on_phase: Callable[[str], None],
 ) -> int:
@@ -165,7 +168,7 @@ def _write(
         on_phase: called with progress texts.
     """
     regions = [
-        parallel_writer.TensorFileRegion(
+        shared_file_writer.TensorFileRegion(
             *places[output.name],
             output.dtype,
             output.key,
@@ -176,12 +179,12 @@ def _write(
         if output.key
     ]
     own_rank, sent_bytes = collectives.rank(), 0
-    regions = parallel_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
+    regions = shared_file_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
     progress = ByteProgress(on_phase, "writing", total_bytes(tensors.owned_shards))
     dtypes = {output.name: output.dtype for output in outline.targets}
-    with parallel_writer.OpenFiles() as opened:
+    with shared_file_writer.OpenFiles() as opened:
         _, error = try_call(
-            lambda: parallel_writer.write_shards(
+            lambda: shared_file_writer.write_shards(
                 opened, regions, tensors.owned_shards, on_progress=progress
             )
         )

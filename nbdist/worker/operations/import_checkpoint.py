@@ -15,20 +15,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
-from nbdist.state import hf_export_plan, importers, shards
+from nbdist.state import hf_export_plan, importers, optimizer_recipes, shards
 from nbdist.state.shards import Shard
-from nbdist.worker.operations.load import back_up, restore, zero_shards
-from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
+from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training import prepared_models
+from nbdist.worker.training.model_backup import back_up, restore, zero_shards
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from nbdist.protocol.operations import ImportRequest
+    from nbdist.protocol.operations import ImportCheckpointRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _LISTED = 10
 
 
-def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImportReport:
+def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) -> RankImportReport:
     """Load a checkpoint that another tool wrote; a collective.
 
     Raises:
         CheckpointError: the load failed; raised on all ranks, and the state is unchanged.
     """
-    began, report = time.perf_counter(), RankImportReport()
-    phase = Transaction("Load", context.on_phase, CheckpointError)
+    start_time, report = time.perf_counter(), RankImportReport()
+    phase = CollectivePhases("Load", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
         prepared = select_model(request.model, context.variables)
         groups = [
@@ -65,6 +65,11 @@ def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImpor
             for key, entry in saved.keys.items()
             if key.startswith("optim.")
         }
+        for owned in prepared.live_optimizers if optimizer_state else ():
+            if reason := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
+                raise CheckpointError(
+                    f"{reason}. Load the weights alone, from files without optimizer state."
+                )
     with phase("keeping"):
         counts = state.scalar_state()
         backup = back_up(state, prepared, state.owned_shards(), counts)
@@ -72,7 +77,9 @@ def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImpor
         with phase("loading"):
             state.allocate_optimizer_state(optimizer_state)
         with phase("loading"):
-            report.read_bytes = _fill(saved, state, keys, optimizers=bool(optimizer_state))
+            report.read_bytes = _read_into_engine(
+                saved, state, keys, optimizers=bool(optimizer_state)
+            )
         with phase("taking over"):
             state.finalize_state(saved.scalar_state if optimizer_state else counts)
     except CheckpointError:
@@ -80,14 +87,14 @@ def import_checkpoint(request: ImportRequest, context: RankContext) -> RankImpor
         raise
     finally:
         backup.tensors.clear()
-        shards.give_back()
+        shards.empty_pinned_cache()
     steps = [value.get("step", 0.0) for value in saved.scalar_state.values()]
     report.steps = max(steps, default=0.0) if optimizer_state else None
     report.kind, report.tensors = saved.kind, len(keys) + len(optimizer_state)
     report.notes += saved.notes
     if not optimizer_state and prepared.live_optimizers:
         report.notes.append("weights only: the optimizer state is unchanged")
-    report.seconds = time.perf_counter() - began
+    report.seconds = time.perf_counter() - start_time
     return report
 
 
@@ -106,13 +113,13 @@ def _rename_tied(saved: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
 
 def _file_names(prepared: PreparedModel) -> RenamedTensors:
     """Map tensor names in the model's files to keys, except for computed tensors."""
-    living = ModelTensors(prepared)
-    model = living.to_meta()
+    model_tensors = ModelTensors(prepared)
+    model = model_tensors.to_meta()
     try:
-        outline = hf_export_plan.plan_export(model, living.parameter_keys(), None)
+        outline = hf_export_plan.plan_export(model, model_tensors.parameter_keys(), None)
     except CheckpointError:
         return {}
-    whole = {key: living.owned_shards[key].shape for key in living.dtypes}
+    whole = {key: model_tensors.owned_shards[key].shape for key in model_tensors.dtypes}
     prefix = next(iter(whole)).partition(".")[0]
     return {
         target.name: (
@@ -157,7 +164,7 @@ def _match_keys(
     if missing:
         raise CheckpointError(
             f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {_list(map(printable, missing))}. Load it into the model that it was saved from."
+            f" {_join(map(printable, missing))}. Load it into the model that it was saved from."
         )
     shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
     _check_shapes(saved, shapes, keys)
@@ -167,7 +174,7 @@ def _match_keys(
     if extra:
         notes.append(
             f"{len(extra)} tensors of the checkpoint are not in the model:"
-            f" {_list(map(printable, extra))}"
+            f" {_join(map(printable, extra))}"
         )
     return keys
 
@@ -184,7 +191,7 @@ def _check_shapes(
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} of {len(keys)} tensors have a different shape:"
-            f" {_list(wrong)}. Load it into the model that it was saved from."
+            f" {_join(wrong)}. Load it into the model that it was saved from."
         )
     for key, entry in saved.keys.items():
         if not key.startswith("optim.state."):
@@ -197,13 +204,13 @@ def _check_shapes(
             )
 
 
-def _fill(
+def _read_into_engine(
     saved: ForeignCheckpoint, state: ModelState, keys: Mapping[str, str], *, optimizers: bool
 ) -> int:
     """Read into the engine's tensors; optimizer state that was not saved is set to zero."""
     targets = state.target_shards(optimizers=optimizers) | state.target_buffers()
-    wanted = {stored: targets[key] for key, stored in keys.items()}
-    read_bytes = saved.read_into(wanted)
+    target_shards = {stored: targets[key] for key, stored in keys.items()}
+    read_bytes = saved.read_into(target_shards)
     optimizer_state = {
         "optim." + key.partition(".")[2]: shard
         for key, shard in targets.items()
@@ -214,7 +221,7 @@ def _fill(
     return read_bytes + saved.read_into(optimizer_state)
 
 
-def _list(items: Iterable[str]) -> str:
+def _join(items: Iterable[str]) -> str:
     listed = list(items)
-    more = ", ..." if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + more
+    suffix = ", ..." if len(listed) > _LISTED else ""
+    return ", ".join(listed[:_LISTED]) + suffix

@@ -16,57 +16,56 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankLoadReport
-from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io, shards
+from nbdist.state import (
+    base_model,
+    collectives,
+    shard_io,
+    shards,
+    tensor_digest,
+)
 from nbdist.state.shards import Shard, total_bytes
+from nbdist.state.tensor_index import TensorIndex
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.operations import save
-from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.operations.collective_phases import (
+    CHECKING_PHASE,
+    ByteProgress,
+    CollectivePhases,
+)
 from nbdist.worker.training import (
     dataloader_state,
     model_recipe,
     prepared_models,
+    release_models,
     rng_state,
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
+from nbdist.worker.training.model_backup import ModelBackup, back_up, restore, zero_shards
 from nbdist.worker.training.model_recipe import LossScale
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
     from nbdist.protocol.operations import LoadRequest
     from nbdist.worker.operations import RankContext
-    from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
 
 _LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
 """Maximum number of elements in the state of a random generator."""
 _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ModelBackup:
-    """Copy of one model's state, to restore it after a failure."""
-
-    tensors: dict[str, Shard]
-    buffers: dict[str, torch.Tensor]
-    counts: ScalarState
-    options: list[list[optimizer_recipes.GroupOptions]]
-    schedulers: list[dict[str, Any]]
-    scale: LossScale | None
-    steps: int
 
 
 def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
@@ -83,6 +82,7 @@ class _CheckpointLoad:
 
     def __init__(self, request: LoadRequest, context: RankContext) -> None:
         self._id, self._weights_only = request.id, request.weights_only
+        self._reset = request.reset_optimizer
         self._on_phase = context.on_phase
         self._location = parse_location(request.path)
         self._download_folder = context.folder / f"load-{request.id}"
@@ -90,10 +90,16 @@ class _CheckpointLoad:
         """Download of a checkpoint at a URL: at first only of its manifest and headers."""
         self._models: list[tuple[ModelState, PreparedModel]] = []
         self._backups: list[ModelBackup] = []
+        self._referenced: set[str] = set()
+        """Keys of tensors that are stored by reference."""
+        self._base = TensorIndex()
+        """Those of them whose live values differ, in the files of the base model."""
+        self._state_dict_tensors: dict[str, torch.Tensor] = {}
+        """Tensors of this rank's state dicts, in host memory."""
         self._positions: list[tuple[Any, LoaderPosition]] = []
         """Prepared loaders and their saved positions."""
         self._rng: rng_state.RngState | None = None
-        self._phase = Transaction("Load", context.on_phase, CheckpointError)
+        self._phase = CollectivePhases("Load", context.on_phase, CheckpointError)
         self.report = RankLoadReport(seconds=self._phase.seconds)
 
     def run(self) -> RankLoadReport:
@@ -102,7 +108,7 @@ class _CheckpointLoad:
             return self._run()
         finally:
             self._backups.clear()
-            shards.give_back()
+            shards.empty_pinned_cache()
             if self._download is not None:
                 self._download.remove()
 
@@ -115,9 +121,19 @@ class _CheckpointLoad:
             self._models = [
                 (ModelState(number, prepared), prepared) for number, prepared in enumerate(trained)
             ]
-            self._check_tensors()
+            self._check_tensors(trained)
             if not self._weights_only:
                 self._check_training()
+        with self._phase(CHECKING_PHASE):
+            weights = self._weights()
+            differing = base_model.different_from(self._manifest, weights)
+        with self._phase(CHECKING_PHASE):
+            self._referenced = {
+                key for key in weights if self._stored(key) in self._manifest.referenced
+            }
+            self._base = base_model.open_references(
+                self._manifest, differing, save.base_models(trained)
+            )
         if self._download is None:
             self._compare_checksums()
         with self._phase("keeping"):
@@ -138,16 +154,28 @@ class _CheckpointLoad:
             if self._download is not None:
                 with self._phase("downloading"):
                     self._fetch_files(
-                        {key: shard for target in targets for key, shard in target.items()}
+                        {
+                            key: shard
+                            for target in targets
+                            for key, shard in target.items()
+                            if key not in self._referenced
+                        }
                     )
             with self._phase("reading"):
                 for target in targets:
+                    base = {
+                        stored: shard
+                        for key, shard in target.items()
+                        if (stored := self._stored(key)) in self._base.keys
+                    }
+                    for key in self._referenced & target.keys():
+                        del target[key]
                     progress = ByteProgress(self._on_phase, "reading", total_bytes(target))
-                    self.report.read_bytes += shard_io.read_shards(
+                    self.report.read_bytes += self._base.read_into(base) + shard_io.read_shards(
                         self._path, self._manifest, target, progress
                     )
             with self._phase("settling"):
-                self._settle()
+                self._restore_derived_state()
             with self._phase("verifying"):
                 self._verify()
         except CheckpointError as error:
@@ -173,6 +201,7 @@ class _CheckpointLoad:
             self._manifest = opened.manifest
         if self._manifest.id != self._id:
             raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
+        release_models.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -207,23 +236,41 @@ class _CheckpointLoad:
 
     # -- checking
 
-    def _check_tensors(self) -> None:
+    def _weights(self) -> dict[str, Shard]:
+        """Return the owned weights of all models."""
+        return {
+            key: shard
+            for state, _ in self._models
+            for key, shard in state.owned_shards(optimizers=False).items()
+        }
+
+    def _stored(self, key: str) -> str:
+        """Return the key under which the checkpoint stores a tensor."""
+        return self._manifest.aliases.get(key, key)
+
+    def _check_tensors(self, trained: list[PreparedModel]) -> None:
         """Compare names and shapes of all weights and buffers; a collective under FSDP1."""
         shapes: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
         for state, _ in self._models:
-            wanted = state.target_shards(optimizers=False) | state.target_buffers()
-            shapes |= {key: shard.shape for key, shard in wanted.items()}
+            targets = state.target_shards(optimizers=False) | state.target_buffers()
+            shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
-        check_keys(self._manifest, shapes, aliases)
+        try:
+            check_keys(self._manifest, shapes, aliases)
+        except CheckpointError:
+            problem = "their tensors have other names or shapes"
+            base_model.check_names(self._manifest, save.base_models(trained), problem)
+            raise
 
     def _check_training(self) -> None:
         """Compare classes and groups of optimizers and schedulers, and shapes of their state."""
         world_size = collectives.group_size()
         for number, (state, prepared) in enumerate(self._models):
-            training_metadata.check_optimizers(self._optimizers(state), prepared)
+            if not self._reset:
+                training_metadata.check_optimizers(self._optimizers(state), prepared)
+                self._check_optimizer_state(state, prepared)
             training_metadata.check_schedulers(self._schedulers(number), prepared)
-            self._check_optimizer_state(state, prepared)
             if prepared.live_schedulers and self._manifest.world_size != world_size:
                 self.report.notes.append(
                     f"Accelerate advances schedulers once per rank: {world_size} times per"
@@ -241,6 +288,15 @@ class _CheckpointLoad:
             )
 
     def _check_optimizer_state(self, state: ModelState, prepared: PreparedModel) -> None:
+        saved_by = self._manifest.backend, self._manifest.world_size
+        backend = accelerators.current_config().options.backend
+        if self._manifest.state_dicts and saved_by != (backend, collectives.group_size()):
+            classes = [optimizer.kind.rpartition(".")[2] for optimizer in self._optimizers(state)]
+            raise CheckpointError(
+                f"The state of {' and '.join(map(printable, classes))} cannot be resharded. Load it"
+                f" with backend {saved_by[0]} on {saved_by[1]} ranks, as saved, or with new"
+                " optimizer state by --reset-optimizer (reset_optimizer=True)."
+            )
         shapes = {key: shard.shape for key, shard in state.target_shards(optimizers=False).items()}
         stepped = {
             name
@@ -283,7 +339,7 @@ class _CheckpointLoad:
         """Return the live shards to read for one model; a collective under FSDP1."""
         if self._weights_only:
             return state.target_shards(optimizers=False) | state.target_buffers()
-        keys = self._state_keys(state)
+        keys = {} if self._reset else self._state_keys(state)
         for key, saved in keys.items():
             if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
                 raise CheckpointError(
@@ -299,19 +355,49 @@ class _CheckpointLoad:
         prefix = f"{state.optimizer_prefix}.state."
         absent = [key for key in targets if key.startswith(prefix) and key not in keys]
         zero_shards(targets.pop(key) for key in absent)
-        return targets | state.target_buffers()
+        return targets | state.target_buffers() | self._state_dict_target(state)
 
-    def _settle(self) -> None:
+    def _state_dict_target(self, state: ModelState) -> dict[str, Shard]:
+        """Return host memory for the tensors of this rank's state dicts."""
+        keys = self._manifest.keys
+        saved = {key: keys[key] for key in keys if key.startswith(state.state_dict_prefix)}
+        dtypes = {key: getattr(torch, tensor.dtype) for key, tensor in saved.items()}
+        needed = sum(tensor.numel * dtypes[key].itemsize for key, tensor in saved.items())
+        if self._reset or not saved:
+            return {}
+        if needed > self._manifest.size_bytes:
+            raise CheckpointError(
+                f"The optimizer state has {needed} bytes, more than the files of the checkpoint."
+                " Load another checkpoint."
+            )
+        tensors = {key: torch.empty(saved[key].shape, dtype=dtypes[key]) for key in saved}
+        self._state_dict_tensors |= tensors
+        return {key: whole_shard(tensor) for key, tensor in tensors.items()}
+
+    def _load_state_dicts(self, number: int, state: ModelState) -> None:
+        """Load the state of optimizers that cannot be resharded."""
+        if self._reset:
+            state.reset_state_dicts()
+        elif by_rank := self._manifest.state_dicts:
+            trees = by_rank[state.state_dict_rank if len(by_rank) > 1 else 0]
+            if not isinstance(trees, list) or len(trees) != len(self._models):
+                raise CheckpointError("Cannot read the optimizer state. Load another checkpoint.")
+            state.load_state_dicts(trees[number], self._state_dict_tensors)
+
+    def _restore_derived_state(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
         for number, (state, prepared) in enumerate(self._models):
             if self._weights_only:
                 state.finalize_state({})
                 continue
+            self._load_state_dicts(number, state)
             counts = training_metadata.initial_scalar_state(state.scalar_state())
-            for saved in self._optimizers(state):
+            optimizers = [] if self._reset else self._optimizers(state)
+            for saved in optimizers:
                 counts |= {name: dict(scalars) for name, scalars in saved.counts.items()}
             state.finalize_state(counts)
-            for saved, owned in zip(self._optimizers(state), prepared.live_optimizers, strict=True):
+            # none of them after a reset, where the prepared groups keep their options
+            for saved, owned in zip(optimizers, prepared.live_optimizers, strict=not self._reset):
                 training_metadata.set_options(owned, training_metadata.group_options(saved, owned))
             for entry, wrapper in zip(
                 self._schedulers(number), prepared.live_schedulers, strict=True
@@ -340,17 +426,21 @@ class _CheckpointLoad:
         for state, _ in self._models:
             live |= state.owned_shards(optimizers=not self._weights_only)
             live |= state.owned_buffers()
+            if not self._weights_only and state.state_dict_rank == collectives.rank():
+                _, tensors = state.state_dicts()
+                live |= {key: whole_shard(tensor) for key, tensor in tensors.items()}
         keys, aliases = self._manifest.keys, self._manifest.aliases
         expected = {
             key: keys[aliases.get(key, key)] for key in live if aliases.get(key, key) in keys
         }
         same_dtype = {key for key, tensor in expected.items() if tensor.dtype == _dtype(live[key])}
-        actual = digest.global_digests({key: live[key] for key in sorted(same_dtype)})
-        wrong = [key for key, value in actual.items() if expected[key].digest != value]
+        actual = tensor_digest.global_digests({key: live[key] for key in sorted(same_dtype)})
+        # Other ranks verify the tensors of their own state dicts.
+        wrong = [key for key in same_dtype if expected[key].digest != actual[key]]
         if wrong:
             raise CheckpointError(
                 f"Digest mismatch in {len(wrong)} of {len(actual)} tensors, for example"
-                f" {printable(wrong[0])}. The load was undone. Load another checkpoint."
+                f" {printable(min(wrong))}. The load was undone. Load another checkpoint."
             )
         self.report.verified = len(actual)
         if cast := sorted(expected.keys() - same_dtype):
@@ -473,6 +563,8 @@ class _CheckpointLoad:
         if self._weights_only:
             report.notes.append("weights only, as requested")
             return
+        if self._reset:
+            report.notes.append("the optimizers begin with new state, as requested")
         report.loaded.append(f"step {manifest.step}")
         if self._rng is not None:
             report.loaded.append("random generators")
@@ -484,96 +576,44 @@ class _CheckpointLoad:
 
 
 def check_keys(
-    manifest: Manifest, wanted: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+    manifest: Manifest, required: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> None:
     """Refuse a checkpoint of another model before reading any tensor.
 
     Args:
         manifest: manifest of the checkpoint.
-        wanted: key -> shape of the prepared models' weights and buffers.
-        aliases: additional keys of tied weights -> a key in `wanted`.
+        required: key -> shape of the prepared models' weights and buffers.
+        aliases: additional keys of tied weights -> a key in `required`.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape. The message has
             the number and the first ten of each.
     """
     keys = {key for key in manifest.keys if re.match(r"model\d*\.", key)}
-    stored = {key: manifest.aliases.get(key, key) for key in wanted}
+    stored = {key: manifest.aliases.get(key, key) for key in required}
     missing = [key for key, to in stored.items() if to not in keys]
     used = {*stored.values(), *(key for key in keys if key in aliases)}
     unexpected = sorted(keys - used)
     mismatched = [
-        f"{printable(key)[1:-1]} {tuple(wanted[key])} (saved {manifest.keys[to].shape})"
+        f"{printable(key)[1:-1]} {tuple(required[key])} (saved {manifest.keys[to].shape})"
         for key, to in stored.items()
-        if to in keys and tuple(wanted[key]) != manifest.keys[to].shape
+        if to in keys and tuple(required[key]) != manifest.keys[to].shape
     ]
     problems = [
-        _listed("are missing", [printable(key)[1:-1] for key in missing]),
-        _listed("are unexpected", [printable(key)[1:-1] for key in unexpected]),
-        _listed("have a different shape", mismatched),
+        _count_and_names("are missing", [printable(key)[1:-1] for key in missing]),
+        _count_and_names("are unexpected", [printable(key)[1:-1] for key in unexpected]),
+        _count_and_names("have a different shape", mismatched),
     ]
     if any(problems):
         raise CheckpointError(
-            f"The checkpoint does not match the prepared model: of {len(wanted)} tensors"
+            f"The checkpoint does not match the prepared model: of {len(required)} tensors"
             f" {'; '.join(filter(None, problems))}. Prepare the model that was saved."
         )
 
 
-def _listed(what: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > _LISTED else ""
-    return f"{len(names)} {what}: {', '.join(names[:_LISTED])}{more}" if names else ""
-
-
-def back_up(
-    state: ModelState, prepared: PreparedModel, live: Mapping[str, Shard], counts: ScalarState
-) -> ModelBackup:
-    """Copy one model's state, so that it can be restored."""
-    return ModelBackup(
-        tensors=shards.copy_to_host(live),
-        buffers={key: tensor.detach().clone() for key, tensor in state.buffers().items()},
-        counts=counts,
-        options=[
-            optimizer_recipes.group_options(owned.inner_optimizer)
-            for owned in prepared.live_optimizers
-        ],
-        schedulers=[wrapper.scheduler.state_dict() for wrapper in prepared.live_schedulers],
-        scale=model_recipe.get_loss_scale(prepared),
-        steps=prepared.num_steps,
-    )
-
-
-def restore(
-    state: ModelState, prepared: PreparedModel, backup: ModelBackup, *, optimizers: bool
-) -> None:
-    """Restore one model's state from the copy; a collective."""
-    with torch.no_grad():
-        for key, live in state.buffers().items():
-            live.copy_(backup.buffers[key])
-    if not optimizers:
-        reshard.reshard(backup.tensors, state.target_shards(optimizers=False))
-        state.finalize_state({})
-        return
-    targets = state.target_shards()
-    zero_shards(shard for key, shard in targets.items() if key not in backup.tensors)
-    state.load_from(
-        backup.tensors,
-        training_metadata.initial_scalar_state(state.scalar_state()) | backup.counts,
-    )
-    for owned, options in zip(prepared.live_optimizers, backup.options, strict=True):
-        for group, saved in zip(owned.inner_optimizer.param_groups, options, strict=True):
-            group.update(saved)
-    for wrapper, scheduler in zip(prepared.live_schedulers, backup.schedulers, strict=True):
-        wrapper.scheduler.load_state_dict(scheduler)
-    model_recipe.set_loss_scale(prepared, backup.scale)
-    prepared.num_steps = backup.steps
-
-
-@torch.no_grad()
-def zero_shards(absent: Iterable[Shard]) -> None:
-    """Set optimizer state that was not saved to zero, its value before the first step."""
-    for shard in absent:
-        for piece in shard.pieces:
-            piece.view.zero_()
+def _count_and_names(noun: str, names: list[str]) -> str:
+    suffix = ", ..." if len(names) > _LISTED else ""
+    return f"{len(names)} {noun}: {', '.join(names[:_LISTED])}{suffix}" if names else ""
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:

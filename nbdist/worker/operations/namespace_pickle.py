@@ -200,7 +200,7 @@ class _NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return ("known", key)
         kind = type(value)  # isinstance() would raise for a dead weakref.proxy
         if kind not in self._refusals:
-            self._refusals[kind] = _why_refused(kind)
+            self._refusals[kind] = _refusal_reason(kind)
         if self._refusals[kind]:
             raise SwitchError(self._refusals[kind])
         if issubclass(kind, (UntypedStorage, TypedStorage)):
@@ -236,7 +236,7 @@ class _NamespacePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def _why_refused(kind: type) -> str:
+def _refusal_reason(kind: type) -> str:
     """Return why objects of a class cannot be carried; empty if they can."""
     if issubclass(kind, (io.StringIO, io.BytesIO)):
         return ""

@@ -10,9 +10,13 @@ from torch import nn
 from nbdist.errors import CheckpointError, PayloadError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import RankPullReport
-from nbdist.state import collectives, parallel_writer
+from nbdist.state import collectives, shared_file_writer
 from nbdist.state.shards import total_bytes
-from nbdist.worker.operations.transaction import CHECKING_PHASE, ByteProgress, Transaction
+from nbdist.worker.operations.collective_phases import (
+    CHECKING_PHASE,
+    ByteProgress,
+    CollectivePhases,
+)
 from nbdist.worker.training.model_state import ModelTensors, find_model
 
 if TYPE_CHECKING:
@@ -45,7 +49,7 @@ def write_variables(
         name: dict(value.state_dict()) if isinstance(value, nn.Module) else value
         for name, value in values.items()
     }
-    path = serialization.write_payload_where_room(plain, request["folders"])
+    path = serialization.write_payload_to_free_folder(plain, request["folders"])
     return messages.PayloadFileReply(status="ok", path=str(path))
 
 
@@ -59,7 +63,7 @@ def pull_model(request: PullModelRequest, context: RankContext) -> RankPullRepor
         CheckpointError: the pull failed; raised on all ranks.
     """
     name = request.name
-    phase = Transaction(f"Pull of {name}", context.on_phase, CheckpointError)
+    phase = CollectivePhases(f"Pull of {name}", context.on_phase, CheckpointError)
     with phase(CHECKING_PHASE):
         reference = find_model(context.variables.get(name))
         if reference is None:
@@ -86,16 +90,16 @@ def pull_model(request: PullModelRequest, context: RankContext) -> RankPullRepor
             if collectives.rank() == 0:
                 path, offsets = serialization.reserve_payload(name, unfilled, request.folders)
         shared, offsets = collectives.all_gather_values((str(path), offsets))[0]
-        with phase("writing"), parallel_writer.OpenFiles(durable=False) as files:
+        with phase("writing"), shared_file_writer.OpenFiles(durable=False) as files:
             share = {key: shard for key, shard in model.owned_shards.items() if key in offsets}
             regions = [
-                parallel_writer.TensorFileRegion(
+                shared_file_writer.TensorFileRegion(
                     Path(shared), offset, model.dtypes[str(key)], str(key), 0, model.numel(str(key))
                 )
                 for key, offset in offsets.items()
             ]
             progress = ByteProgress(context.on_phase, f"pulling {name}", total_bytes(share))
-            parallel_writer.write_shards(files, regions, share, on_progress=progress)
+            shared_file_writer.write_shards(files, regions, share, on_progress=progress)
     except BaseException:
         if path is not None:
             path.unlink(missing_ok=True)

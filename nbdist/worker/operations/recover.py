@@ -20,10 +20,10 @@ from nbdist.protocol.operations import RankRebuildReport
 from nbdist.state import collectives, layouts
 from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker import process_group
-from nbdist.worker.engines import accelerator as accelerators
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import fsdp
 from nbdist.worker.operations.switch import EngineSwitch
-from nbdist.worker.training import model_cleanup, prepared_models
+from nbdist.worker.training import prepared_models, release_models
 
 if TYPE_CHECKING:
     from nbdist.protocol.operations import RebuildRequest
@@ -43,7 +43,7 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         SwitchError: the process group works but the models could not be rebuilt.
         RuntimeError: the process group does not work; nothing was changed.
     """
-    began, report = time.monotonic(), RankRebuildReport()
+    start_time, report = time.monotonic(), RankRebuildReport()
     on_gpu = accelerators.current_config().hardware.kind == "cuda"
     old_groups: list[Any] = []
     if request.groups:
@@ -54,7 +54,7 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
     else:
         process_group.verify_group(on_gpu=on_gpu)
     try:
-        in_pieces = [_is_in_pieces(prepared) for prepared in prepared_models.all_models()]
+        in_pieces = [_must_be_rebuilt(prepared) for prepared in prepared_models.all_models()]
         if request.groups or any(in_pieces):
             report.bound = _rebuild_engines(context)
         else:
@@ -67,11 +67,11 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
             name for name, value in context.variables.items() if is_bound_to(value, old_groups)
         ]
         process_group.destroy_groups(old_groups)
-    report.seconds = time.monotonic() - began
+    report.seconds = time.monotonic() - start_time
     return report
 
 
-def _is_in_pieces(prepared: PreparedModel) -> bool:
+def _must_be_rebuilt(prepared: PreparedModel) -> bool:
     """Return whether the engine must be rebuilt; a collective."""
     # An interrupted forward leaves FSDP with gathered weights only, which can be resharded.
     engine = is_deepspeed_engine(unwrap_compiled(prepared.model))
@@ -81,7 +81,7 @@ def _is_in_pieces(prepared: PreparedModel) -> bool:
 
 def _rebuild_engines(context: RankContext) -> list[str]:
     """Rebuild the engines; return the variables that were rebound."""
-    model_cleanup.release_unused_models()
+    release_models.release_unused_models()
     trained = prepared_models.all_models()
     steps = collectives.all_gather_values([prepared.num_steps for prepared in trained])
     if any(counts != steps[0] for counts in steps):

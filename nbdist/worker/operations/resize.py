@@ -14,7 +14,7 @@ The old ranks agree after each phase; a new rank raises at once. The old ranks s
 until everything is written, and the files are sufficient to rebuild them.
 
 The pickle has these stages: the state of the process, functions and classes, the models and what
-they need (`_BuildPlan`), schedulers and loaders, and the other variables.
+they need (`_RankBuildState`), schedulers and loaders, and the other variables.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.rank_sets import describe_ranks
-from nbdist.state import collectives, digest, optimizer_recipes, reshard, shard_io
+from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.strategies import Options
-from nbdist.worker.engines import accelerator as accelerators
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, switch
-from nbdist.worker.operations.load import zero_shards
+from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
-from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
+from nbdist.worker.training.model_backup import zero_shards
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
@@ -73,7 +73,7 @@ _ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBL
 
 
 @dataclass(slots=True, kw_only=True)
-class _BuildPlan:
+class _RankBuildState:
     """State that a new rank needs before it can build anything."""
 
     random: rng_state.RngState
@@ -114,7 +114,7 @@ def save_for_resize(request: ResizeSaveRequest, context: RankContext) -> RankSwi
 class _ResizeSave:
     def __init__(self, request: ResizeSaveRequest, context: RankContext) -> None:
         self._request, self._context = request, context
-        self._phase = Transaction("Switch", context.on_phase, SwitchError)
+        self._phase = CollectivePhases("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._shards: dict[str, Shard] = {}
 
@@ -151,7 +151,7 @@ class _ResizeSave:
     def _pickle(self, generators: rng_state.RngState) -> namespace_pickle.PickledNamespace:
         """Pickle this rank's state except model shards; record variables that cannot be pickled."""
         built, trained = accelerators.built_accelerators(), prepared_models.all_models()
-        plan = _BuildPlan(
+        plan = _RankBuildState(
             random=generators,
             next_step=self._context.reporter.next_step,
             accelerators=[
@@ -202,7 +202,7 @@ class _ResizeSave:
 
     def _pickle_variables(
         self,
-        plan: _BuildPlan,
+        plan: _RankBuildState,
         training: object,
         variables: dict[str, Any],
         external: list[ExternalObject],
@@ -260,13 +260,13 @@ class _ResizeSave:
         """Write the pickles, and the shards of all ranks as a checkpoint."""
         rank = collectives.rank()
         keys = reshard.gather_keys(self._shards)
-        tensor_digests = digest.global_digests(self._shards)
+        tensor_digests = tensor_digest.global_digests(self._shards)
         storage = checkpoint.FolderStorage(folder)
-        begun = files = None
+        pending = files = None
         with self._phase("opening files"):
             if keys and rank == 0:
-                begun = storage.begin(CHECKPOINT_NAME)
-        number = collectives.all_gather_values(begun and begun.id)[0]
+                pending = storage.begin(CHECKPOINT_NAME)
+        number = collectives.all_gather_values(pending and pending.id)[0]
         with self._phase("writing"):
             namespace_pickle.write_namespace(pickled, digests, folder, rank)
             if number is not None:
@@ -274,7 +274,7 @@ class _ResizeSave:
                 files = shard_io.write_shards(self._shards, draft, rank, "model")
         files_by_rank = collectives.all_gather_values(files)
         with self._phase("closing files"):
-            if begun is None:
+            if pending is None:
                 return
             trained = prepared_models.all_models()
             manifest = checkpoint.Manifest(
@@ -291,7 +291,7 @@ class _ResizeSave:
                 },
                 files=tuple(file for rank_files in files_by_rank for file in rank_files),
             )
-            begun.commit(CHECKPOINT_NAME, manifest)
+            pending.commit(CHECKPOINT_NAME, manifest)
 
     def _report_not_carried(self) -> None:
         """Report the variables and generators of removed ranks; a collective."""
@@ -304,8 +304,8 @@ class _ResizeSave:
             everywhere = len(ranks) == world_size
             lost[name] = reason if everywhere else f"{reason} ({describe_ranks(ranks)})"
         removed = range(self._request.world_size, world_size)
-        kept = set().union(*(names for names, _ in by_rank[: self._request.world_size]))
-        for name in sorted({name for rank in removed for name in by_rank[rank][0]} - kept):
+        carried_names = set().union(*(names for names, _ in by_rank[: self._request.world_size]))
+        for name in sorted({name for rank in removed for name in by_rank[rank][0]} - carried_names):
             lost[name] = f"only {describe_ranks(removed)} had it"
         self.report.not_carried = lost
         if removed:
@@ -417,7 +417,7 @@ def load_after_resize(request: ResizeLoadRequest, context: RankContext) -> RankS
 
 class _ResizeLoad:
     def __init__(self, request: ResizeLoadRequest, context: RankContext) -> None:
-        self._phase = Transaction("Switch", context.on_phase, SwitchError, coordinated=False)
+        self._phase = CollectivePhases("Switch", context.on_phase, SwitchError, coordinated=False)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
         self._folder, self._variables = Path(request.folder), context.variables
         self._context = context
@@ -439,7 +439,7 @@ class _ResizeLoad:
             # First sys.path: the user's modules may be in folders that only the old ranks had.
             _restore_process_state(reader.read_stage())
             self.report.bound += reader.bind_variables()
-            plan: _BuildPlan = reader.read_stage()
+            plan: _RankBuildState = reader.read_stage()
             self._context.reporter.next_step = plan.next_step
         with self._phase("building"):
             self._build(plan, reader)
@@ -466,7 +466,7 @@ class _ResizeLoad:
         self._restore_generators(plan)
         return self.report
 
-    def _build(self, plan: _BuildPlan, reader: namespace_pickle.NamespaceReader) -> None:
+    def _build(self, plan: _RankBuildState, reader: namespace_pickle.NamespaceReader) -> None:
         """Create and prepare accelerators, models, optimizers, schedulers and loaders."""
         for place, (is_predefined, arguments, attributes) in enumerate(plan.accelerators):
             if is_predefined:
@@ -579,7 +579,7 @@ class _ResizeLoad:
         shard_io.read_shards(path, manifest, recast)
         return recast
 
-    def _restore_generators(self, plan: _BuildPlan) -> None:
+    def _restore_generators(self, plan: _RankBuildState) -> None:
         """Restore the generators of the old rank with this number, or seed new ones."""
         rng_state.set_rng_state(plan.random)
         if self._world_size > self._old_world_size:

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
 from nbdist.checkpoint import Manifest, TensorMetadata, location_with_password, parse_location
-from nbdist.checkpoint.names import check_name
+from nbdist.checkpoint.name_validation import check_name
 from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
 from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
-from nbdist.state import collectives, digest, layouts, optimizer_recipes, shard_io, shards
-from nbdist.worker.engines import accelerator as accelerators
-from nbdist.worker.operations.transaction import (
+from nbdist.state import base_model, collectives, layouts, shard_io, shards, tensor_digest
+from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.operations.collective_phases import (
     error_text,
     raise_if_any_failed,
     rank_errors_text,
@@ -38,22 +38,24 @@ from nbdist.worker.training import (
     dataloader_state,
     model_recipe,
     prepared_models,
+    release_models,
     rng_state,
     training_metadata,
 )
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.checkpoint import (
         CheckpointFile,
         OptimizerMetadata,
         PendingCheckpoint,
-        RankReport,
+        RankWriteReport,
         Storage,
     )
+    from nbdist.state.base_model import StoredByReference
     from nbdist.state.shards import Shard
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
@@ -82,6 +84,8 @@ class StateSnapshot:
     """Manifest fields that are known before the files are written."""
     rng_metadata: dict[str, Any] = field(default_factory=dict)
     """State of this rank's random generators besides tensors."""
+    state_dicts: list[list[Any]] = field(default_factory=list)
+    """Model -> state dicts of its optimizers that cannot be resharded, without tensors."""
     not_saved: list[str] = field(default_factory=list)
     """State that is not saved because the manifest cannot represent it."""
 
@@ -98,7 +102,7 @@ class CheckpointSaver:
         root: default folder, as for ``set_root``; the same on all ranks.
         cwd: folder that relative paths are relative to.
         publish: sends the progress of a save to the notebook; called from any thread.
-        complain: called in a cell; returns a function that writes to that cell's stderr and
+        on_warning: called in a cell; returns a function that writes to that cell's stderr and
             may be called later from any thread.
     """
 
@@ -107,9 +111,9 @@ class CheckpointSaver:
         root: str,
         cwd: Path,
         publish: Callable[[messages.SaveStatus], object],
-        complain: Callable[[], Any],
+        on_warning: Callable[[], Any],
     ) -> None:
-        self._cwd, self._publish, self._complain = cwd, publish, complain
+        self._cwd, self._publish, self._complain = cwd, publish, on_warning
         self._thread: threading.Thread | None = None
         self.set_root(root)
 
@@ -124,6 +128,7 @@ class CheckpointSaver:
         keep: int | None = None,
         *,
         folder: str | Path | None = None,
+        full: bool = False,
     ) -> None:
         """Save the current training state; all ranks must call it with the same arguments.
 
@@ -136,6 +141,8 @@ class CheckpointSaver:
             overwrite: replace a checkpoint of this name when the new one is complete.
             keep: number of checkpoints to keep; older ones are removed when the save is complete.
             folder: folder of the checkpoints, or a URL for fsspec. Default: the session's folder.
+            full: also store frozen parameters that are unchanged since `from_pretrained`, which
+                are stored by reference otherwise.
 
         Raises:
             CheckpointError: the save could not start; raised on all ranks, nothing was written.
@@ -143,7 +150,11 @@ class CheckpointSaver:
         root = self._root if folder is None else parse_location(folder, self._cwd)
         self.begin(
             SaveRequest(
-                root=location_with_password(root), name=name, overwrite=overwrite, keep=keep
+                root=location_with_password(root),
+                name=name,
+                overwrite=overwrite,
+                keep=keep,
+                full=full,
             )
         )
 
@@ -153,28 +164,33 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the save could not start; raised on all ranks, nothing was written.
         """
-        began = time.perf_counter()
-        complain = self._complain()
+        start_time = time.perf_counter()
+        on_warning = self._complain()
         self.wait()
         trained = _check_request(request)
+        states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+        frozen = {} if request.full else _frozen_shards(states)
+        stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
-            shards.total_bytes(ModelState(number, prepared).owned_shards())
-            for number, prepared in enumerate(trained)
+            shards.total_bytes(_exclude(state.owned_shards(), stored.keys)) for state in states
         )
         total_bytes = sum(collectives.all_gather_values(size_bytes))
         draft = _begin_draft(request, total_bytes)
         try:
             raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(trained))
+            snapshot, error = try_call(lambda: _take_snapshot(trained, stored))
             raise_if_any_failed(error)
-            rng = collectives.all_gather_values(snapshot.rng_metadata)
+            metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
             draft.write_failure(collectives.rank(), error_text(error) or "")
             if collectives.rank() == 0:
                 draft.abort()
             raise
-        snapshot.manifest["rng"] = tuple(rng)
-        job = _BackgroundSave(request, draft, snapshot, began, self._publish, complain)
+        snapshot.manifest["rng"] = tuple(rng for rng, _ in metadata)
+        snapshot.manifest["state_dicts"] = tuple(saved for _, saved in metadata if any(saved))
+        job = _BackgroundSave(
+            request, draft, snapshot, stored, start_time, self._publish, on_warning
+        )
         job.publish_status(messages.SaveStatus(state="running", size_bytes=total_bytes))
         self._thread = threading.Thread(target=job.run, name="nbdist-save", daemon=True)
         self._thread.start()
@@ -198,13 +214,15 @@ class _BackgroundSave:
         request: SaveRequest,
         draft: PendingCheckpoint,
         snapshot: StateSnapshot,
-        began: float,
+        stored: StoredByReference,
+        start_time: float,
         publish: Callable[[messages.SaveStatus], object],
-        complain: Callable[[str], object],
+        on_warning: Callable[[str], object],
     ) -> None:
         self._request, self._draft, self._snapshot = request, draft, snapshot
-        self._publish, self._complain = publish, complain
-        self._began, self._pause_s = began, time.perf_counter() - began
+        self._stored = stored
+        self._publish, self._complain = publish, on_warning
+        self._began, self._pause_s = start_time, time.perf_counter() - start_time
         # The thread outlives process groups: during a recovery there is none for a moment.
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
 
@@ -222,7 +240,7 @@ class _BackgroundSave:
         if self._rank == 0:
             self._finish()
         self._snapshot, error = StateSnapshot(), None  # its traceback refers to tensors
-        shards.give_back()
+        shards.empty_pinned_cache()
 
     def _write(self) -> None:
         _run_hooks("write")
@@ -231,7 +249,7 @@ class _BackgroundSave:
         for kind, tensors in self._snapshot.shards_by_file_kind.items():
             parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
             known = self._snapshot.digests
-            digests = known | digest.local_digests(
+            digests = known | tensor_digest.local_digests(
                 {key: shard for key, shard in tensors.items() if key not in known}
             )
             for key, shard in tensors.items():
@@ -265,11 +283,13 @@ class _BackgroundSave:
         reports = [by_rank[rank] for rank in range(self._world_size)]
         manifest = Manifest(
             files=tuple(file for report in reports for file in report.files),
-            keys=checkpoint.merge_tensors(reports),
+            keys=checkpoint.merge_tensors(reports) | self._stored.keys,
+            bases=self._stored.bases,
             **self._snapshot.manifest,
         )
         path = self._draft.commit(name, manifest, overwrite=self._request.overwrite)
         notes = [f"not saved: {item}" for item in dict.fromkeys(self._snapshot.not_saved)]
+        notes += self._stored.notes
         removed: list[str] | None = []
         if keep is not None:
             storage = _storage(self._request)
@@ -285,9 +305,9 @@ class _BackgroundSave:
             notes=notes,
         )
 
-    def _wait_for_reports(self) -> dict[int, RankReport]:
+    def _wait_for_reports(self) -> dict[int, RankWriteReport]:
         """Wait for the reports of all ranks and return them."""
-        reports: dict[int, RankReport] = {}
+        reports: dict[int, RankWriteReport] = {}
         size_bytes, since = -1, time.monotonic()
         while True:
             missing = set(range(self._world_size)) - reports.keys()
@@ -339,6 +359,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         keep = request.keep
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
+        release_models.release_remaining()
         trained = prepared_models.all_models()
         if not trained:
             raise CheckpointError(
@@ -356,7 +377,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
     if len(requests) > 1:
         calls = [
             f"save({other.name!r}, overwrite={other.overwrite}, keep={other.keep},"
-            f" folder={str(parse_location(other.root))!r})"
+            f" folder={str(parse_location(other.root))!r}, full={other.full})"
             for other in requests[:2]
         ]
         raise CheckpointError(
@@ -387,12 +408,21 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
         )
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
-    for owned in prepared.live_optimizers if optimizers else ():
-        if refusal := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
-            raise CheckpointError(
-                f"{refusal}. To save the weights use %nbdist export, to load those of a checkpoint"
-                " %nbdist load --weights-only."
-            )
+    if optimizers:
+        ModelState(0, prepared).state_dicts()  # raises if one cannot be stored
+
+
+def base_models(trained: Sequence[PreparedModel]) -> list[str]:
+    """Return the base models of all prepared models."""
+    return [name for prepared in trained for name in base_model.bases_of(prepared.meta.model)]
+
+
+def _frozen_shards(states: Sequence[ModelState]) -> dict[str, Shard]:
+    return {key: shard for state in states for key, shard in state.frozen_shards().items()}
+
+
+def _exclude(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Shard]:
+    return {key: shard for key, shard in tensors.items() if key not in keys}
 
 
 def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
@@ -401,23 +431,23 @@ def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
     Raises:
         CheckpointError: rank 0 could not create it; raised on all ranks.
     """
-    begun: PendingCheckpoint | None = None
+    draft: PendingCheckpoint | None = None
     error = None
     if collectives.rank() == 0:
-        begun, error = try_call(
+        draft, error = try_call(
             lambda: _storage(request).begin(
                 request.name, overwrite=request.overwrite, size_bytes=size_bytes
             )
         )
     try:
-        number, reason = collectives.all_gather_values((begun and begun.id, error_text(error)))[0]
+        number, reason = collectives.all_gather_values((draft and draft.id, error_text(error)))[0]
     except BaseException:
-        if begun is not None:
-            begun.abort()
+        if draft is not None:
+            draft.abort()
         raise
     if reason is not None:
         raise CheckpointError(reason) from error
-    return begun or _storage(request).attach(request.name, number)
+    return draft or _storage(request).attach(request.name, number)
 
 
 def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
@@ -440,7 +470,7 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 # -- snapshot
 
 
-def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
+def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
@@ -449,15 +479,19 @@ def _take_snapshot(trained: list[PreparedModel]) -> StateSnapshot:
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
     states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
-    live = [state.owned_shards() | state.owned_buffers() for state in states]
+    live = [_exclude(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
     scalars = [state.scalar_state() for state in states]
     for number, prepared in enumerate(trained):  # no collective from here on
         state, counts = states[number], scalars[number]
+        trees, parts = state.state_dicts()
+        if state.state_dict_rank == collectives.rank():
+            live[number] |= {key: whole_shard(tensor) for key, tensor in parts.items()}
+            snapshot.state_dicts.append(trees)
         for kind in ("model", "optim"):
             tensors = {key: shard for key, shard in live[number].items() if key.startswith(kind)}
             snapshot.shards_by_file_kind[kind] |= shards.copy_to_host(tensors)
             # On a GPU a digest takes milliseconds; on the CPU the background thread computes it.
-            snapshot.digests |= digest.local_digests(
+            snapshot.digests |= tensor_digest.local_digests(
                 {
                     key: shard
                     for key, shard in tensors.items()

@@ -26,15 +26,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
-from nbdist.launcher import deepspeed_builds
+from nbdist.launcher import offload_setup
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards
 from nbdist.strategies import Options
-from nbdist.worker.engines import accelerator as accelerators
+from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import trainer, wrap_policy
-from nbdist.worker.memory import memory_check, memory_probe
-from nbdist.worker.operations.transaction import CHECKING_PHASE, Transaction
-from nbdist.worker.training import model_cleanup, prepared_models, rebind, rng_state
+from nbdist.worker.memory import memory_fit_check, memory_probe
+from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
+from nbdist.worker.training import prepared_models, rebind_variables, release_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
@@ -94,11 +94,11 @@ class EngineSwitch:
         self._new_options = new_options
         self._context, self._reset = context, reset_optimizer
         self._reason = reason or stale_reason(self._old_options, new_options)
-        self._replaced = rebind.ReplacementMap()
+        self._replaced = rebind_variables.ReplacementMap()
         self._detached: list[DetachedModel] = []
         self._made: list[object] = []
         """References to prepared objects until the user's variables are rebound."""
-        self._phase = Transaction("Switch", context.on_phase, SwitchError)
+        self._phase = CollectivePhases("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
 
     def run(self) -> RankSwitchReport:
@@ -111,7 +111,7 @@ class EngineSwitch:
             return self._run()
         finally:
             self._detached.clear()
-            shards.give_back()
+            shards.empty_pinned_cache()
 
     def _run(self) -> RankSwitchReport:
         generators, forward_inputs = rng_state.get_rng_state(), memory_probe.last_forward_inputs()
@@ -121,7 +121,7 @@ class EngineSwitch:
             )
             hardware = accelerators.current_config().hardware
             ops = self._new_options.strategy.required_ops(self._new_options, hardware)
-            deepspeed_builds.build_missing_ops(ops, progress=self._context.on_phase)
+            offload_setup.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
             for number, prepared in enumerate(prepared_models.all_models()):
                 self._detached.append(self._detach(number, prepared))
@@ -169,12 +169,12 @@ class EngineSwitch:
         owners = {id(detached.accelerator): detached.accelerator for detached in self._detached}
         for owner in owners.values():
             accelerators.detach_models(owner)
-        model_cleanup.clear_engine_registries()
-        rebind.invalidate(self._replaced.not_replaced(), self._reason)
+        release_models.clear_engine_registries()
+        rebind_variables.invalidate(self._replaced.not_replaced(), self._reason)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        shards.give_back()  # pinned memory of an offload
+        shards.empty_pinned_cache()  # pinned memory of an offload
 
     # -- the new engine
 
@@ -298,12 +298,14 @@ def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool
     Raises:
         SwitchError: a model cannot be switched. The message has the reason and the remedy.
     """
-    model_cleanup.release_unused_models()
+    release_models.release_unused_models()
     hardware = accelerators.current_config().hardware
     notes: list[str] = []
     for prepared in prepared_models.all_models():
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
-        notes += memory_check.check_memory(prepared, new_options, hardware, world_size=world_size)
+        notes += memory_fit_check.check_memory(
+            prepared, new_options, hardware, world_size=world_size
+        )
         named = prepared.model.named_parameters()
         if hooked := [name for name, p in named if p._backward_hooks]:  # noqa: SLF001
             notes.append(
@@ -334,6 +336,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             " optimizers, but DeepSpeed supports exactly one per model. Use ddp, fsdp2 or fsdp1."
         )
     for owned in prepared.live_optimizers:
+        if owned.recipe.rebuild_error:
+            raise SwitchError(owned.recipe.rebuild_error)
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
         if reason := optimizer_recipes.why_unsupported_by(
@@ -351,7 +355,7 @@ def check_host_memory(needed: int) -> None:
     Raises:
         SwitchError: the copies of all ranks on this host exceed its free memory.
     """
-    shards.give_back()
+    shards.empty_pinned_cache()
     needed_on_host = needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = discovery.host_free_memory_bytes()
     if needed_on_host > free:
@@ -367,8 +371,10 @@ def _check_optimizer(
     """Raise if the new engine cannot represent the optimizer state."""
     refusal = optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class)
     if refusal:
-        message = f"{refusal}. Use --reset-optimizer to switch with a new optimizer state."
-        raise SwitchError(message)
+        raise SwitchError(
+            f"{refusal}. Keep this backend and number of ranks, or use --reset-optimizer to switch"
+            " with a new optimizer state."
+        )
     if new_options.strategy.engine != "deepspeed":
         return
     counts = ModelState(0, prepared).scalar_state()
@@ -385,7 +391,9 @@ def _check_optimizer(
 
 def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, object]:
     """Return the objects of a prepared model that variables may hold, by key."""
-    replaceable = rebind.replaceable_objects(number, prepared.model, prepared.user_model())
+    replaceable = rebind_variables.replaceable_objects(
+        number, prepared.model, prepared.user_model()
+    )
     for place, owned in enumerate(prepared.live_optimizers):
         replaceable[number, "optimizer", place] = owned.wrapper()
         replaceable[number, "raw", place] = owned.inner_optimizer

@@ -1,6 +1,6 @@
 """Records the profile of a training loop on a rank.
 
-``window`` decides when recording starts and stops; ``recorder`` installs and removes the
+``profile_window`` decides when recording starts and stops; ``recorder`` installs and removes the
 instrumentation; ``step_breakdown`` computes with time spans. The analysis runs in the kernel:
 ``nbdist.profiler``.
 """

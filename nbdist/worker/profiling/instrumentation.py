@@ -161,7 +161,7 @@ class LoaderStats:
         )
 
 
-class Patches:
+class TemporaryPatches:
     """Temporarily replaced attributes and hooks."""
 
     def __init__(self) -> None:
@@ -191,9 +191,9 @@ class Patches:
             self._undo.pop()()
 
 
-def instrument(marks: PhaseSpans) -> Patches:
+def instrument(marks: PhaseSpans) -> TemporaryPatches:
     """Install the instrumentation, which records into `marks`."""
-    patches = Patches()
+    patches = TemporaryPatches()
 
     def marked(phase: str) -> Callable[..., Any]:
         def body(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,60 +226,60 @@ def instrument(marks: PhaseSpans) -> Patches:
     return patches
 
 
-def _mark_loaders(marks: PhaseSpans, patches: Patches) -> None:
+def _mark_loaders(marks: PhaseSpans, patches: TemporaryPatches) -> None:
     def take(original: Callable[[Any], Any], iterator: Any) -> Any:
-        began, computed = time.perf_counter(), time.thread_time()
+        start_time, computed = time.perf_counter(), time.thread_time()
         with marks.mark("data"):
             batch = original(iterator)
         stats = marks.loader_stats.get(id(iterator))
         if stats is None:
             stats = marks.loader_stats[id(iterator)] = LoaderStats.from_iterator(iterator)
         stats.num_batches += 1
-        stats.seconds += time.perf_counter() - began
+        stats.seconds += time.perf_counter() - start_time
         stats.cpu_seconds += time.thread_time() - computed
         return batch
 
     patches.around(dataloader._BaseDataLoaderIter, "__next__", take)  # noqa: SLF001
 
 
-def _mark_collectives(marks: PhaseSpans, patches: Patches) -> None:
+def _mark_collectives(marks: PhaseSpans, patches: TemporaryPatches) -> None:
     def describe(
         original: Callable[..., Any], name: str, args: Sequence[Any], options: object
     ) -> Any:
         # The size of a collective is the larger of its input and output.
-        given = [collective_check.tensors_of(argument) for argument in args[:2]]
-        sizes = [sum(item.numel() * item.element_size() for item in some) for some in given]
+        tensors = [collective_check.tensors_of(argument) for argument in args[:2]]
+        sizes = [sum(item.numel() * item.element_size() for item in some) for some in tensors]
         marks.pending_bytes = max(sizes, default=0)
         return original(name, args, options)
 
     def meet(
         original: Callable[..., Any], barrier: Any, group: Any, call: Any, *, wait: bool
     ) -> None:
-        began = time.time_ns()
+        start_time = time.time_ns()
         with marks.mark("collective"):
             original(barrier, group, call, wait=wait)
         if threading.current_thread() is threading.main_thread():
             name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
-            span = (began, time.time_ns())
+            span = (start_time, time.time_ns())
             marks.collective_calls.append(CollectiveCall(name, span, marks.pending_bytes))
 
     def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.time_ns()
+        start_time = time.time_ns()
         try:
             with marks.mark("collective"):
                 return original(*args, **kwargs)
         finally:
-            marks.wait_spans.append((began, time.time_ns()))
+            marks.wait_spans.append((start_time, time.time_ns()))
 
     patches.around(collective_check, "_describe_call", describe)
     patches.around(collective_check.CollectiveBarrier, "__call__", meet)
     patches.around(Work, "wait", wait)
 
 
-def _mark_forwards(marks: PhaseSpans, patches: Patches) -> None:
+def _mark_forwards(marks: PhaseSpans, patches: TemporaryPatches) -> None:
     """Record forwards of the prepared models, and of modules returned by torch.compile."""
     models = [prepared.model for prepared in prepared_models.all_models()]
-    model_of = {id(module): model for model in models for module in _wrapped(model)}
+    model_of = {id(module): model for model in models for module in _wrapped_modules(model)}
 
     def call(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -301,11 +301,11 @@ def _mark_forwards(marks: PhaseSpans, patches: Patches) -> None:
     marks.has_model_hooks = not memory_probe.is_compile_active()
     if marks.has_model_hooks:
         for model in models:
-            for module in _wrapped(model):
+            for module in _wrapped_modules(model):
                 _hook_forward(module, model, marks, patches)
 
 
-def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _wrapped_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield a prepared model and the modules that engines and torch.compile wrap in it."""
     module: Any = model
     while isinstance(module, torch.nn.Module):
@@ -315,7 +315,7 @@ def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def _hook_forward(
-    module: torch.nn.Module, model: torch.nn.Module, marks: PhaseSpans, patches: Patches
+    module: torch.nn.Module, model: torch.nn.Module, marks: PhaseSpans, patches: TemporaryPatches
 ) -> None:
     def begins(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
@@ -337,7 +337,7 @@ def _hook_forward(
 
 def is_offloading() -> bool:
     """Return whether the backend of the measured model uses offloading."""
-    probe = memory_probe.probe_state.probe
+    probe = memory_probe.current_probe.probe
     options = probe.options if probe is not None else None
     return options is not None and options.offload_device != "none"
 

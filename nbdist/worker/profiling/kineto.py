@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.worker.profiling.instrumentation import CollectiveCall, Patches
+    from nbdist.worker.profiling.instrumentation import CollectiveCall, TemporaryPatches
 
 WORLD = "0"
 """Name of the default process group in torch."""
@@ -96,7 +96,7 @@ class TraceEvents:
     """Spans in which gloo ran a collective."""
     operator_table: list[OperatorStats] = field(default_factory=list)
     device_events: list[DeviceEvent] = field(default_factory=list)
-    comms: list[Comms] = field(default_factory=list)
+    comms: list[NcclCall] = field(default_factory=list)
 
     def add_operator(self, name: str, span: Span, *, on_main: bool) -> None:
         """Add a CPU operator."""
@@ -121,7 +121,7 @@ class DeviceEvent:
 
 
 @dataclass(slots=True)
-class Comms:
+class NcclCall:
     """A call of ProcessGroupNCCL that launches a kernel."""
 
     span: Span
@@ -130,7 +130,7 @@ class Comms:
     """Size of the larger of input and output."""
 
     @classmethod
-    def of(cls, event: Any) -> Comms:
+    def of(cls, event: Any) -> NcclCall:
         """Create from the Kineto event of a call."""
         raw: dict[str, str] = getattr(event, "extra_meta", dict)()  # missing in some torch versions
         metadata = {key: value.strip('"') for key, value in raw.items()}  # torch 2.13 adds quotes
@@ -191,7 +191,9 @@ class KinetoRecorder:
         self._running = True
         self.synchronize()
 
-    def yield_to_user_profiler(self, patches: Patches, yielded: Callable[[], object]) -> None:
+    def yield_to_user_profiler(
+        self, patches: TemporaryPatches, yielded: Callable[[], object]
+    ) -> None:
         """Stop when the cell prepares its own profiler, because there can be only one.
 
         Args:
@@ -199,9 +201,9 @@ class KinetoRecorder:
             yielded: called before the other profiler is prepared; must stop this one.
         """
 
-        def prepare(original: Callable[[Any], None], theirs: Any) -> None:
+        def prepare(original: Callable[[Any], None], user_profile: Any) -> None:
             yielded()
-            original(theirs)
+            original(user_profile)
 
         patches.around(torch.autograd.profiler.profile, "_prepare_trace", prepare)
 
@@ -245,7 +247,7 @@ class KinetoRecorder:
             if kind in _LAUNCHES:  # also before the window, as the device lags
                 launches[event.correlation_id()] = begin
             elif kind == "cpu_op" and (name := event.name()) == _COMMS:
-                result.comms.append(Comms.of(event))
+                result.comms.append(NcclCall.of(event))
             elif end <= window[0] or begin >= window[1]:
                 continue
             elif event.name().startswith(_GLOO):
@@ -359,7 +361,9 @@ def split_device_events(
     for event in events.device_events:
         if "nccl" in event.name:
             continue
-        phase = next((name for name, spans in phases.items() if _within(event.launched, spans)), "")
+        phase = next(
+            (name for name, spans in phases.items() if _is_in_spans(event.launched, spans)), ""
+        )
         host = event.kind == "gpu_memcpy" and ("HtoD" in event.name or "DtoH" in event.name)
         if host:
             kernels["offload" if phase and offloads else "copies"].append(event.span)
@@ -374,8 +378,8 @@ def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
         (event for event in events.device_events if "nccl" in event.name), key=lambda k: k.launched
     )
     calls = deque(sorted((call for call in events.comms if call.bytes), key=lambda c: c.span))
-    waiting: list[Comms] = []
-    last: Comms | None = None
+    waiting: list[NcclCall] = []
+    last: NcclCall | None = None
     for kernel in kernels:
         while calls and calls[0].span[0] <= kernel.launched:
             waiting.append(calls.popleft())
@@ -389,7 +393,8 @@ def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
             last = None  # otherwise it is another kernel of the same call
         yield CollectiveSpans(
             name=next(
-                (ours for theirs, ours in _KERNELS.items() if theirs in kernel.name), "other"
+                (ours for user_profile, ours in _KERNELS.items() if user_profile in kernel.name),
+                "other",
             ),
             group=last.group if last is not None else WORLD,
             begin_ns=kernel.span[0],
@@ -398,6 +403,6 @@ def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
         )
 
 
-def _within(moment: int, spans: Sequence[Span]) -> bool:
+def _is_in_spans(moment: int, spans: Sequence[Span]) -> bool:
     index = bisect_right(spans, (moment, 1 << 63)) - 1
     return index >= 0 and spans[index][1] >= moment

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profiler.measurements import DataLoaderStats, ProfiledModel, RankProfile
 from nbdist.state.layouts.base import unwrap_compiled
-from nbdist.worker.memory import memory_accounting, memory_probe
-from nbdist.worker.memory.memory_probe import probe_state
+from nbdist.worker.memory import memory_probe, tensor_categories
+from nbdist.worker.memory.memory_probe import current_probe
 from nbdist.worker.profiling import instrumentation, kineto
 from nbdist.worker.profiling.step_breakdown import (
     SECONDS_PER_NS,
@@ -78,9 +78,9 @@ class StepRecorder:
         self._rank, self._trace = rank, trace
         self._marks = instrumentation.PhaseSpans()
         self._sampler = instrumentation.LineSampler(self._marks, cell_of)
-        self._recorder = kineto.KinetoRecorder(probe_state.device, shapes=bool(trace))
+        self._recorder = kineto.KinetoRecorder(current_probe.device, shapes=bool(trace))
         self._recorder.start()
-        self._patches: instrumentation.Patches | None = None
+        self._patches: instrumentation.TemporaryPatches | None = None
         try:
             self._patches = instrumentation.instrument(self._marks)
             self._patches.on_undo(memory_probe.on_compile(self._on_compile))
@@ -127,7 +127,7 @@ class StepRecorder:
         """
         compiled, self._compiled = self._compiled, False
         self._compiled_steps += compiled
-        probe = probe_state.probe
+        probe = current_probe.probe
         if not self.step_ends_ns or (compiled and self._compiled_steps <= MAX_COMPILED_STEPS):
             self.step_ends_ns.clear()
             self._recorder.synchronize()  # so that the previous step ends on the device too
@@ -179,7 +179,7 @@ class StepRecorder:
     def measurements(self, ended: WindowEndReason) -> RankProfile:
         """Return the measurements of the recording. Call it after `stop`."""
         window = (self.step_ends_ns[0], self.step_ends_ns[-1])
-        device, spans, counts = probe_state.device, self._marks.spans, self._counts
+        device, spans, counts = current_probe.device, self._marks.spans, self._counts
         main_thread = threading.main_thread().native_id or 0
         events = self._recorder.read_events(window, main_thread, self.num_steps)
         offloads, kernels = instrumentation.is_offloading(), None
@@ -218,7 +218,7 @@ class StepRecorder:
             operators=events.operator_table,
             ended=ended,
         )
-        probe = probe_state.probe
+        probe = current_probe.probe
         if probe is not None and (model := probe.prepared_model) is not None:
             num_backwards = len(intersection([window], spans["backward"]))
             micro_batches = _num_micro_batches(model, counts, self.num_steps, num_backwards)
@@ -270,8 +270,8 @@ def _set_ddp_sizes(collectives: list[CollectiveSpans], passed: list[Any], steps:
     if not models:
         return
     parameters = [parameter for model in models for parameter in model.parameters()]
-    gradients = memory_accounting.total_bytes([item for item in parameters if item.requires_grad])
-    buffers = sum(memory_accounting.total_bytes(model.buffers()) for model in models)
+    gradients = tensor_categories.total_bytes([item for item in parameters if item.requires_grad])
+    buffers = sum(tensor_categories.total_bytes(model.buffers()) for model in models)
     unobserved = [collective for collective in collectives if collective.barrier is None]
     reductions = [collective for collective in unobserved if collective.name == "all_reduce"]
     for collective in reductions:

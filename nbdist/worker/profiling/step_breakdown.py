@@ -50,17 +50,17 @@ def intersection(spans: Iterable[Span], other: Iterable[Span]) -> list[Span]:
 
 def difference(spans: Iterable[Span], other: Iterable[Span]) -> list[Span]:
     """Return the parts of the first that are not in the second."""
-    taken = union(other)
+    removed = union(other)
     rest: list[Span] = []
     j = 0
     for begin, end in union(spans):
-        while j < len(taken) and taken[j][1] <= begin:
+        while j < len(removed) and removed[j][1] <= begin:
             j += 1
         at, k = begin, j
-        while k < len(taken) and taken[k][0] < end:
-            if taken[k][0] > at:
-                rest.append((at, taken[k][0]))
-            at = max(at, taken[k][1])
+        while k < len(removed) and removed[k][0] < end:
+            if removed[k][0] > at:
+                rest.append((at, removed[k][0]))
+            at = max(at, removed[k][1])
             k += 1
         if at < end:
             rest.append((at, end))
@@ -162,7 +162,7 @@ def break_down_step(trace: WindowTrace) -> StepBreakdown:
         overlapped_s=total_ns(difference(everything, all_exposed))
         * SECONDS_PER_NS
         / trace.num_steps,
-        collective_begins=_begins(trace, exposed),
+        collective_begins=_collective_starts(trace, exposed),
     )
 
 
@@ -215,9 +215,9 @@ def _divide(trace: WindowTrace, exposed: list[Span], computing: list[Span]) -> d
         ]
     left, parts = [trace.window], defaultdict[str, float](float)
     for part, spans in claims:
-        taken = intersection(left, spans)
-        left = difference(left, taken)
-        parts[part] += total_ns(taken) * SECONDS_PER_NS
+        claimed = intersection(left, spans)
+        left = difference(left, claimed)
+        parts[part] += total_ns(claimed) * SECONDS_PER_NS
     rest = total_ns(left) * SECONDS_PER_NS
     idle = min(rest, trace.idle_s) if trace.kernels is None else 0.0
     parts["idle"] += idle
@@ -238,14 +238,14 @@ def _losses(trace: WindowTrace) -> list[Span]:
     others = ends("data", "copies", "optimizer", "backward")
     losses = []
     for begin, _ in sorted(trace.marks.get("backward", ())):
-        start = _last(forwards, begin)
-        if not trace.has_whole_forwards or start <= _last(backwards, begin):
-            start = max(_last(others, begin), trace.window[0])
+        start = _last_before(forwards, begin)
+        if not trace.has_whole_forwards or start <= _last_before(backwards, begin):
+            start = max(_last_before(others, begin), trace.window[0])
         losses.append((start, begin))
     return losses
 
 
-def _last(ends: Sequence[int], moment: int) -> int:
+def _last_before(ends: Sequence[int], moment: int) -> int:
     """Return the last of the sorted times that is not after `moment`; 0 if there is none."""
     count = bisect_right(ends, moment)
     return ends[count - 1] if count else 0
@@ -275,7 +275,9 @@ def _traffic(trace: WindowTrace, exposed: Sequence[Sequence[Span]]) -> list[Coll
     return sorted(stats, key=lambda kind: -kind.seconds)
 
 
-def _begins(trace: WindowTrace, exposed: Sequence[Sequence[Span]]) -> dict[str, list[list[float]]]:
+def _collective_starts(
+    trace: WindowTrace, exposed: Sequence[Sequence[Span]]
+) -> dict[str, list[list[float]]]:
     """Return for each group and call: its start, exposed and total seconds, and longest spans.
 
     Of the longest exposed spans, start and end are given relative to the call's start.

@@ -64,12 +64,12 @@ class _LoaderState:
 def patch_dataloaders() -> None:
     """Patch Accelerate's loaders to count batches; call it once per process."""
     for name in ("DataLoaderShard", "DataLoaderDispatcher"):
-        patch(f"accelerate.data_loader:{name}.__iter__", _counting)
+        patch(f"accelerate.data_loader:{name}.__iter__", _count_batches)
 
 
 def position_of(loader: Any) -> LoaderPosition:
     """Return the position of a prepared loader."""
-    running, total = _running(loader), global_batch_size(loader)
+    running, total = _get_state(loader), global_batch_size(loader)
     if running.target is not None:
         return running.target
     if not running.begun or loader.end_of_dataloader:
@@ -82,12 +82,12 @@ def position_of(loader: Any) -> LoaderPosition:
 
 def is_iterating(loader: Any) -> bool:
     """Return whether an iterator of the loader is in the middle of an epoch."""
-    return _running(loader).iterator is not None
+    return _get_state(loader).iterator is not None
 
 
 def seek(loader: Any, position: LoaderPosition) -> None:
     """Continue from a position at the next batch; also affects an existing iterator."""
-    running = _running(loader)
+    running = _get_state(loader)
     running.target, running.seen = position, position.seen
     running.turn += 1
 
@@ -111,11 +111,11 @@ def rescale_position(
         fit = replace(position, batches=0, samples=0, rng=None)
         remarks = ["the batch size of a loader is unknown, so it restarts its epoch"]
     elif position.rng is not None and total is not None and position.samples is not None:
-        batches, more = divmod(position.samples, total)
+        batches, extra = divmod(position.samples, total)
         fit = replace(fit, batches=batches, samples=batches * total)
-        if more:
+        if extra:
             remarks.append(
-                f"{more} samples of the epoch are repeated: {position.samples} were used, and the"
+                f"{extra} samples of the epoch are repeated: {position.samples} were used, and the"
                 f" global batch size is now {total}"
             )
     return fit, "; ".join(remarks)
@@ -138,16 +138,16 @@ def num_samples(loader: Any) -> int | None:
         return None
 
 
-def _running(loader: Any) -> _LoaderState:
+def _get_state(loader: Any) -> _LoaderState:
     state: _LoaderState = vars(loader).setdefault(_KEY, _LoaderState())
     return state
 
 
-def _counting(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+def _count_batches(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
     """Wrap `__iter__` of one of Accelerate's loaders."""
 
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807 - the name of the replaced method
-        running = _running(self)
+        running = _get_state(self)
         token = running.iterator = object()
         try:
             yield from _batches(self, running, original)
@@ -191,12 +191,14 @@ def _begin(
         return original(loader)
     rng_state.set_rng_state(start.rng)
     try:
-        return _without(loader, start.batches, original)
+        return _skip_batches(loader, start.batches, original)
     finally:
         rng_state.set_rng_state(current)
 
 
-def _without(loader: Any, count: int, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+def _skip_batches(
+    loader: Any, count: int, original: Callable[[Any], Iterator[Any]]
+) -> Iterator[Any]:
     """Return an epoch's batches after the first `count`; reads one batch ahead, as usual."""
     batches = original(loader)
     base = loader.base_dataloader

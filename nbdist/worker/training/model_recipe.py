@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.state import digest, meta_model, optimizer_recipes
+from nbdist.state import meta_model, optimizer_recipes, tensor_digest
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class ModelRecipe:
             scalar_state={} if reset_optimizer else model_state.scalar_state(),
             loss_scale=get_loss_scale(prepared),
             num_steps=prepared.num_steps,
-            digests=digest.global_digests(shards),
+            digests=tensor_digest.global_digests(shards),
         )
 
     def build(self) -> tuple[nn.Module, list[Optimizer]]:

@@ -2,6 +2,7 @@
 
     model.<parameter or buffer>          names of the user's model
     optim.state.<parameter>.<tensor>     element-wise state: "exp_avg", "momentum_buffer"
+    optim.own.<rank>.<optimizer>.<path>  other state: a tensor of the optimizer's state dict
 
 A second model in the session has the prefixes `model2` and `optim2`.
 """
@@ -16,9 +17,9 @@ import torch
 from torch import nn
 
 from nbdist.errors import CheckpointError, SwitchError
-from nbdist.state import digest, layouts, meta_model, reshard
-from nbdist.state.shards import Piece, Shard
-from nbdist.worker.training import model_cleanup, prepared_models
+from nbdist.state import layouts, meta_model, optimizer_state_dict, reshard, tensor_digest
+from nbdist.state.shards import Shard, ShardPiece
+from nbdist.worker.training import prepared_models, release_models
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -66,13 +67,13 @@ class ModelState:
 
     def owned_shards(self, *, optimizers: bool = True) -> dict[str, Shard]:
         """Return views of the shards owned by this rank; every element has exactly one owner."""
-        return self._keyed(owned=True, optimizers=optimizers)
+        return self._shards_by_key(owned=True, optimizers=optimizers)
 
     def target_shards(self, *, optimizers: bool = True) -> dict[str, Shard]:
         """Return views of all shards that this rank needs."""
-        return self._keyed(owned=False, optimizers=optimizers)
+        return self._shards_by_key(owned=False, optimizers=optimizers)
 
-    def _keyed(self, *, owned: bool, optimizers: bool) -> dict[str, Shard]:
+    def _shards_by_key(self, *, owned: bool, optimizers: bool) -> dict[str, Shard]:
         weights = self._layout.weights(owned=owned)
         shards = {self._model + name: shard for name, shard in weights.items()}
         for name, states in (
@@ -80,6 +81,65 @@ class ModelState:
         ).items():
             shards |= {f"{self._optim}{name}.{key}": shard for key, shard in states.items()}
         return shards
+
+    def frozen_shards(self) -> dict[str, Shard]:
+        """Return the owned shards of the parameters that need no gradient."""
+        frozen = self._layout.frozen()
+        weights = self._layout.weights(owned=True)
+        return {self._model + name: weights[name] for name in weights if name in frozen}
+
+    def state_dicts(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Return the state dicts of optimizers that cannot be resharded.
+
+        Returns:
+            The state dicts without tensors, and this rank's live tensors by key.
+
+        Raises:
+            CheckpointError: an optimizer holds an object that cannot be stored.
+        """
+        trees, tensors = [], dict[str, torch.Tensor]()
+        with self._layout.other_optimizers() as optimizers:
+            for number, optimizer in enumerate(optimizers):
+                tree, parts = optimizer_state_dict.flatten(optimizer)
+                trees.append(tree)
+                tensors |= {self._own_prefix(number) + path: part for path, part in parts.items()}
+        return trees, tensors
+
+    def load_state_dicts(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load what ``state_dicts`` returned, under the same engine and number of ranks.
+
+        Raises:
+            CheckpointError: the optimizers differ.
+        """
+        with self._layout.other_optimizers() as optimizers:
+            for number, (optimizer, tree) in enumerate(zip(optimizers, trees, strict=True)):
+                prefix = self._own_prefix(number)
+                parts = {
+                    key.removeprefix(prefix): tensor
+                    for key, tensor in tensors.items()
+                    if key.startswith(prefix)
+                }
+                saved = optimizer_state_dict.unflatten(tree, parts, optimizer)
+                optimizer_state_dict.load(optimizer, saved)
+
+    def reset_state_dicts(self) -> None:
+        """Drop the state of the optimizers that cannot be resharded."""
+        with self._layout.other_optimizers() as optimizers:
+            for optimizer in optimizers:
+                optimizer.state.clear()
+
+    @property
+    def state_dict_rank(self) -> int:
+        """Rank that stores the state dicts of this rank: under DDP they are equal on all."""
+        return 0 if self._layout.is_replicated else torch.distributed.get_rank()
+
+    @property
+    def state_dict_prefix(self) -> str:
+        """Prefix of the keys of tensors of this rank's state dicts."""
+        return f"{self.optimizer_prefix}.own.{self.state_dict_rank:05d}."
+
+    def _own_prefix(self, number: int) -> str:
+        return f"{self.state_dict_prefix}{number}."
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this rank's persistent buffers by key, without copying."""
@@ -93,8 +153,10 @@ class ModelState:
 
     def owned_buffers(self) -> dict[str, Shard]:
         """Return the buffers as shards, all owned by rank 0."""
-        mine = torch.distributed.get_rank() == 0
-        return {key: whole_shard(buffer, mine=mine) for key, buffer in self.buffers().items()}
+        is_owner = torch.distributed.get_rank() == 0
+        return {
+            key: whole_shard(buffer, is_owner=is_owner) for key, buffer in self.buffers().items()
+        }
 
     def target_buffers(self) -> dict[str, Shard]:
         """Return the buffers as shards; every rank needs all of them."""
@@ -153,24 +215,24 @@ class ModelState:
             if key in shards and shards[key].dtype != shard.dtype
         }
         dtypes = {key: shards[key].dtype for key in recast}
-        expected = {**digests, **digest.global_digests(recast, dtypes=dtypes)}
-        actual = digest.global_digests(shards)
+        expected = {**digests, **tensor_digest.global_digests(recast, dtypes=dtypes)}
+        actual = tensor_digest.global_digests(shards)
         wrong = [key for key, value in expected.items() if actual.get(key) != value]
         if wrong:
             message = f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
             raise SwitchError(message)
         scalars = self.scalar_state()
-        for name, given in counts.items():
-            if given.items() - scalars.get(name, {}).items():
-                message = f"Scalar state of {name} is {scalars.get(name)}, expected {dict(given)}."
+        for name, count in counts.items():
+            if count.items() - scalars.get(name, {}).items():
+                message = f"Scalar state of {name} is {scalars.get(name)}, expected {dict(count)}."
                 raise SwitchError(message)
         return len(expected)
 
 
-def whole_shard(tensor: torch.Tensor, *, mine: bool = True) -> Shard:
+def whole_shard(tensor: torch.Tensor, *, is_owner: bool = True) -> Shard:
     """Return a shard with the whole tensor, or an empty one if another rank owns it."""
     flat = tensor.detach().reshape(-1)
-    pieces = (Piece(0, flat.numel(), flat),) if mine else ()
+    pieces = (ShardPiece(0, flat.numel(), flat),) if is_owner else ()
     return Shard(shape=tuple(tensor.shape), dtype=tensor.dtype, pieces=pieces)
 
 
@@ -270,11 +332,11 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
             raise CheckpointError(message)
         return reference.prepared
     models = prepared_models.all_models()
-    if len(models) > 1 or not _named(models, names):
-        model_cleanup.release_unused_models()  # some may no longer be in use; takes 0.3 s
+    if len(models) > 1 or not _models_in_variable(models, names):
+        release_models.release_unused_models()  # some may no longer be in use; takes 0.3 s
         models = prepared_models.all_models()
     if len(models) > 1:
-        models = _named(models, names)
+        models = _models_in_variable(models, names)
     if not models:
         message = "No model is prepared on the ranks. Run a cell with accelerator.prepare(model)."
         raise CheckpointError(message)
@@ -287,7 +349,9 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
     return models[0]
 
 
-def _named(everything: Sequence[PreparedModel], names: Mapping[str, Any]) -> list[PreparedModel]:
+def _models_in_variable(
+    everything: Sequence[PreparedModel], names: Mapping[str, Any]
+) -> list[PreparedModel]:
     """Return the models that a variable holds."""
     return [
         prepared

@@ -1,8 +1,8 @@
 """Registry of prepared models, with the information needed to rebuild them under another engine.
 
-`worker.engines.accelerator` creates a ``PrepareCall`` before each `prepare()`, while models and
-optimizers are still unwrapped, and calls its ``record_result`` afterwards. Only weak references are
-held, so that running a cell again frees the objects of its previous run.
+`worker.engines.accelerator_patch` creates a ``PrepareCall`` before each `prepare()`, while models
+and optimizers are still unwrapped, and calls its ``record_result`` afterwards. Only weak references
+are held, so that running a cell again frees the objects of its previous run.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbdist.errors import SwitchError
-from nbdist.state import meta_model, optimizer_recipes
+from nbdist.state import layouts, meta_model, optimizer_recipes
 from nbdist.state.layouts.base import (
     innermost_optimizer,
     is_deepspeed_engine,
     unwrap_compiled,
 )
+from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
-from nbdist.worker.interrupt.step_gate import step_gate
-from nbdist.worker.memory import memory_accounting, memory_probe
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.memory import memory_probe, tensor_categories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,6 +82,8 @@ class PreparedModel:
     """Optimizer steps since the start of training, across sessions."""
     interrupted_pass: InterruptedPass = ""
     """The interrupted pass, which may leave the engine in an inconsistent state."""
+    has_evaluated: bool = False
+    """There was a forward, which may leave parameters gathered, after the last backward."""
 
     @property
     def model(self) -> nn.Module:
@@ -142,9 +146,9 @@ def all_loaders() -> list[DataLoader[Any]]:
     return [loader for loader in (reference() for reference in _loaders) if loader is not None]
 
 
-def register_loader(prepared: Any, given: object) -> None:
+def register_loader(prepared: Any, loader: object) -> None:
     """Register a prepared loader and the user's loader that it was made from."""
-    vars(prepared)[_GIVEN] = given
+    vars(prepared)[_GIVEN] = loader
     _loaders.append(weakref.ref(prepared))
 
 
@@ -243,6 +247,16 @@ class PrepareCall:
         return [model for model in self._new.values() if model.is_alive]
 
 
+def find_owner(module: nn.Module) -> PreparedModel | None:
+    """Return the prepared model that a module is, or is a part of; None if there is none."""
+    for prepared in all_models():
+        if any(part is module for part in unwrap_compiled(prepared.model).modules()):
+            return prepared
+        if prepared.model is module:
+            return prepared
+    return None
+
+
 def refresh_param_groups(prepared: PreparedModel) -> None:
     """Record parameter groups that were added after `prepare()`.
 
@@ -266,7 +280,7 @@ def count_pending_micro_batches(prepared: PreparedModel) -> int:
     # `Accelerator.backward` counts for all models of the accelerator, because it does not know
     # which one the loss is from: a model without gradients was not part of it.
     has_gradients = is_deepspeed_engine(unwrap_compiled(prepared.model)) or any(
-        gradient is not None for gradient in memory_accounting.gradients(prepared.model)
+        gradient is not None for gradient in tensor_categories.gradients(prepared.model)
     )
     return prepared.num_pending_micro_batches if has_gradients else 0
 
@@ -279,25 +293,42 @@ def interrupted_pass() -> InterruptedPass:
     )
 
 
-def hook_forward(prepared: PreparedModel, *, gathers: bool) -> None:
+def hook_forward(prepared: PreparedModel) -> None:
     """Register hooks that allow an interrupt before a forward and detect an interrupted one.
 
-    Args:
-        prepared: a prepared model.
-        gathers: the engine all-gathers parameters in a forward, and an interrupt leaves them
-            unsharded.
+    They also refuse a forward with collectives in a cell that runs on some ranks only.
     """
+    model = unwrap_compiled(prepared.model)
+    # The engine all-gathers parameters in a forward, and an interrupt leaves them unsharded.
+    gathers = layouts.kind_of(model).shards_parameters
+
+    def require_all_ranks(*_: object) -> None:
+        if gathers:
+            process_group.require_all_ranks("The forward of a model with sharded parameters")
+        elif isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers():
+            process_group.require_all_ranks(
+                "The forward of a DDP model with buffers",
+                ", or call accelerator.unwrap_model(model) instead",
+            )
 
     def before_forward(*_: object) -> None:
-        step_gate.end_iteration()
+        require_all_ranks()
+        optimizer_step_gate.end_iteration()
         prepared.interrupted_pass = "forward" if gathers else ""
 
     def after_forward(*_: object) -> None:
         prepared.interrupted_pass = ""
+        prepared.has_evaluated = gathers
 
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
     prepared.model.register_forward_hook(after_forward)
+    inner = model.module if gathers and is_deepspeed_engine(model) else None
+    if isinstance(inner, nn.Module):  # as accelerator.unwrap_model() returns it
+        inner.register_forward_pre_hook(require_all_ranks, prepend=True)
+    if isinstance(model, DistributedDataParallel) and hasattr(model.module, "generate"):
+        # The wrappers of the other engines pass on the attributes of the model.
+        vars(prepared.model)["generate"] = model.module.generate
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Iterator[Any]:
@@ -315,13 +346,13 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Accelerator.backward` to count micro-batches since the last step."""
 
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        step_gate.end_iteration()
+        optimizer_step_gate.end_iteration()
         models = [model for model in _trained if model.accelerator() is self]
         for model in models:
             model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
         for model in models:
-            model.interrupted_pass = ""
+            model.interrupted_pass, model.has_evaluated = "", False
             model.num_pending_micro_batches += 1
         return result
 
@@ -335,7 +366,13 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
         if not self.gradient_state.sync_gradients:  # gradient accumulation
             return original(self, *args, **kwargs)
-        with step_gate.step(self):
+        for model in _models_of(self):
+            if model.has_evaluated:
+                # torch 2.13: units that stay gathered after an evaluation between backward and
+                # step would be used in the next forward as they were before the step.
+                layouts.layout_for(model.model)
+                model.has_evaluated = False
+        with optimizer_step_gate.step(self):
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
             for model in _models_of(self):

@@ -12,7 +12,7 @@ import torch
 
 from nbdist.checkpoint import OptimizerMetadata, ParamGroup
 from nbdist.checkpoint.manifest import to_json_value
-from nbdist.checkpoint.names import printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.state import optimizer_recipes
 
@@ -121,9 +121,9 @@ def group_options(saved: OptimizerMetadata, owned: PreparedOptimizer) -> list[di
     return result
 
 
-def set_options(owned: PreparedOptimizer, given: Sequence[Mapping[str, Any]]) -> None:
+def set_options(owned: PreparedOptimizer, new_options: Sequence[Mapping[str, Any]]) -> None:
     """Set the options of an optimizer's groups, keeping the types of the current values."""
-    for group, options in zip(owned.inner_optimizer.param_groups, given, strict=True):
+    for group, options in zip(owned.inner_optimizer.param_groups, new_options, strict=True):
         for name, value in options.items():
             before = group.get(name)
             if name == "params":
@@ -205,11 +205,11 @@ def to_json_mapping(value: Mapping[str, Any], where: str, left_out: list[str]) -
         where: name of their owner, for `left_out`.
         left_out: receives the names of all other values.
     """
-    converted = _plain(value, where, left_out)
+    converted = _to_json_value(value, where, left_out)
     return converted if isinstance(converted, dict) else {}
 
 
-def _plain(value: Any, where: str, left_out: list[str]) -> Any:
+def _to_json_value(value: Any, where: str, left_out: list[str]) -> Any:
     """Convert a value to JSON types; return `_LEFT_OUT` if that is not possible."""
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     if is_scalar or isinstance(value, np.generic):
@@ -217,10 +217,12 @@ def _plain(value: Any, where: str, left_out: list[str]) -> Any:
     elif type(value) is not bool and isinstance(value, (float, int)):
         value = float(value) if isinstance(value, float) else int(value)
     if isinstance(value, dict) and all(type(name) is str for name in value):
-        inner = {name: _plain(item, f"{where}.{name}", left_out) for name, item in value.items()}
+        inner = {
+            name: _to_json_value(item, f"{where}.{name}", left_out) for name, item in value.items()
+        }
         return {name: item for name, item in inner.items() if item is not _LEFT_OUT}
     if isinstance(value, (list, tuple)):
-        items = [_plain(item, where, left_out) for item in value]
+        items = [_to_json_value(item, where, left_out) for item in value]
         return items if all(item is not _LEFT_OUT for item in items) else _LEFT_OUT
     try:
         to_json_value(value, where)

@@ -1,0 +1,204 @@
+"""Interfaces of the session to its launchers: one on this machine, or one on each of several nodes.
+
+``local.Launcher`` and ``node_group.NodeGroup`` implement ``LauncherGroup``, so that all code above
+is the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from nbdist.cluster.allocation import DeviceType
+    from nbdist.cluster.rank_channels import MessageListener, RankChannels
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import NodeUsage
+    from nbdist.protocol import messages
+
+TransferCallback = Callable[[int, int], object]
+"""Called with the number of bytes transferred and the total."""
+EXITED = "gone"
+"""Status of a process that has ended, or whose id was reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """A process of a session and its status."""
+
+    pid: int
+    status: str
+    """psutil's status, or ``EXITED``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrashArtifacts:
+    """Files that ended processes have left in the folder of their start."""
+
+    crashes: dict[int, str] = field(default_factory=dict)
+    """Stack written by faulthandler, by rank."""
+    notes: list[tuple[int, str]] = field(default_factory=list)
+    """Tracebacks of ranks that failed to start, oldest first."""
+
+
+class RankProcessInfo(Protocol):
+    """Process of one rank."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on the rank's machine."""
+
+    @property
+    def created(self) -> float:
+        """Start time (psutil)."""
+
+
+class LauncherProvider(Protocol):
+    """Provides launcher groups."""
+
+    memory_events_file: Path | None
+    """File with the OOM killer's counters; None: that of the kernel's own cgroup."""
+
+    def check_limits(self, world_size: int) -> None:
+        """Check the limits of this machine; raises StartError."""
+
+    def warm_up(self, kind: DeviceType) -> None:
+        """Prepare for ranks of this kind."""
+
+    def acquire_launchers(
+        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+    ) -> LauncherGroup:
+        """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
+
+    def close(self) -> None:
+        """End unused launchers."""
+
+
+class LauncherGroup(Protocol):
+    """Launchers that start ranks together. `listener` is called with all their messages."""
+
+    kind: DeviceType
+    listener: Callable[[messages.LauncherMessage], None]
+
+    @property
+    def is_warm(self) -> bool:
+        """True if ranks can be forked without delay."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True if it can start ranks."""
+
+    def can_start(self, kind: DeviceType, world_size: int) -> bool:
+        """Return True if it can start this many ranks of this kind."""
+
+    def launch(
+        self, launch: messages.LaunchRanksRequest, key: str, reader: MessageListener
+    ) -> RankChannels:
+        """Start ranks and open the channels to them.
+
+        Args:
+            launch: the launch message, without folders.
+            key: key that signs messages.
+            reader: receives the ranks' messages.
+
+        Raises:
+            StartError: a launcher has ended.
+        """
+
+    def send(self, message: messages.LauncherMessage) -> None:
+        """Send a message to the launchers.
+
+        Raises:
+            StartError: a launcher has ended.
+        """
+
+    def resume_stopped(self) -> None:
+        """Resume stopped launchers."""
+
+    def close(self) -> None:
+        """End everything. A second call does nothing."""
+
+    def log_tail(self) -> str:
+        """Return the end of the output of launchers and ranks outside of cells."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the launchers as JSON values: pid, alive, name, node."""
+
+    def node_of(self, rank: int) -> str:
+        """Return the name of a rank's node; "" on one machine."""
+
+    def nodes_for(self, world_size: int) -> list[SessionNode]:
+        """Return the machines of this many ranks with their hardware; empty for this machine."""
+
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:
+        """Return the usage of the ranks' nodes by name, of those that respond in time."""
+
+    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+        """Return the status of ranks and launchers, by name: "rank 1", "the launcher"."""
+
+    def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Dump Python stacks by signal: of ranks ("rank1") and optionally of "launcher".
+
+        Args:
+            pids: process ids by rank.
+            launchers: True to include the launchers.
+        """
+
+    def crash_artifacts(self) -> CrashArtifacts:
+        """Return the crash artifacts of the last ranks."""
+
+    @property
+    def staging_folders(self) -> list[Path]:
+        """Folders for the kernel's payload files, preferred first."""
+
+    def payload_folders(self, rank: int) -> list[str]:
+        """Return the folders for a rank's payload files, preferred first."""
+
+    def ship_file(
+        self, file: Path, ranks: Sequence[int], on_progress: TransferCallback
+    ) -> AbstractContextManager[dict[int, str]]:
+        """Copy a file to ranks. The copies are read-only; all are removed at the end.
+
+        Args:
+            file: the file on this machine.
+            ranks: ranks that need it.
+            on_progress: called with the progress of a transfer to other machines.
+
+        Yields:
+            Its path, by rank.
+        """
+
+    def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
+        """Copy a payload file of a rank to this machine; the caller deletes it.
+
+        Args:
+            rank: the rank.
+            path: path of the file on the rank's machine.
+            on_progress: called with the progress, as in ``ship_file``.
+
+        Raises:
+            PayloadError: the path is outside the session's folders.
+        """
+
+    def check_shared_folder(self, folder: Path) -> None:
+        """Check that all ranks can use a folder that the kernel uses; create it if needed.
+
+        Raises:
+            CheckpointError: names a node that does not have it or cannot write to it.
+        """
+
+    def check_shared_folder_async(self, folder: Path, on_warning: Callable[[str], object]) -> None:
+        """Check a folder, or its existing parent, on all nodes in the background.
+
+        Args:
+            folder: the folder, which may not exist yet.
+            on_warning: called with the error message, from any thread.
+        """
+
+    def make_private_folders(self) -> list[Path]:
+        """Create empty folders that all ranks can write to, preferred first; caller removes."""

@@ -1,0 +1,358 @@
+"""Launchers on this machine; runs in the kernel.
+
+A launcher is executed, not forked from the kernel, in a session of its own (setsid), because
+Jupyter's interrupt signals the kernel's process group. It ends with the kernel, which alone holds
+the other end of its link.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nbdist.cluster import launcher_process, orphan_cleanup
+from nbdist.cluster.launcher_interface import ProcessStatus
+from nbdist.cluster.launcher_process import (
+    ProcessLogTail,
+    check_descriptors,
+    remove_launch_variables,
+)
+from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
+from nbdist.cluster.run_dir import RunDir, make_private_folders
+from nbdist.errors import PayloadError, StartError
+from nbdist.hardware import process_identity
+from nbdist.protocol import messages
+from nbdist.redaction import redact_secrets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from nbdist.cluster.allocation import DeviceType
+    from nbdist.cluster.launcher_interface import CrashArtifacts, RankProcessInfo, TransferCallback
+    from nbdist.cluster.rank_channels import MessageListener, RankChannels
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import NodeUsage
+
+CLOSE_S = 5.0
+"""Time for a launcher to end its ranks before it is killed with them."""
+KILL_TIMEOUT_S = 2.0
+"""Time for killed processes to exit."""
+LOG_TAIL_BYTES = 4000
+LAUNCHER_GONE = -1
+"""Generation of the message that reports the launcher's own end."""
+LAUNCHER_NAME = "the launcher"
+"""Key of the launcher, in place of a rank, in that message's exit codes."""
+
+
+def ignore_message(_message: messages.LauncherMessage) -> None:
+    """Ignore messages before a session has taken the launcher, and while it is closed."""
+
+
+class Launcher:
+    """A launcher process and the kernel's end of its link.
+
+    Starting takes milliseconds: imports run in the background. `listener` is called with every
+    message of the launcher on the link's thread. The launcher's own end is a last message.
+    """
+
+    module = "nbdist.launcher"
+
+    def __init__(self, kind: DeviceType) -> None:
+        """Start the process for ranks on CPUs or GPUs."""
+        self.kind = kind
+        self.run_dir = RunDir.create()
+        self.is_warm = False
+        """True if its imports are done."""
+        self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
+        self.log = ProcessLogTail()
+        self._link, theirs = socket.socketpair()
+        try:
+            self.process = self._spawn(theirs)
+        except OSError as error:
+            self.log.close()
+            self.run_dir.remove()
+            msg = f"Cannot start the launcher: {error}."
+            raise StartError(msg) from error
+        finally:
+            self.log.close_write_end()
+            theirs.close()
+        self._closing = False
+        self._folder = self.run_dir.path
+        """Folder of the last start of the ranks."""
+        self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
+        self._reader.start()
+        atexit.register(self.close)
+        orphan_cleanup.remove_orphans_async()
+
+    def _spawn(self, child_socket: socket.socket) -> subprocess.Popen[bytes]:
+        fd = child_socket.fileno()
+        command = [sys.executable, "-m", self.module, str(fd), str(self.run_dir.path)]
+        kernel = process_identity.ProcessIdentity.current_process()
+        env = remove_launch_variables(os.environ) | {
+            "NBDIST_BULK_DIR": str(self.run_dir.payload_dir),
+            # these two identify all descendants as processes of this session
+            process_identity.KERNEL_VARIABLE: kernel.to_json(),
+            process_identity.RUN_DIR_VARIABLE: str(self.run_dir.path),
+            "DS_ACCELERATOR": self.kind,  # read only when DeepSpeed is imported
+        }
+        return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.write_fd,
+            stderr=self.log.write_fd,
+            pass_fds=[fd],
+            start_new_session=True,
+        )
+
+    def send(self, message: messages.LauncherMessage) -> None:
+        """Send one message.
+
+        Raises:
+            StartError: the launcher has ended.
+        """
+        try:
+            self._link.sendall(messages.encode_line(message))
+        except OSError as error:
+            code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
+            if code is None:
+                problem = "has closed its link"
+            else:
+                problem = (
+                    f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                )
+            log = redact_secrets(self.log_tail())
+            msg = f"Cannot start ranks: {LAUNCHER_NAME} {problem}. Its log: {log}"
+            raise StartError(msg) from error
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process runs and is not a zombie."""
+        return self.process.poll() is None
+
+    def can_start(self, kind: DeviceType, world_size: int) -> bool:  # noqa: ARG002 - no limit
+        """Return True if it can start this many ranks of this kind."""
+        return self.is_alive and self.kind == kind
+
+    def launch(
+        self, launch: messages.LaunchRanksRequest, key: str, reader: MessageListener
+    ) -> RankChannels:
+        """Start ranks and open the channels to them; raises StartError."""
+        folder = self.make_start_folder(launch.generation)
+        connections = write_connections(folder, world_size=launch.world_size, key=key.encode())
+        channels = LocalRankChannels(connections, reader)
+        try:
+            run_dir, bulk = str(folder), str(self.run_dir.payload_dir)
+            self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk))
+        except BaseException:
+            channels.close()
+            raise
+        return channels
+
+    def make_start_folder(self, generation: int) -> Path:
+        """Create the folder of a new start of the ranks, and remove that of the last one."""
+        self._folder = self.run_dir.make_start_folder(generation)
+        return self._folder
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the launcher as JSON values."""
+        pid = self.process.pid
+        return [{"pid": pid, "alive": self.is_alive, "name": LAUNCHER_NAME, "node": ""}]
+
+    def node_of(self, rank: int) -> str:  # noqa: ARG002 - one machine
+        """Return "": ranks on this machine have no node name."""
+        return ""
+
+    def nodes_for(self, world_size: int) -> list[SessionNode]:  # noqa: ARG002 - one machine
+        """Return an empty list: there are no other machines."""
+        return []
+
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:  # noqa: ARG002 - no nodes
+        """Return an empty dict: there are no nodes."""
+        return {}
+
+    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+        """Return the status of ranks and launcher, by name."""
+        pid = self.process.pid
+        found = {
+            f"rank {rank}": ProcessStatus(
+                member.pid, launcher_process.process_status(member.pid, member.created)
+            )
+            for rank, member in members.items()
+        }
+        return found | {LAUNCHER_NAME: ProcessStatus(pid, launcher_process.process_status(pid))}
+
+    def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
+        """Dump Python stacks by signal."""
+        own = self.process.pid
+        stacks = {}
+        if launchers:
+            stacks = launcher_process.dump_stacks(
+                self.run_dir.path, {"launcher": own}, launcher=own
+            )
+        ranks = {f"rank{rank}": pid for rank, pid in sorted(pids.items())}
+        return stacks | launcher_process.dump_stacks(self._folder, ranks, launcher=own)
+
+    def crash_artifacts(self) -> CrashArtifacts:
+        """Return the crash artifacts of the last ranks."""
+        return launcher_process.read_crash_artifacts(self._folder)
+
+    @property
+    def staging_folders(self) -> list[Path]:
+        """Folders for the kernel's payload files: shared memory, then the temp folder."""
+        return self.run_dir.folders
+
+    def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - the same for all
+        """Return the folders for the ranks' payload files, equal to those of the kernel."""
+        return [str(folder) for folder in self.staging_folders]
+
+    @contextlib.contextmanager
+    def ship_file(
+        self,
+        file: Path,
+        ranks: Sequence[int],
+        on_progress: TransferCallback,  # noqa: ARG002 - no transfer
+    ) -> Iterator[dict[int, str]]:
+        """Yield the file's own path for all ranks; remove the file at the end."""
+        try:
+            yield dict.fromkeys(ranks, str(file))
+        finally:
+            file.unlink(missing_ok=True)
+
+    def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:  # noqa: ARG002 - no transfer
+        """Return the path of a payload file; raises PayloadError outside the session's folders."""
+        if str(Path(path).parent) not in self.payload_folders(rank):
+            raise PayloadError(foreign_file_message(path))
+        return Path(path)
+
+    def check_shared_folder(self, folder: Path) -> None:
+        """Do nothing: all ranks are on this machine."""
+
+    def check_shared_folder_async(self, folder: Path, on_warning: Callable[[str], object]) -> None:
+        """Do nothing: all ranks are on this machine."""
+
+    def make_private_folders(self) -> list[Path]:
+        """Create empty folders for files between ranks."""
+        return make_private_folders()
+
+    def log_tail(self) -> str:
+        """Return the end of the output of launcher and ranks outside of cells."""
+        return self.log.tail(LOG_TAIL_BYTES).strip()
+
+    def resume_stopped(self) -> None:
+        """Resume the launcher if it is stopped, so that it can end its ranks."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the launcher with everything it started; leave nothing behind.
+
+        Takes at most nine seconds; a warning names processes that cannot be killed.
+        """
+        self.listener, self._closing = ignore_message, True
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self.resume_stopped()
+        if self._wait_for_exit_code(within_s=CLOSE_S) is None:
+            self.process.kill()
+        stuck = orphan_cleanup.kill_processes(
+            orphan_cleanup.launcher_process_filter(self.run_dir.path)
+        )
+        if self._wait_for_exit_code(within_s=KILL_TIMEOUT_S) is None:
+            stuck.add(self.process.pid)
+        if stuck:
+            warnings.warn(unkillable_message(stuck), RuntimeWarning, stacklevel=2)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CLOSE_S)
+        self._link.close()
+        self.log.close()
+        self.run_dir.remove()
+        atexit.unregister(self.close)
+
+    def _wait_for_exit_code(self, *, within_s: float) -> int | None:
+        """Return its exit code, negative for a signal; None if it does not end in time."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _read(self) -> None:
+        # A launcher that is killed with unread data resets the link instead of closing it.
+        with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
+            for line in lines:
+                message = messages.decode_line(line)
+                self.is_warm = self.is_warm or isinstance(message, messages.LauncherReady)
+                self.listener(message)
+        if self._closing:
+            return
+        code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
+        self.listener(
+            messages.AllRanksExited(LAUNCHER_GONE, {} if code is None else {LAUNCHER_NAME: code})
+        )
+        # the launcher was killed, so its descendants must be ended here
+        orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
+
+
+def unkillable_message(pids: Iterable[int]) -> str:
+    """Return the warning about processes that cannot be killed."""
+    listed = ", ".join(str(pid) for pid in sorted(pids))
+    return (
+        f"These processes of the session cannot be killed: {listed}. They are blocked in a system"
+        " call (state D, a disk or driver that does not respond) and may hold device memory until"
+        " the call returns or the machine is restarted."
+    )
+
+
+def foreign_file_message(path: str) -> str:
+    """Return the error for a path outside the session's folders."""
+    return f"A rank sent the path {path}, which is outside this session's folders."
+
+
+class LocalLauncherProvider:
+    """Provides launchers on this machine and keeps one ready in advance.
+
+    Args:
+        memory_events: file with the OOM killer's counters, "memory.events" of a cgroup. Default:
+            that of this process's cgroup.
+    """
+
+    def __init__(self, memory_events: Path | None = None) -> None:
+        self.memory_events_file = memory_events
+        self._warm: Launcher | None = None
+
+    def check_limits(self, world_size: int) -> None:
+        """Raise StartError if this machine has too few file descriptors for the ranks."""
+        check_descriptors(world_size)
+
+    def warm_up(self, kind: DeviceType) -> None:
+        """Start a launcher of this kind in the background, unless one is ready."""
+        self._warm = self.acquire_launchers(kind)
+
+    def acquire_launchers(
+        self,
+        kind: DeviceType,
+        world_size: int = 0,  # noqa: ARG002 - no limit
+        progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
+    ) -> Launcher:
+        """Return the ready launcher, or a new one; the caller closes it."""
+        warm, self._warm = self._warm, None
+        if warm is not None and warm.is_alive and warm.kind == kind:
+            return warm
+        if warm is not None:
+            warm.close()
+        return Launcher(kind)
+
+    def close(self) -> None:
+        """End an unused launcher."""
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None

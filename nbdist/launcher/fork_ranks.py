@@ -1,0 +1,215 @@
+"""Forks the ranks of one start and waits until they end.
+
+Runs on the launcher's main thread. When a rank fails, torch elastic ends its peers within 0.1 s.
+
+torch elastic's rendezvous connects agents of several machines through a store; here one agent forks
+all ranks. torch 2.13's TCPStore listens on every interface, whatever address it is given, without
+authentication, and c10d's rendezvous unpickles data from it. So there is a rendezvous in memory
+without a network, and the ranks use a file store (`worker.rendezvous_store`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from accelerate import notebook_launcher
+from accelerate.utils import check_cuda_p2p_ib_support, patch_environment
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from nbdist import strategies
+from nbdist.launcher import (
+    device_visibility,
+    offload_setup,
+    process_tree,
+)
+from nbdist.launcher.rank_exit_watch import RankExitWatch
+from nbdist.protocol import messages
+from nbdist.worker.main import rank_main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from nbdist.launcher.kernel_link import KernelLink
+
+POLL_S = 0.02
+"""Interval in which torch elastic checks the ranks; its default of 0.1 s slows a restart."""
+
+# the agent logs a traceback for each rank that was ended on purpose; exit codes are reported
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+RENDEZVOUS_BACKEND = "nbdist"
+RENDEZVOUS_ENDPOINT = "127.0.0.1:0"
+"""Required by torch elastic; nothing listens there."""
+_NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
+"""MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
+
+
+class SingleAgentRendezvous(RendezvousHandler):
+    """A single agent on one machine: rank 0 of 1 as torch elastic counts agents."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        self._store = HashStore()
+
+    def get_backend(self) -> str:
+        """Name of this handler in torch elastic."""
+        return RENDEZVOUS_BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True, so that torch's rank 0 does not serve a TCPStore."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the store and the only agent's rank."""
+        return RendezvousInfo(self._store, 0, 1, _NOWHERE)
+
+    def is_closed(self) -> bool:
+        """Return False: it stays open for its agent."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: there are no other agents."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there are no other nodes."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Id given by the launcher."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Drop the store."""
+        del self._store
+        return True
+
+
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, SingleAgentRendezvous)
+
+
+def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages.AllRanksExited:
+    """Start the ranks, wait until they end, and return their exit codes."""
+    apply_environment(launch)
+    options = strategies.Options.from_json(launch.options)
+    hardware = strategies.Hardware.from_json(launch.hardware)
+    # auto chooses the backend on the ranks, which then load the ops they need
+    ops = options.strategy.required_ops(options, hardware) if launch.auto is None else ()
+    shown = device_visibility.shown(launch.devices)
+    offload_setup.build_missing_ops(
+        ops, progress=lambda text: link.send(messages.LauncherProgress(text)), shown=shown
+    )
+    device_visibility.close_nvml()
+    gc.collect()
+    gc.freeze()  # else a garbage collection on a rank copies all shared pages
+    try:
+        with (
+            offload_setup.create_nvme_folder(options) as own,
+            watch_ranks(launch, link) as watch,
+        ):
+            if own.offload_path is not None:
+                link.register_folder_cleanup(own.offload_path)
+            fork_ranks(replace(launch, options=own.to_json()), link, watch, shown)
+    except ChildFailedError as error:
+        codes = {str(launch.first + n): failure.exitcode for n, failure in error.failures.items()}
+        return messages.AllRanksExited(launch.generation, codes)
+    return messages.AllRanksExited(launch.generation)
+
+
+@contextlib.contextmanager
+def watch_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> Iterator[RankExitWatch]:
+    """Report each rank that starts and exits to the kernel; finally end all ranks."""
+    watch = RankExitWatch(launch.generation, link.send)
+    try:
+        yield watch
+    except ChildFailedError:
+        raise
+    except BaseException:
+        watch.stop_reporting()
+        raise
+    finally:
+        process_tree.end_descendants()
+        watch.close()
+
+
+def apply_environment(launch: messages.LaunchRanksRequest) -> None:
+    """Apply the kernel's environment (except for its GPUs), working folder and import path."""
+    os.environ.update(launch.env)
+    os.environ.update(
+        GLOO_SOCKET_IFNAME=launch.interface,
+        NCCL_SOCKET_IFNAME=launch.interface,
+    )
+    device_visibility.hide_gpus()
+    os.chdir(launch.cwd)
+    sys.path[:] = launch.path
+    # torch elastic creates log folders and error files here; ranks reset it in `worker.main`
+    tempfile.tempdir = launch.run_dir
+
+
+def fork_ranks(
+    launch: messages.LaunchRanksRequest,
+    link: KernelLink,
+    watch: RankExitWatch,
+    shown: Mapping[str, str],
+) -> None:
+    """Fork this launcher's ranks and wait for them. Other nodes have their own launchers.
+
+    Args:
+        launch: the launch request.
+        link: link to the kernel.
+        watch: monitor of the ranks.
+        shown: environment variables that show the ranks their GPUs.
+    """
+    if launch.local_world_size > 1:
+        notebook_launcher(
+            rank_main,
+            (launch, link, watch, shown),
+            num_processes=launch.local_world_size,
+            rdzv_backend=RENDEZVOUS_BACKEND,
+            rdzv_endpoint=RENDEZVOUS_ENDPOINT,
+            rdzv_id=f"nbdist-{launch.generation}",
+            monitor_interval=POLL_S,
+        )
+        return
+    # accelerate 1.15: notebook_launcher(num_processes=1) calls the function in this process and
+    # sets no RANK; this is what it does for several ranks
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=1,
+        run_id=f"nbdist-{launch.generation}",
+        rdzv_backend=RENDEZVOUS_BACKEND,
+        rdzv_endpoint=RENDEZVOUS_ENDPOINT,
+        max_restarts=0,
+        monitor_interval=POLL_S,
+        start_method="fork",
+    )
+    with patch_environment(**_nccl_for_one(shown)):
+        elastic_launch(config, rank_main)(launch, link, watch, shown)
+
+
+def _nccl_for_one(shown: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables that NCCL needs with RTX 40 GPUs and an old driver."""
+    # accelerate 1.15 sets them in notebook_launcher only for several ranks, and its PartialState
+    # raises without them.
+    if not device_visibility.is_gpu(shown) or check_cuda_p2p_ib_support():
+        return {}
+    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+    return {name: "1" for name in names if name not in os.environ}

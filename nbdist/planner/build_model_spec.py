@@ -1,0 +1,262 @@
+"""Builds a model spec from what the user passes to `plan`: a size, folder, config or module.
+
+Downloads nothing and does not run the model author's code: a config is read as JSON, and
+`auto_map` (remote code) is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast, get_args
+
+from nbdist.errors import PlanError
+from nbdist.paths import expand_user
+from nbdist.planner.memory.timeline import compute_modes
+from nbdist.planner.model_spec import with_notes
+from nbdist.planner.models import analytic, decoder, traced
+from nbdist.planner.models.autograd_tape import QuantizationMethod
+
+if TYPE_CHECKING:
+    from nbdist.planner.model_spec import ModelSpec
+
+ProgressCallback = Callable[[str], None]
+DeviceKind = Literal["cuda", "cpu"]
+
+DEFAULT_SEQ_LEN = 2048
+"""Tokens per sample if neither the user nor the config gives a length."""
+_LENGTH_FIELDS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_target_positions",
+)
+_RELATIVE = "relative_attention_num_buckets"
+"""Config field of models with relative positions (T5), which have no maximum length."""
+
+
+def load_model_spec(
+    model: object,
+    *,
+    batch_size: int,
+    seq_len: int | None,
+    kind: DeviceKind,
+    precision: str,
+    inputs: object = None,
+    progress: ProgressCallback,
+) -> tuple[ModelSpec, int]:
+    """Return the model spec and the number of tokens per sample to plan for.
+
+    Args:
+        model: a `PretrainedConfig`, a mapping, a folder or config.json, an `nn.Module`, a
+            size such as "7b", or a spec.
+        batch_size: batch size of the trace, if one is needed.
+        seq_len: tokens per sample. Default: the model's maximum, at most 2048.
+        kind: device kind; a trace computes as on such a device.
+        precision: precision to plan for.
+        inputs: example input of a module whose config does not determine it.
+        progress: called with progress messages of a trace.
+
+    Raises:
+        PlanError: an unsupported kind of model, or a config that lacks a field.
+    """
+    if _is_spec(model):
+        return model, _length_of_spec(model, seq_len or DEFAULT_SEQ_LEN)
+    if _is_module(model):
+        config = _module_config(model)
+        length = seq_len or default_seq_len(config)
+        spec = traced.spec_from_module(
+            model,
+            batch_size=batch_size,
+            seq_len=length,
+            inputs=inputs,
+            progress=progress,
+            kinds=(kind,),
+        )
+        length = _length_of_spec(spec, _length_of_inputs(spec, seq_len) or length)
+        return with_notes(spec, seq_len_notes(config, length)), length
+    # Path.exists() raises if a name is too long
+    if (
+        isinstance(model, str) and analytic.is_parameter_count(model) and not os.path.exists(model)  # noqa: PTH110
+    ):
+        return analytic.spec_from_parameter_count(model), seq_len or DEFAULT_SEQ_LEN
+    config = _config(model)
+    length = seq_len or default_seq_len(config)
+    if analytic.is_supported(config):
+        spec = analytic.spec_from_config(config)
+    else:
+        spec = traced.trace_config(
+            config,
+            batch_size=batch_size,
+            seq_len=length,
+            progress=progress,
+            kinds=(kind,),
+            computes=compute_modes(precision),
+        )
+        length = _length_of_spec(spec, length)
+    return with_notes(spec, seq_len_notes(config, length)), length
+
+
+def adapt(
+    spec: ModelSpec, lora: int | None, target_modules: Any, quantize: str | None
+) -> ModelSpec:
+    """Return the spec with adapters and quantized weights, as `plan` is asked for them.
+
+    Raises:
+        PlanError: an invalid value, or a model without closed formulas.
+    """
+    if target_modules is not None and lora is None:
+        message = "target_modules needs a rank. Add lora=16, or omit target_modules."
+        raise PlanError(message)
+    if quantize is not None and quantize not in get_args(QuantizationMethod):
+        options = " or ".join(get_args(QuantizationMethod))
+        message = f"quantize must be {options}, got {quantize!r}. Omit it to quantize nothing."
+        raise PlanError(message)
+    if lora is None and quantize is None:
+        return spec
+    if not isinstance(spec, decoder.DecoderSpec) or not spec.trains_base:
+        message = (
+            "lora and quantize need a decoder with closed formulas that trains everything (llama,"
+            " mistral, qwen2, qwen3, gpt2). Plan the PEFT model or the quantized model itself."
+        )
+        raise PlanError(message)
+    if lora is None:
+        message = (
+            f"quantize={quantize!r} leaves no trainable parameter, since quantized weights are"
+            " frozen. Add adapters, for example lora=16."
+        )
+        raise PlanError(message)
+    adapted = spec.with_lora(lora, target_modules)
+    return (
+        adapted
+        if quantize is None
+        else adapted.with_quantization(cast("QuantizationMethod", quantize))
+    )
+
+
+def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
+    """Return the tokens per sample of the example inputs, or None if they have none.
+
+    Raises:
+        PlanError: a different length was requested.
+    """
+    seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else None
+    if None not in {seq_len, requested} and seq_len != requested:
+        message = (
+            f"seq_len={requested} does not match the inputs, which have {seq_len} tokens per"
+            " sample. Omit seq_len, or give inputs of that length."
+        )
+        raise PlanError(message)
+    return seq_len
+
+
+def _length_of_spec(spec: ModelSpec, requested: int) -> int:
+    """Return the length to plan for; 1 for a model without tokens, so that samples count."""
+    return 1 if isinstance(spec, traced.TracedModel) and spec.seq_len is None else requested
+
+
+def _is_spec(model: object) -> TypeGuard[ModelSpec]:
+    return hasattr(model, "micro_batch_activations")
+
+
+def _is_module(model: object) -> bool:
+    """True for an `nn.Module`; does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _module_config(module: Any) -> Mapping[str, Any]:
+    """Return the fields of a module's config; empty if it has none."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
+    fields: Mapping[str, Any] = to_dict()
+    return fields
+
+
+def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
+    """Restore a spec from its `to_json()`."""
+    readers = {"closed form": analytic.spec_from_json, "traced": traced.from_json}
+    return readers[fields["depth"]](fields)
+
+
+def _config(model: object) -> Mapping[str, Any]:
+    """Return the fields of a transformers config in any supported form."""
+    if isinstance(model, Mapping):
+        return model
+    to_dict = getattr(model, "to_dict", None)
+    if hasattr(model, "model_type") and callable(to_dict):
+        fields: Mapping[str, Any] = to_dict()
+        return fields
+    if model == "":
+        message = (
+            'The model is empty (""). Give a size such as "7b", a folder with config.json, a'
+            " transformers config or an nn.Module."
+        )
+        raise PlanError(message)
+    if isinstance(model, (str, Path)):
+        return _config_file(expand_user(model))
+    message = (
+        f"Cannot plan an object of class {type(model).__name__}. Give a transformers config, a"
+        ' folder with config.json, an nn.Module, or a size such as "7b".'
+    )
+    raise PlanError(message)
+
+
+def _config_file(path: Path) -> Mapping[str, Any]:
+    """Return the fields of a config file.
+
+    Raises:
+        PlanError: the file does not exist or holds no config.
+    """
+    file = path
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        fields = json.loads(file.read_text())
+    except FileNotFoundError:
+        message = (
+            f"{str(path)!r} is neither a size such as '7b' nor a folder with config.json on this"
+            " machine. nbdist does not download models; download the model's config.json first."
+        )
+        raise PlanError(message) from None
+    except (OSError, ValueError, RecursionError) as error:
+        message = f"Cannot read {file} as a config ({error}). Give a transformers config.json."
+        raise PlanError(message) from None
+    if not isinstance(fields, dict):
+        message = f"Invalid config {file}: expected a JSON object, got {type(fields).__name__}."
+        raise PlanError(message)
+    return fields
+
+
+def default_seq_len(config: Mapping[str, Any]) -> int:
+    """Return the tokens per sample: the model's maximum, at most 2048."""
+    _, max_positions = _positions(config)
+    return min(max_positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+
+
+def seq_len_notes(config: Mapping[str, Any], seq_len: int) -> list[str]:
+    """Return a note if samples are longer than the model's maximum number of positions."""
+    name, max_positions = _positions(config)
+    if not max_positions or seq_len <= max_positions or _RELATIVE in config:
+        return []
+    note = (
+        f"seq_len {seq_len:,} exceeds the config's {name} of {max_positions:,}; the model was not"
+        f" trained beyond it, or fails. Extend its positions, or plan for {max_positions:,}."
+    )
+    return [note]
+
+
+def _positions(config: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return name and value of the field that limits the tokens per sample.
+
+    For multimodal models the limit is the text model's.
+    """
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, Mapping) else {}):
+        for name in _LENGTH_FIELDS:
+            value = fields.get(name)
+            if isinstance(value, int) and value > 0:
+                return name, value
+    return "", None

@@ -1,0 +1,286 @@
+"""Parameters in the module's order, from which DeepSpeed cuts partitions and buckets.
+
+Pure arithmetic over `LayerGroup`s, in elements. DeepSpeed does not follow the groups: it lays all
+parameters out in one row, cuts it into equal partitions, and reduces gradients in the order in
+which the backward makes them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nbdist.planner.memory.timeline import running_maxima
+
+if TYPE_CHECKING:
+    from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec
+
+
+class TrainableParameter(NamedTuple):
+    """One trainable parameter."""
+
+    num_elements: int
+    """Number of elements."""
+    group_index: int
+    block_index: int
+    """Index of the instance in its group."""
+
+
+class BucketReduction(NamedTuple):
+    """A bucket being reduced."""
+
+    next_parameter: TrainableParameter | None
+    """The gradient that did not fit into it; None at the end of the backward."""
+    num_done_in_group: int
+    """Elements of that gradient's group that are done, including itself."""
+    num_in_bucket: int
+    """Elements in the bucket."""
+    num_reduced: int
+    """Elements reduced so far, including the bucket's."""
+    crosses_partitions: bool
+    """True if the bucket holds gradients of more than one rank's partition."""
+
+
+def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each trainable parameter of one group.
+
+    If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
+    as in a transformer block (attention, then the wider MLP). Unknown trainable parameters besides
+    frozen ones are treated as one parameter.
+    """
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors if shape.trainable)
+    return _chunks(group.trainable, group.trainable if group.frozen else group.largest)
+
+
+def frozen_param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each frozen parameter of one group."""
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors if not shape.trainable)
+    return _chunks(group.frozen, group.largest)
+
+
+def param_sizes(group: LayerGroup) -> tuple[int, ...]:
+    """Return the elements of each parameter of one group, in the module's order if known."""
+    if group.tensors:
+        return tuple(shape.num_elements for shape in group.tensors)
+    return (*trainable_param_sizes(group), *frozen_param_sizes(group))
+
+
+def largest_trainable_size(*groups: LayerGroup) -> int:
+    """Return the elements of the largest trainable parameter, or 0."""
+    return max((size for group in groups for size in trainable_param_sizes(group)), default=0)
+
+
+def _chunks(elements: int, largest: int) -> tuple[int, ...]:
+    """Return the remainder, then pieces of the largest size."""
+    if not elements:
+        return ()
+    each = min(largest or elements, elements)
+    many, rest = divmod(elements, each)
+    return ((rest,) if rest else ()) + (each,) * many
+
+
+def num_finished_gradients(model: ModelSpec, step: MicroBatchStep) -> int:
+    """Return the gradient elements that a backward has made before it reaches a step's group."""
+    own = model.groups[step.group_index]
+    later = model.groups[step.group_index + 1 :]
+    rest = (own.count - 1 - step.block_index) * own.trainable
+    return rest + sum(group.count * group.trainable for group in later)
+
+
+def tied_head_size(model: ModelSpec) -> int:
+    """Return the elements of a tied head, or 0."""
+    # Its gradient is complete only after the embedding's contribution.
+    return largest_trainable_size(model.groups[-1]) if model.tied else 0
+
+
+def num_pending_gradients(model: ModelSpec, step: MicroBatchStep) -> int:
+    """Return the gradient elements of a step that are not yet stored with the other gradients.
+
+    These are the newest gradient and, before the tail's group, the tied head's.
+    """
+    if step.phase != "backward":
+        return 0
+    newest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
+    return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
+
+
+@lru_cache(maxsize=64)
+def trainable_parameters(
+    groups: tuple[LayerGroup, ...], *, tied: bool
+) -> tuple[TrainableParameter, ...]:
+    """Return all trainable parameters in the module's order; a tied head comes first."""
+    row = [
+        TrainableParameter(size, number, index)
+        for number, group in enumerate(groups)
+        for index in range(group.count)
+        for size in trainable_param_sizes(group)
+    ]
+    head = max((slot for slot in row if slot.group_index == len(groups) - 1), default=None)
+    if tied and head is not None:
+        row.remove(head)
+        row.insert(0, TrainableParameter(head.num_elements, 0, 0))
+    return tuple(row)
+
+
+def partition_size(elements: int, world_size: int) -> int:
+    """Return the elements of one rank's partition."""
+    # ZeRO-1/2 aligns to 2 elements per rank.
+    return 2 * -(-elements // (2 * world_size))
+
+
+class PartitionContents(NamedTuple):
+    """Contents of one rank's partition."""
+
+    num_touched: int
+    """Elements of all parameters that overlap with it, including their other pieces."""
+    largest_piece: int
+    """Elements of its largest piece."""
+
+
+@lru_cache(maxsize=256)
+def partition_contents(
+    groups: tuple[LayerGroup, ...], *, tied: bool, world_size: int
+) -> tuple[PartitionContents, ...]:
+    """Return the contents of each rank's equal piece of the whole row."""
+    row = trainable_parameters(groups, tied=tied)
+    each = partition_size(sum(slot.num_elements for slot in row), world_size)
+    touched, pieces = [0] * world_size, [0] * world_size
+    begin = 0
+    for size, _, _ in row:
+        end = begin + size
+        for rank in range(begin // each, (end - 1) // each + 1):
+            touched[rank] += size
+            piece = min(end, (rank + 1) * each) - max(begin, rank * each)
+            pieces[rank] = max(pieces[rank], piece)
+        begin = end
+    return tuple(map(PartitionContents, touched, pieces))
+
+
+@lru_cache(maxsize=256)
+def bucket_reductions(
+    groups: tuple[LayerGroup, ...], *, tied: bool, world_size: int, bucket: int, backward: bool
+) -> tuple[BucketReduction, ...]:
+    """Return the reductions of one backward, as the bucket fills and is emptied.
+
+    Args:
+        groups: groups of the model.
+        tied: True if the head comes first.
+        world_size: number of partitions.
+        bucket: elements of a bucket; a larger parameter is reduced alone.
+        backward: True if gradients come from the last parameter to the first, else reversed.
+    """
+    row = trainable_parameters(groups, tied=tied)
+    total = sum(slot.num_elements for slot in row)
+    each = max(1, partition_size(total, world_size))
+    reduced: list[BucketReduction] = []
+    moved = filled = own = 0
+    previous: TrainableParameter | None = None
+    for slot in (*(reversed(row) if backward else row), None):
+        same = slot is not None and previous is not None and slot[1:] == previous[1:]
+        own = (own if same else 0) + (slot.num_elements if slot is not None else 0)
+        if filled and (slot is None or filled + slot.num_elements > bucket):
+            low = total - moved if backward else moved - filled
+            split = low // each != (low + filled - 1) // each
+            reduced.append(BucketReduction(slot, own, filled, moved, split))
+            filled = 0
+        if slot is not None:
+            filled += slot.num_elements
+            moved += slot.num_elements
+        previous = slot
+    return tuple(reduced)
+
+
+class RetainedGradients(NamedTuple):
+    """Reduced gradients on the fullest rank, in elements, as a bucket is emptied."""
+
+    reduction: BucketReduction
+    before: int
+    during: int
+    """While the bucket is copied out, without the bucket itself."""
+    after: int
+
+
+@lru_cache(maxsize=256)
+def retained_gradients(
+    groups: tuple[LayerGroup, ...],
+    *,
+    tied: bool,
+    world_size: int,
+    bucket: int,
+    backward: bool,
+    buffered: bool,
+    large_stay: bool,
+) -> tuple[RetainedGradients, ...]:
+    """Return the gradients that a rank keeps at each of the `bucket_reductions` of a backward.
+
+    Args:
+        groups: groups of the model.
+        tied: as in `bucket_reductions`, like `world_size`, `bucket` and `backward`.
+        world_size: number of partitions.
+        bucket: elements of a bucket.
+        backward: True if gradients come from the last parameter to the first, else reversed.
+        buffered: True if a rank has a buffer for everything that overlaps with its partition, from
+            its first gradient on.
+        large_stay: True if a gradient above the bucket size stays in place on ranks without a
+            buffer for it.
+    """
+    contents = partition_contents(groups, tied=tied, world_size=world_size)
+    total = sum(slot.num_elements for slot in trainable_parameters(groups, tied=tied))
+    each = max(1, partition_size(total, world_size))
+    own = [share.num_touched if buffered else 0 for share in contents]
+    """Elements that a rank has in addition to all large gradients that stay."""
+    stay, passed, before = 0, -total, 0
+    retained: list[RetainedGradients] = []
+    row = bucket_reductions(
+        groups, tied=tied, world_size=world_size, bucket=bucket, backward=backward
+    )
+    for reduction in row:
+        low = (
+            total - reduction.num_reduced
+            if backward
+            else reduction.num_reduced - reduction.num_in_bucket
+        )
+        first, last = low // each, (low + reduction.num_in_bucket - 1) // each
+        edge, to_come = (first, first) if backward else (last, world_size - 1 - last)
+        others = max(passed, 0 if to_come else -total)
+        during = stay + max(others, *own[first : last + 1])
+        if large_stay and reduction.num_in_bucket > bucket:
+            stay += reduction.num_in_bucket
+            for rank in range(first, last + 1):
+                own[rank] -= reduction.num_in_bucket
+        after = stay + max(others, *own[first : last + 1])
+        retained.append(RetainedGradients(reduction, before, during, after))
+        before = after
+        complete = [own[rank] for rank in range(first, last + 1) if rank != edge]
+        passed = max(passed, *complete) if complete else passed
+    return tuple(retained)
+
+
+@lru_cache(maxsize=256)
+def peak_candidates(groups: tuple[LayerGroup, ...], **how: Any) -> tuple[RetainedGradients, ...]:
+    """Return the `retained_gradients` at reductions that may be the peak, for any element size.
+
+    Among equivalent ones the first has the most activations and the most left to reduce.
+    """
+    return tuple(
+        running_maxima(
+            (
+                (*equivalence_key(gradients.reduction), gradients.reduction.crosses_partitions),
+                (gradients.before, gradients.during),
+                gradients,
+            )
+            for gradients in retained_gradients(groups, **how)
+        )
+    )
+
+
+def equivalence_key(reduction: BucketReduction) -> tuple[int, ...]:
+    """Return the key shared by equal reductions of a group's equal blocks."""
+    waits = (
+        (reduction.next_parameter.group_index, reduction.next_parameter.num_elements)
+        if reduction.next_parameter is not None
+        else ()
+    )
+    return (*waits, reduction.num_done_in_group, reduction.num_in_bucket)

@@ -1,0 +1,317 @@
+"""Records the bytes that one micro-batch of a fake module holds at every moment.
+
+Forward, loss and backward run on fake tensors under a `MemoryTracker`; nothing is computed and no
+memory is allocated. Hooks at the groups split the time: a group's forward lasts until the next
+group begins, its backward from the gradient of its output to that of its input. Everything before
+the first group belongs to the root. A group saves what its part of the forward has allocated and
+still holds when the forward ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
+
+PARAMETERS = "parameters"
+
+
+class MemoryTracePoint(NamedTuple):
+    """Bytes held after one allocation."""
+
+    held_bytes: int
+    """Bytes without parameters and the gradients of groups whose backward has begun."""
+    num_grads: int
+    """Gradient elements of the current group."""
+
+
+MarkKind = Literal["forward", "exit", "returned", "backward", "end"]
+"""Start and end of a group's forward; return of the model; start of a group's backward; end."""
+
+
+class MicroBatchEvent(NamedTuple):
+    """A point in time."""
+
+    kind: MarkKind
+    group_index: int
+    """Index of the group."""
+    moment_index: int
+    """Index of the first moment after it."""
+    flops: float
+    """Operations until then."""
+
+
+class MicroBatchMemoryTrace(NamedTuple):
+    """Recording of one micro-batch."""
+
+    moments: list[MemoryTracePoint]
+    marks: list[MicroBatchEvent]
+    saved_bytes: dict[int, int]
+    """Bytes left from each group's forward when the backward begins, by group index, without the
+    model's output."""
+    forward_only_bytes: dict[int, int]
+    """Bytes left from it when the last group has ended, and freed when the model returns:
+    autocast's copies of weights that no operation has saved."""
+    output_bytes: int
+    """Bytes of the model's output."""
+
+
+def record_micro_batch(
+    model: nn.Module,
+    groups: Sequence[FsdpGroup],
+    batch: Any,
+    step: Callable[[Any], tuple[torch.Tensor, Any]],
+) -> MicroBatchMemoryTrace:
+    """Run one micro-batch and record it.
+
+    Args:
+        model: with fake parameters, its mode and checkpointing set; it accumulates gradients.
+        groups: its groups, the root first.
+        batch: nested inputs for `step`.
+        step: runs the forward; returns the loss, and the outputs that a cell's variable keeps.
+    """
+    trace = _RecordingTracker(model, batch)
+    removable = [*trace.watch_groups(groups), *trace.watch_gradients(groups)]
+    removable.append(model.register_forward_hook(lambda *_: trace.mark("returned", 0)))
+    try:
+        with trace:
+            trace.mark("forward", 0)
+            loss, outputs = step(batch)
+            saved, passing = trace.finish_forward(outputs)
+            loss.backward()
+            trace.mark("end", 0)
+    finally:
+        for handle in removable:
+            handle.remove()
+    return MicroBatchMemoryTrace(
+        trace.moments, trace.marks, saved, passing, sum(_sizes(outputs).values())
+    )
+
+
+class _RecordingTracker(MemoryTracker):
+    """A memory tracker that records its history."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        """Assign the model's own tensors."""
+        super().__init__(on_change=self._record_moment)
+        self.moments: list[MemoryTracePoint] = []
+        self.marks: list[MicroBatchEvent] = []
+        self.in_forward = True
+        self.flops = 0.0
+        self._formulas = _table()
+        self._at = _part_of_forward(0)
+        self._at_exit: Counter[str] = Counter()
+        self._place = 0
+        self._uncounted_parts = [PARAMETERS]
+        self._grads: dict[int, int] = {}
+        self._hooked = WeakIdKeyDictionary()
+        self.track_tensors(PARAMETERS, model.parameters())
+        self.track_tensors(_part_of_forward(0), [*model.buffers(), *tree_leaves(batch)])
+
+    def mark(self, kind: MarkKind, place: int) -> None:
+        """Record a point in time and the bytes held."""
+        self.marks.append(MicroBatchEvent(kind, place, len(self.moments), self.flops))
+        self._record_moment()
+
+    def finish_forward(self, outputs: Any) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the bytes saved by each group, and those freed at the end, by group index."""
+        self.in_forward = False
+        left = self.current.copy()
+        for key, size in _sizes(outputs).items():
+            if key in self._tracked:
+                left[self._tracked[key].part] -= size
+        self._at = "backward"
+        saved, before = self._by_place(left), self._by_place(self._at_exit)
+        return saved, {place: before[place] - size for place, size in saved.items()}
+
+    def _by_place(self, parts: Counter[str]) -> dict[int, int]:
+        """Bytes of each group that has begun; later bytes belong to the loss."""
+        places = [mark.group_index for mark in self.marks if mark.kind == "forward"]
+        last = next(
+            (mark.group_index for mark in reversed(self.marks) if mark.kind == "exit"), None
+        )
+        after = {place: parts[_part_after_group(place)] for place in places if place != last}
+        return {place: parts[_part_of_forward(place)] + after.get(place, 0) for place in places}
+
+    def watch_groups(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
+        """Hook the modules that begin and end a group's forward."""
+        for place, group in enumerate(groups):
+            for module in group.first_modules:
+                yield module.register_forward_pre_hook(
+                    self._forward_start_hook(place), with_kwargs=True
+                )
+                yield module.register_forward_hook(self._forward_end_hook(place))
+
+    def watch_gradients(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
+        """Hook the parameters, to separate their gradients from other memory."""
+        for place, group in enumerate(groups):
+            for parameter in group.own_params:
+                if parameter.requires_grad:
+                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(place))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operation's bytes and floating point operations."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if (formula := self._formulas.get(func._overloadpacket)) is not None:  # noqa: SLF001
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, part: str) -> None:
+        """Count a new storage for the current group."""
+        super()._add(storage, self._at if part == OTHER_PART else part)
+
+    def _record_moment(self) -> None:
+        """Record the bytes held now."""
+        apart = sum(self.current[part] for part in self._uncounted_parts)
+        self.moments.append(MemoryTracePoint(self.total - apart, self._grads.get(self._place, 0)))
+
+    def _forward_start_hook(self, place: int) -> Callable[..., None]:
+        """Return a hook for the start of a group's forward; recomputation is ignored."""
+
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.in_forward and not self._has_begun("forward", place):
+                # Gradients of the inputs end this group's backward and begin its predecessor's.
+                self._hook((args, kwargs), self._last_started_group())
+                self._at = _part_of_forward(place)
+                self.mark("forward", place)
+
+        return hook
+
+    def _forward_end_hook(self, place: int) -> Callable[..., None]:
+        """Return a hook for the end of a group's forward."""
+
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if self.in_forward:
+                self._hook(output, place)
+                self._at = _part_after_group(place)
+                self._at_exit = self.current.copy()
+                self.mark("exit", place)
+
+        return hook
+
+    def _gradient_hook(self, place: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook for a complete gradient."""
+
+        def hook(parameter: torch.Tensor) -> None:
+            self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
+            self.track_tensors(_part_of_gradients(place), [parameter.grad])
+            self._grads[place] = self._grads.get(place, 0) + parameter.numel()
+
+        return hook
+
+    def _count_gradient_from_end(self, place: int, size: int) -> None:
+        """Count a gradient from the end of its group's backward on, as engines do.
+
+        The gradient of a tied weight is complete only after its second use; until then autograd
+        holds it, not the parameter.
+        """
+        begun = [mark for mark in self.marks if mark.kind == "backward"]
+        places = [mark.group_index for mark in begun]
+        if self._place == place or place not in places:
+            return
+        end = begun[places.index(place) + 1].moment_index
+        for index in range(end, len(self.moments)):
+            moment = self.moments[index]
+            self.moments[index] = moment._replace(held_bytes=moment.held_bytes - size)
+
+    def _hook(self, values: Any, place: int) -> None:
+        """Begin a group's backward when one of these tensors has its gradient."""
+        for tensor in tree_leaves(values):
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+                continue
+            if tensor not in self._hooked:
+                self._hooked[tensor] = True
+                tensor.register_hook(lambda _: self._start_backward(place))
+
+    def _start_backward(self, place: int) -> None:
+        """Begin a group's backward, once."""
+        if not self.in_forward and not self._has_begun("backward", place):
+            self._place = place
+            self._uncounted_parts.append(_part_of_gradients(place))
+            self.mark("backward", place)
+
+    def _has_begun(self, kind: str, place: int) -> bool:
+        """Return whether a group's part has begun."""
+        return any(mark.kind == kind and mark.group_index == place for mark in self.marks)
+
+    def _last_started_group(self) -> int:
+        """Return the group whose forward began last."""
+        return [mark.group_index for mark in self.marks if mark.kind == "forward"][-1]
+
+
+def _part_of_gradients(place: int) -> str:
+    """Name of the part of a group's gradients."""
+    return f"gradients {place}"
+
+
+def _part_of_forward(place: int) -> str:
+    """Name of the part of tensors made by a group's forward."""
+    return f"saved {place}"
+
+
+def _part_after_group(place: int) -> str:
+    """Name of the part of tensors made after it, before the next group."""
+    return f"after {place}"
+
+
+def _sizes(values: Any) -> dict[int, int]:
+    """Bytes of the storages of all tensors among the values."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """FLOPs of a fused attention's forward."""
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_flops(
+    _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
+) -> float:
+    """FLOPs of its backward: five products instead of the forward's two."""
+    return 2.5 * _attention_flops(query, key, value)
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
+    """FLOPs of a grouped product: each row of one side is used in one group."""
+    return 2 * left.numel() * right.shape[-1]
+
+
+def _grouped_backward_flops(
+    _: Any, right: torch.Tensor, __: Any, grad: torch.Tensor, **___: Any
+) -> int:
+    """FLOPs of the two products of its backward."""
+    return 4 * grad.numel() * right.shape[-2]
+
+
+def _table() -> dict[Any, Callable[..., float]]:
+    """Return FLOP formulas; torch's table lacks the CPU's attention and the grouped product."""
+    aten, own = torch.ops.aten, torch.ops.transformers
+    table: dict[Any, Callable[..., float]] = {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,  # noqa: SLF001
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,  # noqa: SLF001
+        aten._grouped_mm: _grouped_flops,  # noqa: SLF001
+    }
+    if hasattr(own, "grouped_mm_fallback"):  # transformers with experts is loaded
+        table[own.grouped_mm_fallback] = _grouped_flops
+        table[own.grouped_mm_fallback_backward] = _grouped_backward_flops
+    return table

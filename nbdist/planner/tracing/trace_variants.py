@@ -1,0 +1,387 @@
+"""Traces a micro-batch in all compute modes and device kinds that a plan needs.
+
+Runs in a child process, and modifies its copy of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from nbdist.errors import PlanError
+from nbdist.planner.tracing import batch_size_fit, fake_tensors, micro_batch_tracer
+from nbdist.planner.tracing import fsdp_groups as module_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+
+    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
+
+COMPUTE_MODES = ("full", "half", "autocast", "half_autocast")
+DEVICE_KINDS = ("cuda", "cpu")
+HALF_MODES = {"half", "half_autocast"}
+AUTOCAST_MODES = {"autocast", "half_autocast"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """Options of a trace."""
+
+    batch_size: int
+    seq_len: int | None
+    """Tokens per sample; None for a model without tokens."""
+    compute_modes: Sequence[str] = COMPUTE_MODES
+    device_kinds: Sequence[str] = DEVICE_KINDS
+
+
+ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a forward."""
+
+
+def trace_module_fields(
+    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Trace a module; return the fields of a `TracedModel`, or {"error": message}."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's own warnings are irrelevant here
+            fields = trace_all_modes(model, batch, request, progress)
+    except PlanError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        message = (
+            f"Cannot trace the model ({trace_error_text(model, error)}). Give"
+            " example inputs that its forward accepts, nbdist.plan(model, inputs=...), or plan"
+            " for a size such as '7b'."
+        )
+        return {"error": message}
+    kinds = ("trainable", "frozen", "quantized")
+    count = sum(g["count"] * g[kind] for g in fields["groups"] for kind in kinds)
+    return fields | {"name": f"{type(model).__name__}, {_format_num_params(count)}"}
+
+
+def _format_num_params(params: int) -> str:
+    """Format a number of parameters: "1.50B parameters"."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if params >= scale:
+            return f"{params / scale:.3g}{unit} parameters"
+    return f"{params} parameters"
+
+
+def trace_all_modes(
+    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the fields of a `TracedModel`.
+
+    Args:
+        model: modified: blocks are dropped and tensors become fake. Its tensors may be
+            on any device and are not read.
+        batch: batch of the requested size; its tensors are not read either.
+        request: what to trace.
+        progress: called with progress messages.
+
+    Raises:
+        PlanError: no parameter is trainable.
+        Exception: of any kind, if the model fails in every compute mode; if it fails in some,
+            their `passes` are {"error": message}.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError(
+            "The model has no trainable parameter. Set requires_grad on some, then plan."
+        )
+    model.train()
+    run = _VariantTracer(model, batch, request, progress)
+    passes = _passes(run, request)
+    return {
+        "depth": "traced",
+        "tied": run.tied,
+        "element": run.element,
+        "trainable_element": run.trainable_element,
+        "batch_size": request.batch_size,
+        "seq_len": request.seq_len,
+    } | _by_group(run.found, passes)
+
+
+def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, Any]]:
+    """Trace all compute modes, without and with activation checkpointing."""
+    passes: dict[str, dict[str, Any]] = {}
+    errors: dict[tuple[str, str], Exception] = {}
+    modes = list(itertools.product(request.device_kinds, request.compute_modes))
+    for checkpointing in (False, True):
+        if checkpointing:
+            checkpoint_activations(run.model, run.blocks)
+        for mode in modes:
+            name = f"{mode[0]} {mode[1]}{' checkpointing' * checkpointing}"
+            if mode not in errors:  # modes that fail without checkpointing also fail with it
+                try:
+                    passes[name] = run.trace_figures(*mode)
+                except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+                    errors[mode] = error
+            if mode in errors:
+                reason = f"{_WAYS[mode[1]]} ({trace_error_text(run.model, errors[mode])})"
+                message = (
+                    f"Forward or backward fails {reason}. Use another backend or precision, or make"
+                    " the model follow the dtype of its parameters."
+                )
+                passes[name] = {"error": message}
+        if len(errors) == len(modes):
+            raise errors[modes[0]]
+    return passes
+
+
+_WAYS = {
+    "full": "without mixed precision",
+    "half": "with parameters in 16 bits",
+    "autocast": "under autocast",
+    "half_autocast": "with parameters in 16 bits under autocast",
+}
+"""Compute modes in error messages."""
+
+
+def trace_error_text(model: nn.Module, error: Exception) -> str:
+    """Describe an exception that a model raised on fake tensors, in one line."""
+    kind = type(error).__name__
+    if kind in {"DataDependentOutputException", "DynamicOutputShapeException"}:
+        kind = "its shapes depend on tensor values"
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(model).__name__} on fake tensors: {kind}: {first}"
+
+
+class _VariantTracer:
+    """A shortened model, ready to be traced in different compute modes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: ForwardBatch,
+        request: TraceRequest,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Find the groups and drop the blocks that another one represents."""
+        self.model, self.request, self.progress = model, request, progress
+        floating = [each for each in model.parameters() if each.is_floating_point()]
+        self.element, self.trainable_element = (
+            next((each.element_size() for each in floating if each.requires_grad is trained), 0)
+            for trained in (False, True)
+        )
+        self.element = self.element or self.trainable_element
+        self.tied = module_groups.has_tied_embeddings(model)
+        self.found = module_groups.drop_repeated_blocks(
+            model, module_groups.find_fsdp_groups(model)
+        )
+        self.blocks = [group.first_modules[0] for group in self.found if group.role == "block"]
+        self._types = {
+            parameter: parameter.dtype for group in self.found for parameter in group.own_params
+        }
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._half: bool | None = None
+        self._batch = fake_tensors.fake_like(batch, self.mode)
+
+    def trace_figures(self, kind: str, compute: str) -> dict[str, Any]:
+        """Trace one compute mode at two batch sizes."""
+        self._replace_parameters(half=compute in HALF_MODES)
+        size = self.request.batch_size
+        self.progress(f"tracing {compute} for {kind}")
+        recorded, doubled = (self._parts(kind, compute, times * size) for times in (1, 2))
+        return batch_size_fit.fit_two_batch_sizes(recorded, size, doubled, 2 * size)
+
+    def _parts(self, kind: str, compute: str, size: int) -> batch_size_fit.MemoryTraceByGroup:
+        """Trace one micro-batch."""
+        self.model.zero_grad(set_to_none=True)
+        batch = fake_tensors.with_batch_size(self._batch, self.mode, self.request.batch_size, size)
+        behaviour = fake_tensors.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
+        with self.mode, behaviour:
+            step = _step(self.model, compute)
+            return batch_size_fit.split_by_group(
+                micro_batch_tracer.record_micro_batch(self.model, self.found, batch, step)
+            )
+
+    def _replace_parameters(self, *, half: bool) -> None:
+        """Replace the parameters by fake ones of the dtype that they are used in."""
+        if self._half == half:
+            return
+        fakes = fake_tensors.replace_with_fakes(self.model, self.mode, self._types, half=half)
+        for group in self.found:
+            group.own_params = [fakes[parameter] for parameter in group.own_params]
+        self._types = {fakes[old]: dtype for old, dtype in self._types.items()}
+        self._half = half
+
+
+def _step(model: nn.Module, compute: str) -> Callable[[ForwardBatch], tuple[torch.Tensor, Any]]:
+    """Return the forward of a micro-batch as an engine runs it."""
+
+    def step(batch: ForwardBatch) -> tuple[torch.Tensor, Any]:
+        args, kwargs = _cast(batch, torch.bfloat16) if compute in HALF_MODES else batch
+        if compute not in AUTOCAST_MODES:
+            outputs = model(*args, **kwargs)
+            return loss_of(outputs), outputs
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(*args, **kwargs)
+        outputs = _cast(outputs, torch.float32)
+        return loss_of(outputs), outputs
+
+    return step
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Cast floating point tensors."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        values,
+    )
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """Return the loss that a model returned, or the mean of its outputs.
+
+    Raises:
+        PlanError: no output has a gradient.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    means = [
+        leaf.mean()
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if not means:
+        message = (
+            "The model's output has no gradient. Give inputs for which it returns a loss or a"
+            " tensor that depends on its parameters."
+        )
+        raise PlanError(message)
+    return torch.stack(means).sum() if len(means) > 1 else means[0]
+
+
+def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Recompute the blocks in the backward; transformers models have their own method."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    block_ids = frozenset(map(id, blocks))
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in block_ids)
+
+
+def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures in forward order, with equal neighbours merged."""
+    failed = {name: run for name, run in passes.items() if "error" in run}
+    passes = {name: run for name, run in passes.items() if name not in failed}
+    order = _forward_order(found, next(iter(passes.values())))
+    times = [len(group.represented_indices) for group in found]
+    passes = {name: batch_size_fit.extend_to_full_depth(run, times) for name, run in passes.items()}
+    parts = {
+        name: {part.pop("place"): part for part in run["groups"]} for name, run in passes.items()
+    }
+    nothing = {"saved": (0, 0), "gradient": (0, 0), "forward": [], "backward": [], "flops": 0}
+    rows = [
+        _RepeatedGroup(
+            found[place], 1, [by_place.get(place, nothing) for by_place in parts.values()]
+        )
+        for place in order
+    ]
+    merged = _merged(rows)
+    return {
+        "groups": [
+            {"name": name, "role": row.group.role, "count": row.count}
+            | row.group.parameter_counts()
+            for name, row in zip(_names(merged), merged, strict=True)
+        ],
+        "passes": {
+            name: {
+                "groups": [row.parts[column] for row in merged],
+                "loss": run["loss"],
+                "outputs": run["outputs"],
+            }
+            for column, (name, run) in enumerate(passes.items())
+        }
+        | failed,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _RepeatedGroup:
+    """A group of the whole model, or several equal neighbours."""
+
+    group: FsdpGroup
+    count: int
+    parts: list[dict[str, Any]]
+    """Figures of every run."""
+
+
+def _merged(rows: Sequence[_RepeatedGroup]) -> list[_RepeatedGroup]:
+    """Merge neighbours with equal parameters and saved bytes.
+
+    The first and the last block of a list may hold slightly less than the others at some
+    moments: the larger value is used.
+    """
+    merged: list[_RepeatedGroup] = []
+    for row in rows:
+        if merged and _same(merged[-1]) == _same(row):
+            last = merged.pop()
+            both = zip(last.parts, row.parts, strict=True)
+            larger = [
+                first
+                | {
+                    name: batch_size_fit.pareto_front({*first[name], *second[name]})
+                    for name in ("forward", "backward")
+                }
+                | {"gradient": max(first["gradient"], second["gradient"], key=sum)}
+                for first, second in both
+            ]
+            row = _RepeatedGroup(row.group, last.count + 1, larger)  # noqa: PLW2901
+        merged.append(row)
+    return merged
+
+
+def _same(row: _RepeatedGroup) -> list[Any]:
+    """Return the key that neighbours must share."""
+    group = row.group
+    own = [(part["saved"], part["flops"]) for part in row.parts]
+    return [group.first_block_index, group.role, group.parameter_counts(), own]
+
+
+def _forward_order(found: Sequence[FsdpGroup], run: dict[str, Any]) -> list[int]:
+    """Return indices into `found` for every group of the whole model, in forward order.
+
+    A list of blocks is at the position of its first one; groups that did not run follow the
+    root.
+    """
+    forward_index = {part["place"]: number for number, part in enumerate(run["groups"])}
+    first = {
+        group.first_block_index: forward_index.get(place, 0)
+        for place, group in reversed([*enumerate(found)])
+    }
+    places = [
+        (first[group.first_block_index], time, place)
+        for place, group in enumerate(found)
+        for time in group.represented_indices
+    ]
+    return [place for *_, place in sorted(places)]
+
+
+def _names(merged: Sequence[_RepeatedGroup]) -> list[str]:
+    """Tell the first and the last block of a list from the others, where they differ."""
+    stacks = [row.group.first_block_index for row in merged]
+    names = []
+    for number, row in enumerate(merged):
+        single = row.count == 1 and stacks.count(row.group.first_block_index) > 1
+        first = single and stacks.index(row.group.first_block_index) == number
+        last = single and row.group.first_block_index not in stacks[number + 1 :]
+        names.append("first " * first + "last " * last + row.group.name)
+    return names

@@ -1,0 +1,226 @@
+"""Loads a model of `from_pretrained` as shards: each rank reads its own part of the files.
+
+`from_pretrained` returns a model whose weights are not read until something uses them
+(`lazy_weights`). `prepare()` builds the engine from memory that is not touched, as a switch does,
+and then reads this rank's intervals of the files into the engine's shards. A weight that any rank
+has used before `prepare()` is an ordinary parameter; rank 0 broadcasts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from nbdist.display.number_formatting import format_bytes
+from nbdist.errors import SwitchError
+from nbdist.state import collectives, layouts, meta_model
+from nbdist.state.tensor_index import TensorIndex, TensorPart
+from nbdist.worker.engines import wrap_policy
+from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
+from nbdist.worker.import_hook import when_imported
+from nbdist.worker.library_patches import patch
+from nbdist.worker.training import prepared_models
+from nbdist.worker.training.model_state import ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from accelerate import Accelerator
+
+    from nbdist.strategies import Options
+    from nbdist.worker.training.prepared_models import PreparedModel
+
+_MODELS, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_checkpoints: list[str] = []
+"""Files that `from_pretrained` is reading; an empty text if their tensors are not to be lazy."""
+
+
+def is_sharded(options: Options) -> bool:
+    """Return whether models are loaded as shards under these options."""
+    return (
+        options.sharded_load
+        and "parameters" in options.strategy.shards
+        and options.offload_device != "nvme"  # ZeRO-3 swaps parameters out while it is built
+    )
+
+
+def install(is_on: Callable[[], bool]) -> None:
+    """Make `from_pretrained` return lazy weights.
+
+    Args:
+        is_on: whether they are wanted; asked at each call of `from_pretrained`.
+    """
+    when_imported(_MODELS, lambda: _patch_loading(is_on))
+
+
+def _patch_loading(is_on: Callable[[], bool]) -> None:
+    def note_files(load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def load_pretrained(
+            model: nn.Module, state_dict: Any, files: Any, config: Any, *args: Any
+        ) -> Any:
+            lazy = is_on() and state_dict is None and files and not config.is_quantized
+            sizes = {Path(file).name: Path(file).stat().st_size for file in files or ()}
+            _checkpoints.append(", ".join(f"{k} {v}" for k, v in sizes.items()) if lazy else "")
+            try:
+                return load(model, state_dict, files, config, *args)
+            finally:
+                _checkpoints.pop()
+
+        return staticmethod(load_pretrained)
+
+    def defer_copy(copy: Callable[..., Any]) -> Callable[..., Any]:
+        def materialize_copy(tensor: Any, device: Any = None, dtype: Any = None) -> Any:
+            # A slice of a safetensors file is memory-mapped; other formats are tensors already.
+            is_mapped = not isinstance(tensor, torch.Tensor)
+            if not (_checkpoints and _checkpoints[-1] and is_mapped and str(device) == "cpu"):
+                return copy(tensor, device, dtype)
+            stored = tensor[...]
+            return LazyWeight.of_file(stored, dtype or stored.dtype, _checkpoints[-1])
+
+        return materialize_copy
+
+    def assign_lazy(assign: Callable[..., Any]) -> Callable[..., Any]:
+        def set_param(model: nn.Module, name: str, value: Any, *args: Any) -> Any:
+            if isinstance(value, LazyWeight):
+                owner, _, attribute = name.rpartition(".")
+                if attribute in model.get_submodule(owner)._parameters:  # noqa: SLF001
+                    value.make_parameter()
+                else:
+                    value.read()
+            return assign(model, name, value, *args)
+
+        return set_param
+
+    patch(f"{_MODELS}:PreTrainedModel._load_pretrained_model", note_files)
+    patch(f"{_LOADING}:_materialize_copy", defer_copy)
+    patch(f"{_LOADING}:set_param_for_module", assign_lazy)
+
+
+class _Unread(NamedTuple):
+    """A parameter whose values are still in its file."""
+
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    stored: torch.Tensor
+
+    def read_part(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return elements as a full load and the engine's cast to `dtype` would."""
+        part: torch.Tensor = self.stored.view(-1)[start:stop].to(self.dtype).to(dtype)
+        return part
+
+
+class UnreadWeights:
+    """Weights of new models that no rank has used, in one call of `prepare()`.
+
+    Args:
+        models: the new models of the call.
+        options: the session's options; None for an Accelerator with the user's own engine.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], options: Options | None) -> None:
+        """Turn all weights into ordinary parameters; a collective if models are sharded."""
+        self._models = models
+        self._titles = {id(model): type(model).__name__ for model in models}
+        """id() of a model -> its class; FSDP2 changes the class."""
+        self._unread: dict[int, dict[str, _Unread]] = {}
+        """id() of a model -> name -> weight."""
+        for model in models:
+            lazy = {n: p for n, p in model.named_parameters() if isinstance(p, LazyWeight)}
+            common: set[Any] = set()
+            if options is not None and is_sharded(options):
+                mine = {(name, p.checkpoint, p.dtype) for name, p in lazy.items()}
+                common = set.intersection(*collectives.all_gather_values(mine))
+            for name, weight in lazy.items():
+                if (name, weight.checkpoint, weight.dtype) not in common:
+                    weight.read()
+                    continue
+                entry = _Unread(weight, weight.dtype, weight.detach_values())
+                self._unread.setdefault(id(model), {})[name] = entry
+
+    @contextlib.contextmanager
+    def deferred(self, accelerator: Accelerator) -> Iterator[None]:
+        """Prepare the models without these weights; if that fails, read them as a whole."""
+        entries = [entry for of_model in self._unread.values() for entry in of_model.values()]
+        if not entries:
+            yield
+            return
+        try:
+            ids = {id(entry.parameter) for entry in entries}
+            for model in self._models:
+                wrap_policy.broadcast_from_rank_0(model, without=ids)
+            for parameter, dtype, _ in entries:
+                # The engines cast parameters before they shard them, which would touch all of the
+                # memory: it is allocated in that dtype.
+                engine_dtype = _engine_dtype(accelerator, parameter)
+                if engine_dtype != dtype:
+                    parameter.data = torch.empty(parameter.shape, dtype=engine_dtype)
+            with wrap_policy.defer_weights():
+                yield
+        except BaseException:
+            for parameter, dtype, stored in entries:
+                if parameter.shape == stored.shape:
+                    parameter.data = stored.to(dtype)
+            raise
+
+    @torch.no_grad()
+    def read_shards(self, prepared: PreparedModel) -> None:
+        """Read this rank's shards of the weights of a prepared model, and print how much.
+
+        Raises:
+            SwitchError: this engine's shards cannot be written.
+        """
+        identity = id(prepared.user_model())
+        unread, title = self._unread.pop(identity, None), self._titles.get(identity)
+        if unread is None:
+            return
+        try:
+            layouts.check_layout(prepared.model)
+            state = ModelState(prepared_models.all_models().index(prepared), prepared)
+            targets = state.target_shards(optimizers=False)
+        except SwitchError as error:
+            message = f"{error} To load a whole model on each rank, use --no-sharded-load."
+            raise SwitchError(message) from error
+        dtypes = {
+            meta_model.bare_name(name): parameter.dtype
+            for name, parameter in prepared.model.named_parameters()
+        }
+        for name, entry in unread.items():
+            key = state.model_prefix + name
+            dtype = dtypes.get(name, targets[key].dtype)
+
+            def fetch(start: int, stop: int, entry: _Unread = entry, dtype: Any = dtype) -> Any:
+                return entry.read_part(start, stop, dtype)
+
+            index, size = TensorIndex(), entry.stored.numel()
+            index.add_tensor(key, tuple(entry.stored.shape), dtype, TensorPart(0, size, fetch))
+            index.read_into({key: targets[key]})
+            release_pages(entry.stored)
+        state.finalize_state({})
+        if collectives.rank() == 0:
+            num_bytes = sum(entry.stored.nbytes for entry in unread.values())
+            print(  # noqa: T201
+                f"Loaded {len(unread)} of {len(targets)} weights of {title} as shards: each rank"
+                f" read its part of {format_bytes(num_bytes)}."
+            )
+
+
+def _engine_dtype(accelerator: Accelerator, parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype that an engine casts a parameter to before it shards it."""
+    precision = accelerator.mixed_precision
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # deepspeed 0.19, `_cast_module_mixed_precision`
+        return _COMPUTE.get(precision, parameter.dtype)
+    # accelerate 1.15, `fsdp2_prepare_model`; FSDP1's shards are cast later
+    is_cast = accelerator.is_fsdp2 and precision != "no" and parameter.requires_grad
+    return torch.float32 if is_cast else parameter.dtype

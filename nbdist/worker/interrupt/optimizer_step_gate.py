@@ -1,0 +1,158 @@
+"""Interrupts all ranks after the same optimizer step.
+
+KeyboardInterrupt can be raised between any two lines. In a training loop, one rank might then have
+made a step that another has not, so that their weights or shards are inconsistent; within a step,
+only some parameters are updated. An interrupt therefore takes two messages. The first pauses
+every rank before its next step and returns how many steps of this cell it has started. The kernel
+then sends the step after which all ranks stop, which each rank can reach without the next step of
+the others.
+
+Code without optimizer steps, or with slow ones, is interrupted immediately.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_PAUSE_S = 2.0
+"""A paused rank continues after this time if no step to stop after was sent."""
+ITERATION_END_S = 0.1
+"""Time after the last step for the rest of the iteration: clearing gradients, a scheduler,
+counters. The next forward or backward ends it earlier."""
+_NAP_S = 0.002
+
+
+class StepListener(Protocol):
+    """Profile that is notified of optimizer steps, on the main thread."""
+
+    def on_step_begin(self) -> None:
+        """Called before the optimizer steps."""
+
+    def on_step_end(self, optimizer: Any) -> None:
+        """Called after the optimizer has stepped."""
+
+    def on_cell_end(self) -> None:
+        """Called at the end of a cell."""
+
+
+class OptimizerStepGate:
+    """Gate around the optimizer steps of this rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.listener: StepListener | None = None
+        """Active profile of this rank. Without one, a step costs one attribute access."""
+        self.begin_cell()
+
+    def begin_cell(self) -> None:
+        """Reset the state at the start and end of a cell."""
+        with self._lock:
+            self.num_steps_begun = 0
+            """Number of steps started in this cell."""
+            self._entered_at = time.monotonic()
+            self._step_s = 0.0
+            self._is_stepping = self._armed = self._raised = False
+            self._held_at: float | None = None
+            self._last: int | None = None
+            """Number of the step after which to stop; 0 for immediately."""
+
+    # -- the control thread
+
+    def pause_steps(self) -> tuple[int, float]:
+        """Pause before the next step, for a limited time.
+
+        Returns:
+            Number of steps started, and the estimated seconds until the next one.
+        """
+        with self._lock:
+            self._held_at, self._last = time.monotonic(), None
+            ago = self._held_at - self._entered_at
+            return self.num_steps_begun, max(self._step_s - ago, 0.0)
+
+    def interrupt_after(self, after: int) -> None:
+        """Raise KeyboardInterrupt in the main thread after that many steps.
+
+        It is raised only once, except with `after=0`: the cell may have caught the first one.
+        """
+        with self._lock:
+            self._last, self._held_at = after, None
+            if (
+                self.num_steps_begun >= after
+                and not self._is_stepping
+                and not (after and self._raised)
+            ):
+                self._raise_in_main()
+
+    # -- the main thread
+
+    def _enter(self) -> None:
+        while True:
+            with self._lock:
+                if self._last is not None and self.num_steps_begun >= self._last:
+                    self._raised = True
+                    raise KeyboardInterrupt
+                paused = (
+                    self._held_at is not None and time.monotonic() - self._held_at < MAX_PAUSE_S
+                )
+                if not paused:
+                    now = time.monotonic()
+                    self._step_s, self._entered_at = now - self._entered_at, now
+                    self.num_steps_begun += 1
+                    self._is_stepping = True
+                    return
+            time.sleep(_NAP_S)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._is_stepping = False
+            if self._last is not None and self.num_steps_begun >= self._last:
+                self._armed = True
+                threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
+
+    def _interrupt_if_armed(self) -> None:
+        with self._lock:
+            if self._armed:
+                self._armed = False
+                self._raise_in_main()
+
+    def _raise_in_main(self) -> None:
+        self._raised = True
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def end_iteration(self) -> None:
+        """Raise a pending KeyboardInterrupt, because the next iteration is about to start."""
+        with self._lock:
+            armed, self._armed = self._armed, False
+            self._raised = self._raised or armed
+        if armed:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def step(self, optimizer: Any) -> Iterator[None]:
+        """Context of a step of a prepared optimizer, on the main thread.
+
+        Raises:
+            KeyboardInterrupt: the ranks stop before this step.
+        """
+        listener = self.listener
+        if listener is not None:
+            listener.on_step_begin()
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+        if listener is not None:
+            listener.on_step_end(optimizer)
+
+
+optimizer_step_gate = OptimizerStepGate()
+"""The gate of this rank."""

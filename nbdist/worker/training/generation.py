@@ -1,0 +1,174 @@
+"""Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
+
+transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
+ZeRO-3 each forward is a collective, so all ranks have to call it equally often, also when some have
+finished their texts (`synced_gpus`). ``patch_generate`` sees to this in every `generate()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+
+from nbdist.errors import OptionError
+from nbdist.state import collectives, layouts
+from nbdist.state.layouts.base import unwrap_compiled, unwrap_engine
+from nbdist.worker import process_group
+from nbdist.worker.library_patches import patch
+from nbdist.worker.training import prepared_models
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+_MODULE = "transformers.generation.utils"
+_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Prepared models inside of `full_parameters`."""
+
+
+def patch_generate() -> None:
+    """Patch transformers' `generate()`, once a model that has it is prepared."""
+    if _MODULE in sys.modules:
+        patch(f"{_MODULE}:GenerationMixin.generate", _wrap_generate)
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `generate()` of a sharded model work on all ranks together."""
+
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(module._compiled_call_impl for module in self.modules()):  # noqa: SLF001
+            # Each step has another shape, for which the blocks of --compile would be compiled.
+            with torch.compiler.set_stance("force_eager"):
+                return generate_together(self, *args, **kwargs)
+        return generate_together(self, *args, **kwargs)
+
+    def generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        prepared = prepared_models.find_owner(self)
+        if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
+            return original(self, *args, **kwargs)
+        is_local = prepared.model in _gathered
+        # transformers 5.23 sets it under FSDP alone, and its Seq2SeqTrainer passes False.
+        kwargs["synced_gpus"] = not is_local and distributed.get_world_size() > 1
+        if is_local:
+            return original(self, *args, **kwargs)
+        process_group.require_all_ranks("generate() of a model with sharded parameters")
+        # Also the model's own generate() may call a part of it, such as the encoder of a T5.
+        with kind.root_parameters(unwrap_compiled(prepared.model)):
+            prepared.interrupted_pass = "forward"  # noqa: S105
+            result = original(self, *args, **kwargs)
+            prepared.interrupted_pass, prepared.has_evaluated = "", True
+        return result
+
+    return generate
+
+
+@contextlib.contextmanager
+def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather all parameters of a prepared model; see `nbdist.full_parameters`."""
+    process_group.require_all_ranks("nbdist.full_parameters()")
+    prepared = prepared_models.find_owner(model)
+    if prepared is None or prepared.model in _gathered:
+        yield _bare(model)
+        return
+    wrapper = unwrap_compiled(prepared.model)
+    with layouts.kind_of(wrapper).full_parameters(wrapper):
+        _gathered.add(prepared.model)
+        try:
+            yield _bare(wrapper)
+        finally:
+            _gathered.discard(prepared.model)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Return the module inside of the engine."""
+    inner = unwrap_engine(model)
+    return getattr(inner, "_fsdp_wrapped_module", inner)
+
+
+def generate(
+    model: nn.Module,
+    inputs: Sequence[str] | Mapping[str, torch.Tensor] | torch.Tensor,
+    tokenizer: Any,
+    *,
+    batch_size: int | None,
+    **options: Any,
+) -> Any:
+    """Generate for a share of the inputs on each rank; see `nbdist.generate`."""
+    process_group.require_all_ranks("nbdist.generate()")
+    bare: Any = unwrap_engine(model)
+    if not hasattr(bare, "generate"):
+        message = f"nbdist.generate() needs a model with generate(), got {type(bare).__name__}."
+        raise OptionError(message)
+    if options.get("return_dict_in_generate"):
+        message = "nbdist.generate() returns sequences only. Use model.generate() for the rest."
+        raise OptionError(message)
+    tensors = _as_tensors(inputs, tokenizer, is_decoder=not bare.config.is_encoder_decoder)
+    num_inputs = len(next(iter(tensors.values())))
+    rank, share = distributed.get_rank(), -(-num_inputs // distributed.get_world_size())
+    # Every rank generates for equally many: the last ones repeat the last input.
+    rows = torch.arange(rank * share, (rank + 1) * share).clamp(max=num_inputs - 1)
+    device = next(bare.parameters()).device
+    sequences: list[list[int]] = []
+    with _evaluating(bare):
+        for part in rows.split(batch_size or share):
+            batch = {name: tensor[part].to(device) for name, tensor in tensors.items()}
+            sequences += bare.generate(**batch, **options).tolist()
+    everyone = [row for rows in collectives.all_gather_values(sequences) for row in rows]
+    # `num_return_sequences` gives several for each input.
+    kept = everyone[: num_inputs * len(sequences) // share]
+    if isinstance(tensors, _Tokenized):
+        return tokenizer.batch_decode(kept, skip_special_tokens=True)
+    padding = _pad_token(bare.generation_config, options)
+    longest = max(map(len, kept))
+    return torch.tensor([row + [padding] * (longest - len(row)) for row in kept], device=device)
+
+
+class _Tokenized(dict[str, torch.Tensor]):
+    """Tensors made from texts."""
+
+
+def _as_tensors(inputs: Any, tokenizer: Any, *, is_decoder: bool) -> dict[str, torch.Tensor]:
+    """Return inputs as keyword arguments of `generate()`; their rows are the inputs.
+
+    Raises:
+        OptionError: texts without a tokenizer, a single text, or nothing.
+    """
+    if isinstance(inputs, torch.Tensor):
+        inputs = {"input_ids": inputs}
+    if hasattr(inputs, "keys"):  # a BatchEncoding is not a dict
+        return {name: torch.as_tensor(inputs[name]) for name in inputs}
+    if isinstance(inputs, str) or tokenizer is None or not inputs:
+        message = (
+            "nbdist.generate() takes a list of texts with tokenizer=..., or the tensors that the"
+            f" tokenizer returns, got {type(inputs).__name__}"
+            f"{' without a tokenizer' if tokenizer is None else ''}."
+        )
+        raise OptionError(message)
+    side = "left" if is_decoder else "right"
+    tokens = tokenizer(list(inputs), return_tensors="pt", padding=True, padding_side=side)
+    return _Tokenized(tokens)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout and activation checkpointing in this context."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _pad_token(config: Any, options: Mapping[str, Any]) -> int:
+    """Return the token with which `generate()` pads: the pad token, or the (first) end token."""
+    tokens = [
+        {**config.to_dict(), **options}.get(name) for name in ("pad_token_id", "eos_token_id")
+    ]
+    token = next((token for token in tokens if token is not None), 0)
+    return token[0] if isinstance(token, list) else token

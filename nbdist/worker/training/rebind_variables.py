@@ -1,0 +1,138 @@
+"""Rebinds the user's variables from old objects to their replacements after a switch.
+
+A switch rebuilds model, optimizer and their wrappers. Each variable that was bound to an old
+object is bound to the new one. Other references to an old object (in a list or a closure) cannot
+be found reliably: the old object is invalidated, which frees its memory, and raises SwitchError
+when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from nbdist.errors import SwitchError
+from nbdist.state import meta_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, MutableMapping
+
+
+class ReplacementMap:
+    """Map of old objects to their replacements; a replacement is None until it exists."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[int, list[Any]] = {}
+
+    def add_old(self, key: object, value: object) -> None:
+        """Add an old object with the key that its replacement will have."""
+        self._pairs.setdefault(id(value), [value, key, None])
+
+    def add_replacements(self, found: Mapping[object, object]) -> None:
+        """Set the replacement of each old object by its key."""
+        for pair in self._pairs.values():
+            pair[2] = found.get(pair[1], pair[2])
+
+    def replacements(self) -> dict[int, object]:
+        """Return a mapping from the id of an old object to its replacement."""
+        return {identity: new for identity, (_, _, new) in self._pairs.items() if new is not None}
+
+    def not_replaced(self) -> list[object]:
+        """Return the old objects without a replacement."""
+        return [old for old, _, new in self._pairs.values() if new is None]
+
+    def rebind_variables(self, names: MutableMapping[str, Any]) -> list[str]:
+        """Rebind variables to the replacements; return their names, without private ones."""
+        successors = self.replacements()
+        bound = [name for name, value in names.items() if id(value) in successors]
+        for name in bound:
+            names[name] = successors[id(names[name])]
+        return sorted(name for name in bound if not name.startswith("_"))
+
+
+def replaceable_objects(
+    number: int, prepared: nn.Module, bare: nn.Module | None
+) -> dict[object, object]:
+    """Return the objects of a model that a variable may hold, by key.
+
+    These are the model itself, its modules, parameters and buffers.
+
+    Args:
+        number: index of the model.
+        prepared: the result of `prepare()`.
+        bare: the argument of `prepare()`, if it still exists.
+    """
+    objects: dict[object, object] = {}
+    for name, module in meta_model.named_modules(prepared):
+        # A wrapper comes before the wrapped module, and both have the same plain name.
+        objects.setdefault((number, "module", name), module)
+        objects[number, "inside", name] = module
+    for name, parameter in prepared.named_parameters():
+        objects[number, "parameter", meta_model.bare_name(name)] = parameter
+    for name, buffer in prepared.named_buffers():
+        objects[number, "buffer", meta_model.bare_name(name)] = buffer
+    if bare is not None:
+        objects[number, "bare"] = bare
+    objects[number, "prepared"] = prepared
+    return objects
+
+
+def invalidate(olds: Iterable[object], reason: str) -> None:
+    """Free the memory of old objects, and make them raise SwitchError when they are used.
+
+    Args:
+        olds: modules, optimizers and tensors; objects of other types are not changed.
+        reason: error message: what happened and what to use instead.
+    """
+    for old in olds:
+        if is_stale(old):
+            continue
+        if isinstance(old, (nn.Module, Optimizer)):
+            vars(old).clear()
+            old.__class__ = _stale_class(type(old), reason)
+        elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
+            if isinstance(old, DTensor):
+                old._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
+            else:
+                old.data = torch.empty(0)
+            old.grad = None
+            old.__class__ = _stale_class(type(old), reason)
+
+
+def is_stale(value: object) -> bool:
+    """Return whether an object was invalidated by a switch."""
+    return "of_before" in vars(type(value))
+
+
+def _stale_class(cls: type, reason: str) -> type:
+    """Return a class of modules, optimizers or tensors that raise whenever they are used."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise SwitchError(reason)
+
+    def attribute(self: object, name: str) -> Any:
+        if name in _HARMLESS:
+            return object.__getattribute__(self, name)
+        raise SwitchError(reason)
+
+    members: dict[str, Any] = {
+        "of_before": True,
+        "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
+    }
+    if issubclass(cls, torch.Tensor):
+        members |= {"__slots__": (), "__torch_function__": classmethod(refuse)}
+        return type(cls.__name__, (cls,), members)
+    members |= dict.fromkeys(("__call__", "__setattr__", "__iter__", "__len__"), refuse)
+    members["__getattribute__"] = attribute
+    return type(cls.__name__, (nn.Module if issubclass(cls, nn.Module) else Optimizer,), members)
+
+
+_HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module__", "__weakref__"})
+"""Attributes that Python, IPython and the garbage collector read from any object."""
+
+_TENSORS = (nn.Parameter, torch.Tensor, DTensor)
+"""Types of parameters and buffers; FSDP2's parameters are DTensors."""

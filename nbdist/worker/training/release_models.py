@@ -1,0 +1,96 @@
+"""Releases the models of earlier runs of a cell.
+
+In a notebook, the cell that prepares a model is often run again. Accelerate 1.15 keeps references
+to every prepared model, optimizer, scheduler and loader, and DeepSpeed 0.19 to every engine, so a
+GPU would be full after a few runs. `worker.engines.accelerator_patch` calls ``accelerators.add``
+for each Accelerator and ``release_unused_models`` before a new model is prepared.
+
+Only references of the libraries are dropped. A variable with an output or a loss keeps the
+parameters of its model alive, as in any PyTorch program, until it is bound to another value.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from nbdist.keyboard_interrupt import defer_interrupt
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_KEPT = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+"""Lists of prepared objects in accelerate 1.15's Accelerator."""
+
+accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
+"""The Accelerators of this rank."""
+
+_is_pending = False
+"""True if a previously prepared object was still in use at the last cleanup."""
+
+
+def clear_engine_registries() -> None:
+    """Clear DeepSpeed's global lists, which hold modules of old engines."""
+    for modules in _deepspeed_lists():
+        modules.clear()
+
+
+def _deepspeed_lists() -> list[list[Any]]:
+    offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    return [] if offload is None else [offload.FWD_MODULE_STACK]
+
+
+def release_remaining() -> None:
+    """Repeat the cleanup if an old object was still in use at the last one.
+
+    In `model, optimizer = accelerator.prepare(build(), ...)` the old optimizer is in use until
+    the call returns, and a variable with the last loss until the first loss of the new model. Call
+    this before the first use of the prepared objects.
+    """
+    global _is_pending  # noqa: PLW0603 - of this rank
+    if _is_pending:
+        release_unused_models()
+        _is_pending = False
+
+
+def release_unused_models() -> None:
+    """Free prepared objects that are no longer in use, before a new model is allocated.
+
+    An object is in use if anything other than an Accelerator refers to it: two models prepared on
+    purpose are both kept, in the same order. Takes one garbage collection, 0.1-0.3 s.
+    """
+    global _is_pending  # noqa: PLW0603 - of this rank
+    with defer_interrupt():
+        lists = _deepspeed_lists()
+        engines = []
+        for accelerator in list(accelerators):
+            lists += [getattr(accelerator, name) for name in _KEPT]
+            wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+            if wrapped is not None:  # the engine that `backward()` uses
+                engines.append((accelerator, type(wrapped), weakref.ref(wrapped.engine)))
+                accelerator.deepspeed_engine_wrapped = wrapped = None
+        references = [[weakref.ref(item) for item in prepared] for prepared in lists]
+        for prepared in lists:
+            _release_with_optimizers(prepared)
+            prepared.clear()
+        gc.collect()
+        # In place: a scheduler may hold the list object of its Accelerator's optimizers.
+        for prepared, before in zip(lists, references, strict=True):
+            prepared += [item for reference in before if (item := reference()) is not None]
+        for accelerator, wrapper, engine_reference in engines:
+            if (engine := engine_reference()) is not None:
+                accelerator.deepspeed_engine_wrapped = wrapper(engine)
+        _is_pending = any(lists)
+
+
+def _release_with_optimizers(prepared: list[Any]) -> None:
+    """Keep wrappers alive as long as their inner optimizer, which a cell may step directly."""
+    for wrapper in prepared:
+        inner = getattr(wrapper, "scheduler", wrapper)
+        optimizer = getattr(inner, "optimizer", None)
+        if isinstance(optimizer, Optimizer):
+            vars(optimizer).setdefault("_nbdist_wrappers", {})[id(wrapper)] = wrapper

@@ -1,0 +1,130 @@
+"""One warm launcher for all sessions of a pytest process: its imports take longer than a test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from typing import TYPE_CHECKING
+
+from nbdist.cluster.launcher_process import remove_launch_variables
+from nbdist.cluster.local_launcher import Launcher, LocalLauncherProvider
+from nbdist.protocol import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nbdist.cluster.allocation import DeviceType
+
+    Listener = Callable[[messages.LauncherMessage], None]
+
+ENDED_S = 15.0
+
+
+class ReusedLauncher(Launcher):
+    """A launcher that the next session takes over when a session has closed it."""
+
+    def __init__(self, kind: DeviceType, reusing_provider: ReusingLauncherProvider) -> None:
+        """Start the process."""
+        self._keeper = reusing_provider
+        self._nobody_runs = threading.Event()
+        self._nobody_runs.set()
+        self._tell: Listener | None = None
+        self.made_under = environment()
+        super().__init__(kind)
+
+    @property
+    def listener(self) -> Listener:
+        """Hears the launcher, and notes when its ranks have ended."""
+        return self._hear
+
+    @listener.setter
+    def listener(self, tell: Listener) -> None:
+        self._tell = tell
+
+    def _hear(self, message: messages.LauncherMessage) -> None:
+        if isinstance(message, messages.AllRanksExited):
+            self._nobody_runs.set()
+        if self._tell is not None:
+            self._tell(message)
+
+    def send(self, message: messages.LauncherMessage) -> None:
+        """Send one message."""
+        if isinstance(message, messages.LaunchRanksRequest):
+            self._nobody_runs.clear()
+        super().send(message)
+
+    def close(self) -> None:
+        """Wait for the next session; one that does not end its ranks is ended itself."""
+        if not self._keeper.keep(self):
+            super().close()
+
+    def emptied(self) -> bool:
+        """End the ranks and remove what the session left in the folders; False: it cannot."""
+        self.listener = lambda _message: None
+        if not self.is_alive:
+            return False
+        if not self._nobody_runs.is_set():
+            self.resume_stopped()
+            super().send(messages.StopRanksRequest())
+        if not self._nobody_runs.wait(ENDED_S) or not self.is_alive:
+            return False
+        for path in (*self.run_dir.payload_dir.iterdir(), *self.run_dir.path.iterdir()):
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif not path.name.startswith("."):  # whose the folder is
+                path.unlink()
+        return True
+
+    @property
+    def belongings(self) -> set[object]:
+        """Its process, folders and threads: no session has left them behind."""
+        folders = {self.run_dir.path, self.run_dir.payload_dir}
+        return {self.process.pid, *folders, self._reader, self.log._thread}
+
+
+class ReusingLauncherProvider(LocalLauncherProvider):
+    """Gives the launcher that an earlier session has used, where nothing has changed since."""
+
+    def __init__(self) -> None:
+        """Keep none yet."""
+        super().__init__()
+        self.kept: ReusedLauncher | None = None
+        self._ending = False
+
+    def take(self, kind: DeviceType, *_: object) -> Launcher:
+        """Hand over the kept launcher, or a new one."""
+        kept = self.kept
+        if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):
+            self.kept = None
+            return kept
+        self.end()
+        return ReusedLauncher(kind, self)
+
+    def keep(self, launcher: ReusedLauncher) -> bool:
+        """Keep a launcher that no session needs; False where one is kept already."""
+        if not self._ending and self.kept is None and launcher.emptied():
+            self.kept = launcher
+        return self.kept is launcher
+
+    def end(self) -> None:
+        """End the launcher that is kept."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            Launcher.close(kept)
+
+    def close(self) -> None:
+        """Keep none any more."""
+        self._ending = True
+        self.end()
+
+
+reusing_provider = ReusingLauncherProvider()
+"""Of this pytest process."""
+
+
+def environment() -> dict[str, str]:
+    """What a launcher's process has been started with, but for pytest's own."""
+    return {
+        k: v for k, v in remove_launch_variables(os.environ).items() if not k.startswith("PYTEST_")
+    }

@@ -1,0 +1,106 @@
+"""Stop between optimizer steps."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nbdist.worker.interrupt.optimizer_step_gate import OptimizerStepGate, optimizer_step_gate
+from nbdist.worker.training import prepared_models
+
+
+class Optimizer:
+    """As prepare() returns it."""
+
+    def __init__(self, *, accumulates: bool = False) -> None:
+        self.gradient_state = SimpleNamespace(sync_gradients=not accumulates)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Nothing to forget."""
+
+
+def gated() -> tuple[OptimizerStepGate, type[Optimizer]]:
+    gate = OptimizerStepGate()
+
+    class Gated(Optimizer):
+        def step(self) -> None:
+            with gate.step(self):
+                super().step()
+
+    return gate, Gated
+
+
+def test_without_stop_steps_go_on_and_are_counted() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    for _ in range(3):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert gate.pause_steps()[0] == optimizer.steps == 3
+
+
+def test_a_rank_that_lags_makes_the_last_step_and_ends_its_iteration() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    assert gate.pause_steps()[0] == 1
+    gate.interrupt_after(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        gate.end_iteration()  # the next forward
+    assert optimizer.steps == 2
+
+
+def test_a_held_rank_waits_for_the_word() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.pause_steps()
+    begun = threading.Event()
+
+    def go_on() -> None:
+        begun.wait()
+        gate.interrupt_after(5)
+
+    other = threading.Thread(target=go_on)
+    other.start()
+    begun.set()
+    optimizer.step()
+    other.join()
+    assert optimizer.steps == 2
+
+
+def test_a_loop_without_a_further_forward_is_stopped_soon_after_the_step() -> None:
+    gate, cls = gated()
+    optimizer = cls()
+    optimizer.step()
+    gate.pause_steps()
+    gate.interrupt_after(2)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - where it comes is not known
+        optimizer.step()
+        threading.Event().wait(10)
+
+
+def test_where_there_is_no_training_stop_comes_at_once() -> None:
+    gate, _ = gated()
+    assert gate.pause_steps()[0] == 0
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        gate.interrupt_after(0)
+        threading.Event().wait(10)
+
+
+def test_micro_batches_between_steps_are_not_counted() -> None:
+    optimizer_step_gate.begin_cell()
+    step, optimizer = prepared_models.wrap_step(Optimizer.step), Optimizer(accumulates=True)
+    step(optimizer)
+    assert (optimizer.steps, optimizer_step_gate.num_steps_begun) == (1, 0)
+    optimizer.gradient_state.sync_gradients = True
+    step(optimizer)
+    assert (optimizer.steps, optimizer_step_gate.num_steps_begun) == (2, 1)

@@ -1,0 +1,150 @@
+"""Plans of LoRA, quantized models and fused losses, as a user asks for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import nbdist
+from nbdist.errors import PlanError
+from nbdist.planner.model_spec import (
+    num_frozen_params,
+    num_quantized_params,
+    num_trainable_params,
+    quantized_param_bytes,
+)
+
+if TYPE_CHECKING:
+    from nbdist.planner.result import Plan
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 3000,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+MEASURED = {
+    ("ddp", None): 20_195_228,
+    ("ddp", "nf4"): 15_925_000,
+    ("ddp", "int8"): 19_214_380,
+    ("fsdp2", None): 14_384_284,
+    ("fsdp2", "nf4"): 14_540_440,
+    ("zero2", None): 18_800_488,
+    ("zero3", None): 23_803_521,
+    ("zero3", "nf4"): 14_972_053,
+}
+"""Peaks of torch's CPU allocator in a third step of four ranks; benchmarks/plan_adapters.py."""
+
+
+def plan(model: object = LLAMA, **given: Any) -> Plan:
+    chosen = {"devices": "4xcpu", "batch_size": 2, "seq_len": 64, "optimizer": "adamw_loop"}
+    return nbdist.plan(model, **(chosen | given))
+
+
+@pytest.mark.parametrize(("backend", "quantize"), MEASURED)
+def test_the_peak_is_that_of_the_allocator(backend: str, quantize: str | None) -> None:
+    zero = {"zero_optimization": {"reduce_bucket_size": 50_000}}
+    given = {"deepspeed_config": zero} if backend.startswith("zero") else {}
+    modules = ["q_proj", "v_proj"]
+    row = plan(lora=8, target_modules=modules, quantize=quantize, backend=backend, **given).row(
+        backend
+    )
+    assert row.allocated_bytes == pytest.approx(MEASURED[backend, quantize], rel=0.03)
+
+
+def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:
+    model = plan("8b", lora=16, quantize="nf4").question.model
+    each = quantized_param_bytes(model) / num_quantized_params(model)
+    assert each == pytest.approx(0.5 + 1 / 64 + 4 / 64 / 256, rel=1e-3)
+    # Embedding and head, which stay in the model's dtype.
+    assert num_frozen_params(model) == pytest.approx(2 * 128_256 * 4096, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target_modules", "features"),
+    [
+        (None, 256 + 256 + 256 + 128),
+        (["q_proj"], 256 + 256),
+        (["self_attn.q_proj", "down_proj"], 256 + 256 + 256 + 704),
+        (r".*\.(k|v)_proj", 2 * (256 + 128)),
+        ("all-linear", 2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 704)),
+    ],
+)
+def test_target_modules_are_those_of_peft(target_modules: Any, features: int) -> None:
+    model = plan(lora=8, target_modules=target_modules).question.model
+    assert num_trainable_params(model) == 4 * 8 * features
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"lora": 0}, "lora must be an integer from 1 to 10,000,000, got 0"),
+        ({"lora": 8, "target_modules": ["q_prj"]}, "'q_prj': .* q_proj, k_proj, .*all-linear"),
+        ({"lora": 8, "target_modules": []}, "target_modules are empty"),
+        ({"target_modules": ["q_proj"]}, "target_modules needs a rank. Add lora=16"),
+        ({"lora": 8, "quantize": "int4"}, "quantize must be nf4 or int8, got 'int4'"),
+        ({"quantize": "nf4"}, "leaves no trainable parameter.* lora=16"),
+        ({"lora": 8, "backend": "fsdp1"}, "FSDP1 cannot flatten fp32 adapters"),
+        ({"lora": 8, "quantize": "nf4", "backend": "fsdp1"}, "FSDP1 cannot flatten quantized"),
+        ({"lora": 8, "quantize": "int8", "backend": "zero3"}, "ZeRO-3 does not shard .* int8"),
+        ({"optimizer": "muon", "backend": "zero2"}, "zero2 flattens them. Use ddp or fsdp2"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(given: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan(**given)
+
+
+def test_an_engine_that_cannot_shard_says_so_in_its_row() -> None:
+    table = plan(lora=8, quantize="int8")
+    assert "FSDP2 cannot shard bitsandbytes' int8 weights" in table.row("fsdp2").why
+    assert table.row("zero2").fits
+
+
+def test_the_loss_is_among_the_remedies() -> None:
+    table = nbdist.plan(
+        "1b",
+        devices="1x24GB",
+        batch_size=8,
+        seq_len=2048,
+        activation_checkpointing=True,
+        offload="cpu",
+        backend="zero3",
+    )
+    advice = "\n".join(table.advice)
+    assert 'loss_type="nll"' in advice
+    assert "use_liger_kernel=True" in advice
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21
+def test_a_peft_model_with_trls_loss_is_planned_as_it_is() -> None:
+    torch = pytest.importorskip("torch")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    utils = pytest.importorskip("trl.trainer.utils")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model = model.to(torch.bfloat16)
+    utils.add_fused_lm_head(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, task_type="CAUSAL_LM"))
+    found, asked = plan(adapted).question.model, plan(lora=8).question.model
+    assert found.depth == "closed form"
+    assert num_trainable_params(found) == num_trainable_params(asked)
+    assert found.loss == "trl"  # type: ignore[attr-defined]
+
+
+def test_optimizers_depend_on_the_shapes_of_adapters() -> None:
+    def state(optimizer: str, backend: str = "ddp") -> int:
+        row = plan(lora=8, optimizer=optimizer).row(backend)
+        return row.memory["optimizer"]
+
+    trained = num_trainable_params(plan(lora=8).question.model)
+    assert state("muon") == 4 * trained
+    assert state("adamw_8bit") == 8 * trained  # every adapter has less than 4096 elements
+    # q and v: A has 8 rows of 256 columns, B has 256 or 128 rows of 8.
+    assert state("adafactor") == 4 * 4 * (2 * (8 + 256) + (256 + 8) + (128 + 8))
