@@ -198,6 +198,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
         TRANSFORMERS, "copies a weight that is read later to make it a parameter"
     ),
     # -- peft
+    "peft.peft_model:PeftModel.named_modules": LibraryPatch(
+        PEFT,
+        "FSDP1: the names of modules in nested units do not match those of the state dict, and an"
+        " adapter is saved without its tensors",
+    ),
     "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
         PEFT,
         "ignores the gathered state dict and runs the prompt encoder on rank 0, which fails under"

@@ -1,4 +1,4 @@
-"""Makes peft save prompts whose parameters are sharded, and refuses a merge that would lose them.
+"""Makes peft save adapters whose parameters are sharded, and refuses a merge that would lose them.
 
 A Trainer gathers the state dict on all ranks and saves it on rank 0. For most adapters peft saves
 the tensors of this state dict; for prompt tuning it would compute them.
@@ -13,16 +13,29 @@ from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-MODULE = "peft.tuners.tuners_utils"
+MODULE = "peft.peft_model"
+_TUNERS = "peft.tuners.tuners_utils"
+_FSDP1_PREFIX = "_fsdp_wrapped_module."
 
 
 def patch_peft() -> None:
     """Patch peft after its import."""
-    patch(f"{MODULE}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
-    patch(f"{MODULE}:BaseTuner._unload_and_optionally_merge", _check_merge)
-    patch(f"{MODULE}:BaseTuner.merge_adapter", _check_merge)
+    patch(f"{MODULE}:PeftModel.named_modules", _without_fsdp1)
+    patch(f"{_TUNERS}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
+    patch(f"{_TUNERS}:BaseTuner._unload_and_optionally_merge", _check_merge)
+    patch(f"{_TUNERS}:BaseTuner.merge_adapter", _check_merge)
+
+
+def _without_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
+    def named_modules(
+        self: Any, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, Any]]:
+        for name, module in original(self, memo, prefix, *args, **kwargs):
+            yield prefix + name[len(prefix) :].replace(_FSDP1_PREFIX, ""), module
+
+    return named_modules
 
 
 def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
