@@ -554,8 +554,8 @@ KILLED = """
 import sys
 from nbdist import Session
 from nbdist.cluster.node_group import ClusterLauncherProvider
-from tests.two_nodes import Here
-cluster = Here("alpha", "beta")
+from tests.two_nodes import LocalNodes
+cluster = LocalNodes("alpha", "beta")
 with Session(2, engine=ClusterLauncherProvider(cluster)) as session:
     session.run("1", output="none")
     print(*[one.pid for name in cluster.names for one in cluster.processes(name)])
