@@ -175,6 +175,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
         TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
     ),
+    "transformers.trainer:get_fsdp_ckpt_kwargs": LibraryPatch(
+        TRANSFORMERS, "FSDP1: a resume loads an adapter alone into flat parameters incompletely"
+    ),
     "transformers.trainer:deepspeed_init": LibraryPatch(
         TRANSFORMERS,
         "a second train() creates a new optimizer for an engine that has one",
