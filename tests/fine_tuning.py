@@ -103,7 +103,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Name of an adapter -> arguments of its peft config."""
 
 
-def sft_trainer(folder: str, output: str, adapter: str, **arguments: Any) -> Any:
+def sft_trainer(
+    folder: str, output: str, adapter: str, quantization_config: Any = None, **arguments: Any
+) -> Any:
     """Return an SFTTrainer in fp32 with an adapter, or of the full model if the name is ""."""
     from peft import LoraConfig, PromptTuningConfig
     from trl import SFTConfig, SFTTrainer
@@ -123,6 +125,7 @@ def sft_trainer(folder: str, output: str, adapter: str, **arguments: Any) -> Any
         model=folder,
         args=SFTConfig(output_dir=output, **(defaults | arguments)),
         train_dataset=conversations(),
+        quantization_config=quantization_config,
         peft_config=config(**ADAPTERS[adapter]) if adapter else None,
     )
 

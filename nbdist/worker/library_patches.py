@@ -175,6 +175,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
         TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
     ),
+    "transformers.trainer:get_fsdp_ckpt_kwargs": LibraryPatch(
+        TRANSFORMERS, "FSDP1: a resume loads an adapter alone into flat parameters incompletely"
+    ),
     "transformers.trainer:deepspeed_init": LibraryPatch(
         TRANSFORMERS,
         "a second train() creates a new optimizer for an engine that has one",
@@ -198,10 +201,21 @@ PATCHES: Mapping[str, LibraryPatch] = {
         TRANSFORMERS, "copies a weight that is read later to make it a parameter"
     ),
     # -- peft
+    "peft.peft_model:PeftModel.named_modules": LibraryPatch(
+        PEFT,
+        "FSDP1: the names of modules in nested units do not match those of the state dict, and an"
+        " adapter is saved without its tensors",
+    ),
     "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
         PEFT,
         "ignores the gathered state dict and runs the prompt encoder on rank 0, which fails under"
         " FSDP and hangs under ZeRO-3",
+    ),
+    "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge": LibraryPatch(
+        PEFT, "ZeRO-3: drops the adapter without a message, since the base's tensors are empty"
+    ),
+    "peft.tuners.tuners_utils:BaseTuner.merge_adapter": LibraryPatch(
+        PEFT, "as for _unload_and_optionally_merge"
     ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(

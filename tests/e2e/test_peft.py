@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import Session
+from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
 
@@ -23,7 +23,21 @@ EVERY_BACKEND = pytest.mark.parametrize("backend", STRATEGIES, indirect=True, sc
 ZERO2_FIRST = pytest.mark.parametrize(
     "backend", engines.each("zero2"), indirect=True, scope="module"
 )
-TOLERANCE = 1e-6
+TOLERANCE = 1e-5
+
+
+QUANTIZED = """
+from transformers import BitsAndBytesConfig
+config = BitsAndBytesConfig({config})
+trainer = sft_trainer(
+    folder, {output!r}, "lora", max_steps=2, logging_steps=1, per_device_train_batch_size=4,
+    quantization_config=config,
+)
+trainer.train()
+trainer.save_model()
+[row["loss"] for row in trainer.state.log_history if "loss" in row]
+"""
+NF4 = "load_in_4bit=True, bnb_4bit_quant_type='nf4'"
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +184,85 @@ def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_pat
     weights = {path: fine_tuning.saved_weights(path) for path in (before, after, trained_on)}
     assert fine_tuning.largest_difference(weights[before], weights[after]) == 0
     assert fine_tuning.largest_difference(weights[after], weights[trained_on]) > TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@EVERY_BACKEND
+def test_a_4_bit_base_is_trained_with_an_adapter_or_refused(
+    backend: Session, tmp_path: Path
+) -> None:
+    from tests import fine_tuning
+
+    pytest.importorskip("bitsandbytes")
+    cell = QUANTIZED.format(config=NF4, output=str(tmp_path))
+    if backend.status()["options"]["backend"] == "fsdp1":
+        with pytest.raises(CellError, match=r"of one floating-point dtype.* Use the backend fsdp2"):
+            backend.run(cell)
+        return
+    losses = backend.run(cell).values[0]
+    # A 4-bit Llama of this seed, trained by one process.
+    assert losses == pytest.approx([4.0, 3.9], abs=0.2)
+    assert len(fine_tuning.saved_weights(tmp_path)) == 8
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_switch_keeps_a_4_bit_base(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    losses = {}
+    for backend in ("ddp", "fsdp2"):
+        with Session(nproc=2, backend="ddp") as session:
+            session.run(f"from tests.fine_tuning import *\nfolder = {folder!r}")
+            session.run(QUANTIZED.format(config=NF4, output=str(tmp_path / backend)))
+            if backend != "ddp":
+                session.switch(backend)
+            losses[backend] = session.run(
+                "trainer.train()\n"
+                "[row['loss'] for row in trainer.state.log_history if 'loss' in row]"
+            ).values[0]
+    assert losses["fsdp2"] == pytest.approx(losses["ddp"], abs=1e-3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_weights_without_collectives_are_refused_in_one_sentence(folder: str) -> None:
+    pytest.importorskip("torchao")
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.run(f"from tests.fine_tuning import *\nfolder = {folder!r}\noutput = '/unused'")
+        with pytest.raises(CellError, match="8-bit weights of bitsandbytes: they lose their scale"):
+            session.run(QUANTIZED.format(config="load_in_8bit=True", output="/unused"))
+        with pytest.raises(CellError, match="torchao's Int8Tensor, which supports no collective"):
+            session.run(
+                "from torchao.quantization import Int8WeightOnlyConfig\n"
+                "from transformers import TorchAoConfig\n"
+                "config = TorchAoConfig(Int8WeightOnlyConfig())\n"
+                "sft_trainer(folder, '/unused', 'lora', quantization_config=config).train()"
+            )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_merge_into_partitioned_parameters_is_refused(folder: str, tmp_path: Path) -> None:
+    from tests import fine_tuning
+
+    with Session(nproc=2, backend="zero3", deepspeed_config=SHARD_ALL) as session:
+        session.run(
+            "from peft import PeftModel\n"
+            "from transformers import AutoModelForCausalLM\n"
+            "from tests.fine_tuning import *\n"
+            f"trainer = sft_trainer({folder!r}, {str(tmp_path)!r}, 'lora')\n"
+            "trainer.train()\n"
+            "trainer.save_model()"
+        )
+        with pytest.raises(
+            CellError, match=r"Save the adapter, and merge it into a base of its own"
+        ):
+            session.run("trainer.model.merge_and_unload()")
+        session.run(
+            f"base = AutoModelForCausalLM.from_pretrained({folder!r})\n"
+            f"merged = PeftModel.from_pretrained(base, {str(tmp_path)!r}).merge_and_unload()\n"
+            f"merged.save_pretrained({str(tmp_path / 'merged')!r}) if rank == 0 else None"
+        )
+    before, after = map(fine_tuning.saved_weights, (folder, tmp_path / "merged"))
+    assert fine_tuning.largest_difference(before, after) > 1e-3

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator_patch, deepspeed, prompt_tuning, training_arguments
+from nbdist.worker.engines import accelerator_patch, deepspeed, peft_adapters, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
@@ -47,7 +47,7 @@ def install(reporter: Reporter) -> None:
     """
     when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
     when_imported(MODULE, functools.partial(_patch_trainer, reporter))
-    when_imported(prompt_tuning.MODULE, prompt_tuning.patch_saving)
+    when_imported(peft_adapters.MODULE, peft_adapters.patch_peft)
 
 
 def _patch_trainer(reporter: Reporter) -> None:
@@ -55,6 +55,7 @@ def _patch_trainer(reporter: Reporter) -> None:
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:deepspeed_init", _keep_engine)
+    patch(f"{MODULE}:get_fsdp_ckpt_kwargs", _save_base_under_fsdp1)
     patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
         f"{MODULE}:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -112,6 +113,14 @@ def _with_state_to_load(load: Callable[..., None]) -> Callable[..., None]:
         load(fsdp_plugin, owner, optimizer, *args, **kwargs)
 
     return load_fsdp_optimizer
+
+
+def _save_base_under_fsdp1(original: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def get_fsdp_ckpt_kwargs() -> dict[str, Any]:
+        strategy = accelerator_patch.current_config().options.strategy
+        return {} if strategy.engine == "fsdp" and strategy.level == 1 else original()
+
+    return get_fsdp_ckpt_kwargs
 
 
 def _keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
