@@ -21,8 +21,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import rank_code
 import psutil
+import rank_code
 
 from nbdist import CellError, CellInterrupted, RankDied
 from nbdist.errors import StartError, SwitchError
