@@ -236,7 +236,10 @@ def test_save_in_a_cell_and_a_second_one_waits(trained: Session) -> None:
     ).values[0]
     assert first_is_there
     # The folder is complete a moment before the ranks report how long it took.
-    eventually(lambda: any(entry.seconds for entry in trained.checkpoints[-1:]), within_s=60)
+    eventually(
+        lambda: any(entry.seconds for entry in trained.checkpoints if entry.name == "second"),
+        within_s=60,
+    )
     assert [trained.checkpoints[name].step for name in ("first", "second")] == [4, 6]
 
 

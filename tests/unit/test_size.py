@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 64_400,
     "files in nbdist/": 285,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 47_350,
+    "lines in tests/ and benchmarks/": 47_355,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
