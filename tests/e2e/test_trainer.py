@@ -125,7 +125,12 @@ def test_the_best_model_is_loaded_and_saved_for_from_pretrained(
     ],
 )
 def test_it_trains_with(ranks: Session, arguments: str, tmp_path: Path) -> None:
-    ranks.run(f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()")
+    code = f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()"
+    if "adafactor" in arguments and ranks.backend == "fsdp2":
+        with pytest.raises(CellError, match="Adafactor cannot step parameters that fsdp2 shards"):
+            ranks.run(code)
+        return
+    ranks.run(code)
     losses = value(ranks, "logged(trainer)")
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.03

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
+from nbdist.state import optimizer_recipes
 from nbdist.worker import process_group
 from nbdist.worker.engines import cpu_patches, deepspeed, fsdp, sharded_load, wrap_policy
 from nbdist.worker.library_patches import patch
@@ -391,8 +392,13 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     for model in new:
         tokenizer_check.warn_of_large_tokenizer(model)
     for arg in args:
-        # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed 0.19.8).
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
+            if options and (
+                reason := optimizer_recipes.why_unsupported_by(type(arg), options.backend)
+            ):
+                raise OptionError(f"{reason} or another optimizer.")
+            # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed
+            # 0.19.8).
             _remove_empty_groups(arg)
     call = prepared_models.PrepareCall(self, args)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
