@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 64_420,
+    "lines in nbdist/": 64_440,
     "files in nbdist/": 285,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 47_370,

@@ -434,6 +434,9 @@ def check_group_size(group_size: int, owner: str) -> None:
         raise SwitchError(message)
 
 
+_DDP_SYNCS = ("require_forward_param_sync", "require_backward_grad_sync")
+
+
 class DdpLayout(Layout):
     """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
 
@@ -443,6 +446,18 @@ class DdpLayout(Layout):
     def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model
         """Return True: the layout fits any model that no other engine has wrapped."""
         return True
+
+    @classmethod
+    @contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Let a forward of DDP neither copy buffers from rank 0 nor prepare a reduction."""
+        # torch 2.13: DistributedDataParallel._pre_forward
+        before = {name: getattr(model, name) for name in _DDP_SYNCS if hasattr(model, name)}
+        vars(model).update(dict.fromkeys(before, False))
+        try:
+            yield
+        finally:
+            vars(model).update(before)
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the parameters of the module as whole placements."""
