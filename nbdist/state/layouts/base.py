@@ -434,9 +434,6 @@ def check_group_size(group_size: int, owner: str) -> None:
         raise SwitchError(message)
 
 
-_DDP_SYNCS = ("require_forward_param_sync", "require_backward_grad_sync")
-
-
 class DdpLayout(Layout):
     """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
 
@@ -450,14 +447,18 @@ class DdpLayout(Layout):
     @classmethod
     @contextmanager
     def full_parameters(cls, model: nn.Module) -> Iterator[None]:
-        """Let a forward of DDP neither copy buffers from rank 0 nor prepare a reduction."""
-        # torch 2.13: DistributedDataParallel._pre_forward
-        before = {name: getattr(model, name) for name in _DDP_SYNCS if hasattr(model, name)}
-        vars(model).update(dict.fromkeys(before, False))
+        """Return a context in which a forward is that of the module, without DDP's collectives."""
+        # torch 2.13: DDP copies buffers and rebuilds its buckets in a forward.
+        is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+        before = {name: value for name, value in vars(model).items() if name == "forward"}
+        if is_wrapped:
+            vars(model)["forward"] = model.module.forward
         try:
             yield
         finally:
-            vars(model).update(before)
+            if is_wrapped:
+                del vars(model)["forward"]
+                vars(model).update(before)
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the parameters of the module as whole placements."""

@@ -70,6 +70,10 @@ class Fsdp2Layout(Layout):
         finally:
             for group, mesh in zip(groups, before, strict=True):
                 group.post_forward_mesh_info = mesh
+                # torch 2.13: the backward prefetches in this order, which a forward on one rank
+                # would make different from that of the others.
+                group.comm_ctx.post_forward_order.clear()
+                group._post_forward_indices.clear()  # noqa: SLF001
             for unit in units:
                 unit.reshard()
 
