@@ -452,7 +452,8 @@ class DdpLayout(Layout):
         is_wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         before = {name: value for name, value in vars(model).items() if name == "forward"}
         if is_wrapped:
-            vars(model)["forward"] = model.module.forward
+            module: Any = model.module
+            vars(model)["forward"] = module.forward
         try:
             yield
         finally:
