@@ -151,8 +151,8 @@ class _Flattener:
                 for placement in tensor.placements
             ]
             return {"local": self.flatten(tensor.to_local(), path), "placements": dims, **shape}
-        if _is_subclass(tensor):
-            subclass: Any = tensor
+        subclass: Any = tensor
+        if is_traceable_wrapper_subclass(subclass):
             names, context = subclass.__tensor_flatten__()
             return {
                 "class": _class_name(type(subclass)),
@@ -235,10 +235,6 @@ class _Unflattener:
         "class": _subclass,
         "local": _dtensor,
     }
-
-
-def _is_subclass(tensor: torch.Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def _class_name(cls: type) -> str:

@@ -67,6 +67,9 @@ TRAINING = textwrap.dedent(
         import torchao.optim
         return torchao.optim.AdamW8bit(parameters, lr=lr, block_size=64)
 
+    def relative(parameters, lr):
+        return transformers.Adafactor(parameters, lr=lr, relative_step=False)
+
     class Averaging(torch.optim.Optimizer):
         "Averages as schedule-free optimizers do: state in groups, in float64, and nested."
 
@@ -188,6 +191,15 @@ def test_a_model_from_a_config_is_stored_by_value(session: Session) -> None:
     assert "are stored by value: their model was not loaded with from_pretrained" in str(saved)
 
 
+REFUSED = "cannot step parameters that .* shards"
+CANNOT_STEP = {
+    **{("muon", engine): REFUSED for engine in ("fsdp1", "zero1", "zero2", "zero3")},
+    # torchao 0.18 compiles its step for one shape, and the ranks have shards of different sizes.
+    ("quantized", "fsdp2"): "expected size",
+    **{(make, "fsdp2"): REFUSED for make in ("eight_bits", "relative", "torch.optim.Adafactor")},
+}
+
+
 def goes_on(session: Session, make: str) -> None:
     """Assert that an optimizer continues exactly after a load."""
     session.run(f"torch.manual_seed(0); prepare(llama(), {make}); train(3)")
@@ -216,7 +228,7 @@ def test_another_optimizer_continues_under_the_same_engine(session: Session) -> 
         "eight_bits",
         "quantized",
         "torch.optim.Adafactor",
-        "transformers.Adafactor",
+        "relative",
         "Averaging",
     ],
 )
@@ -226,11 +238,11 @@ def test_every_engine_continues_with_every_optimizer(
     if living.backend != engine:
         living.restart(backend=engine)
         living.run(TRAINING)
-    try:
+    if (make, engine) not in CANNOT_STEP:
+        goes_on(living, make)
+        return
+    with pytest.raises(NbdistError, match=CANNOT_STEP[make, engine]):
         living.run(f"prepare(llama(), {make}); train(1)")
-    except NbdistError:
-        pytest.skip(f"{make} cannot train under {engine}")
-    goes_on(living, make)
 
 
 @pytest.mark.nightly

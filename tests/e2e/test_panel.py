@@ -454,7 +454,7 @@ def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) 
     subshell = page.subshell()
     slow = TRAIN.replace("range(5)", "range(300)").replace("report", "time.sleep(0.3); report")
     asked = page.kernel.send(slow.replace("\n", "\nimport time\n", 1))
-    page.until(lambda: page.picture["header"]["state"] == "running")
+    page.until(lambda: "sleep(0.3)" in page.picture["ranks"][0]["where"])
     later = page.command("plan", subshell)
     answer = page.answer(page.command("profile", subshell))
     assert answer["ok"], answer

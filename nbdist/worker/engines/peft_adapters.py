@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
+from nbdist.strategies import STRATEGIES
 from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
 
@@ -70,10 +71,11 @@ def _save_given_prompt(original: Any) -> Any:
         options = accelerator_patch.current_config().options
         if "parameters" in options.strategy.shards:
             # A forward of the encoder on rank 0 fails under FSDP and hangs under ZeRO-3.
+            whole = [name for name, it in STRATEGIES.items() if "parameters" not in it.shards]
             message = (
                 f"peft computes the prompts of {config.peft_type.value} from several parameters,"
-                f" which {options.backend} shards, so rank 0 cannot save them. Use the backend ddp,"
-                " zero1 or zero2."
+                f" which {options.backend} shards, so rank 0 cannot save them. Use one of the"
+                f" backends {', '.join(whole)}."
             )
             raise OptionError(message)
         saved: dict[str, Any] = original.__func__(

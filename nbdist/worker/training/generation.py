@@ -106,6 +106,9 @@ def generate(
     if options.get("return_dict_in_generate"):
         message = "nbdist.generate() returns sequences only. Use model.generate() for the rest."
         raise OptionError(message)
+    if batch_size is not None and batch_size < 1:
+        message = f"nbdist.generate() needs a batch_size of 1 or more, got {batch_size}."
+        raise OptionError(message)
     tensors = _as_tensors(inputs, tokenizer, is_decoder=not bare.config.is_encoder_decoder)
     num_inputs = len(next(iter(tensors.values())))
     rank, share = distributed.get_rank(), -(-num_inputs // distributed.get_world_size())
@@ -140,11 +143,16 @@ def _as_tensors(inputs: Any, tokenizer: Any, *, is_decoder: bool) -> dict[str, t
     if isinstance(inputs, torch.Tensor):
         inputs = {"input_ids": inputs}
     if hasattr(inputs, "keys"):  # a BatchEncoding is not a dict
-        return {name: torch.as_tensor(inputs[name]) for name in inputs}
-    if isinstance(inputs, str) or tokenizer is None or not inputs:
+        tensors = {name: torch.as_tensor(inputs[name]) for name in inputs}
+        if not all(tensor.ndim and len(tensor) for tensor in tensors.values()) or not tensors:
+            raise OptionError("nbdist.generate() got no inputs. Pass tensors with one row or more.")
+        return tensors
+    is_texts = isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs)
+    if not is_texts or tokenizer is None or not inputs:
+        given = type(inputs).__name__ if inputs or not is_texts else "no texts"
         message = (
             "nbdist.generate() takes a list of texts with tokenizer=..., or the tensors that the"
-            f" tokenizer returns, got {type(inputs).__name__}"
+            f" tokenizer returns, got {given}"
             f"{' without a tokenizer' if tokenizer is None else ''}."
         )
         raise OptionError(message)
