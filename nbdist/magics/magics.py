@@ -515,10 +515,20 @@ def keep_line_numbers(line: str, cell: str) -> str:
     return cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
 
 
+def transform_distribute_comment(lines: list[str]) -> list[str]:
+    """Turn a first line `#| distribute OPTIONS` into `%%distribute OPTIONS`.
+
+    An IPython input transformer. A type checker, a linter and jupytext read such a cell as Python.
+    """
+    first = [completion.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
+    return first + lines[1:]
+
+
 def register_magics(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and print the devices that were found."""
     ipython.register_magics(create_magics(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
+    ipython.input_transformers_cleanup.append(transform_distribute_comment)
     machine = discovery.discover_machine()
     print(
         f"nbdist {__version__} \N{MIDDLE DOT} {machine.describe()} \N{MIDDLE DOT}"
@@ -556,6 +566,7 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
     ipython.Completer.custom_matchers.remove(MATCHER)
+    ipython.input_transformers_cleanup.remove(transform_distribute_comment)
     magics.launcher_provider.close()
     if current_session() is not None:
         print("nbdist: the ranks keep running; nbdist.session().stop() ends them")
