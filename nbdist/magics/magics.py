@@ -25,7 +25,7 @@ from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
-from nbdist.session.session import Session, current_session
+from nbdist.session.session import Session, apply_options, current_session
 
 if TYPE_CHECKING:
     import argparse
@@ -260,15 +260,10 @@ class NbDist(Magics):
             return switched.start()
         if session is None:
             return self.new_session(changes).start()
-        differing = session.differing(**changes)
         if options.fresh:
             session.restart(**changes)
-        elif "auto" in differing:  # auto is set up when the ranks start
-            words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
-            print(f"nbdist: {words}: starting new ranks; variables of the old ranks are lost")
-            session.restart(**changes)
-        elif differing:
-            print(session.switch(**changes))
+        elif changed := apply_options(session, changes):
+            print(changed)
         return session
 
     def new_session(self, options: Mapping[str, Any]) -> Session:
