@@ -50,7 +50,6 @@ from nbdist.worker.operations import namespace_pickle, switch
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
-from nbdist.worker.training.model_backup import zero_shards
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
@@ -169,9 +168,9 @@ class _ResizeSave:
             models=[
                 (
                     next(place for place, other in enumerate(built) if other is prepared.owner),
-                    self._capture_recipe(number, prepared),
+                    self._capture_recipe(prepared),
                 )
-                for number, prepared in enumerate(trained)
+                for prepared in trained
             ],
             forward_inputs=memory_probe.last_forward_inputs(),
         )
@@ -192,8 +191,7 @@ class _ResizeSave:
         # What the report lists.
         items = [] if trained else ["no model was prepared yet"]
         for (_, recipe), own in zip(plan.models, schedulers, strict=True):
-            items += recipe.describe(reset_optimizer=self._request.reset_optimizer)
-            items += [type(scheduler).__name__ for scheduler in own]
+            items += recipe.describe(own, reset_optimizer=self._request.reset_optimizer)
             items += [f"step {recipe.num_steps}"] if recipe.num_steps else []
         items += [f"{len(loaders)} loader{'s' * (len(loaders) != 1)}"] if loaders else []
         count = len(variables) - len(self.report.not_carried)
@@ -234,13 +232,16 @@ class _ResizeSave:
             else:
                 return pickled
 
-    def _capture_recipe(self, number: int, prepared: PreparedModel) -> ModelRecipe:
-        state, reset = ModelState(number, prepared), self._request.reset_optimizer
+    def _capture_recipe(self, prepared: PreparedModel) -> ModelRecipe:
+        state, reset = ModelState(prepared), self._request.reset_optimizer
         owned = state.owned_shards(optimizers=not reset)
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
         self._shards |= state.owned_buffers()  # makes the files a complete checkpoint
-        return ModelRecipe.capture(prepared, state, owned, reset_optimizer=reset, hooks=False)
+        scalar_state = {} if reset else state.scalar_state()
+        recipe = ModelRecipe.capture(prepared, scalar_state, hooks=False)
+        recipe.digests = tensor_digest.global_digests(owned)
+        return recipe
 
     def _variables(self) -> dict[str, Any]:
         """Return the user's variables, without predefined names and IPython's history."""
@@ -447,17 +448,10 @@ class _ResizeLoad:
             zip(prepared_models.all_models(), (recipe for _, recipe in plan.models), strict=True)
         )
         with self._phase("loading"):
-            recast = [
-                self._load(number, prepared, recipe)
-                for number, (prepared, recipe) in enumerate(models)
-            ]
+            for prepared, recipe in models:
+                self._load(prepared, recipe)
         with self._phase("verifying"):
-            self.report.verified = sum(
-                ModelState(number, prepared).verify(
-                    recipe.digests, recast[number], recipe.scalar_state
-                )
-                for number, (prepared, recipe) in enumerate(models)
-            )
+            self.report.verified = sum(recipe.verify(prepared) for prepared, recipe in models)
         with self._phase("binding"):
             self.report.bound += reader.bind_variables()
             # cloudpickle overwrites it in the globals of each function.
@@ -547,9 +541,9 @@ class _ResizeLoad:
             self.report.will_differ.append(remark)
         return loader
 
-    def _load(self, number: int, prepared: PreparedModel, recipe: ModelRecipe) -> dict[str, Shard]:
-        """Load a model; return the shards whose dtype changed, in the dtype that was written."""
-        state, path = ModelState(number, prepared), self._folder / CHECKPOINT_NAME
+    def _load(self, prepared: PreparedModel, recipe: ModelRecipe) -> None:
+        """Load a model; add shards whose dtype changed to its recipe, as they were written."""
+        state, path = ModelState(prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
         state.allocate_optimizer_state(
@@ -560,12 +554,10 @@ class _ResizeLoad:
             }
         )
         targets = state.target_shards()
-        absent = [key for key in targets if key.startswith("optim") and key not in manifest.keys]
-        zero_shards(targets.pop(key) for key in absent)
+        reshard.zero_unsaved(targets, manifest.keys)
         shard_io.read_shards(path, manifest, targets)
         state.finalize_state(recipe.scalar_state)
         recipe.load_buffers(prepared)
-        recast: dict[str, Shard] = {}
         for name, shard in state.owned_shards().items():
             if name not in recipe.digests:
                 continue
@@ -575,9 +567,8 @@ class _ResizeLoad:
                     piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))
                     for piece in shard.pieces
                 )
-                recast[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
-        shard_io.read_shards(path, manifest, recast)
-        return recast
+                recipe.tensors[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
+        shard_io.read_shards(path, manifest, recipe.tensors)
 
     def _restore_generators(self, plan: _RankBuildState) -> None:
         """Restore the generators of the old rank with this number, or seed new ones."""

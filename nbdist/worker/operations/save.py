@@ -168,7 +168,7 @@ class CheckpointSaver:
         on_warning = self._complain()
         self.wait()
         trained = _check_request(request)
-        states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+        states = [ModelState(prepared) for prepared in trained]
         frozen = {} if request.full else _frozen_shards(states)
         stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
@@ -178,7 +178,7 @@ class CheckpointSaver:
         draft = _begin_draft(request, total_bytes)
         try:
             raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(trained, stored))
+            snapshot, error = try_call(lambda: _take_snapshot(states, stored))
             raise_if_any_failed(error)
             metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
@@ -409,7 +409,7 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if optimizers:
-        ModelState(0, prepared).state_dicts()  # raises if one cannot be stored
+        ModelState(prepared).state_dicts()  # raises if one cannot be stored
 
 
 def base_models(trained: Sequence[PreparedModel]) -> list[str]:
@@ -470,7 +470,7 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 # -- snapshot
 
 
-def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> StateSnapshot:
+def _take_snapshot(states: list[ModelState], stored: StoredByReference) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
@@ -478,11 +478,10 @@ def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> S
     optimizers: list[OptimizerMetadata] = []
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
     live = [_exclude(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
     scalars = [state.scalar_state() for state in states]
-    for number, prepared in enumerate(trained):  # no collective from here on
-        state, counts = states[number], scalars[number]
+    for number, state in enumerate(states):  # no collective from here on
+        prepared, counts = state.prepared, scalars[number]
         trees, parts = state.state_dicts()
         if state.state_dict_rank == collectives.rank():
             live[number] |= {key: whole_shard(tensor) for key, tensor in parts.items()}
