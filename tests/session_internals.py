@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nbdist import Session
+    from nbdist.session.cell_runner import CellRunner
     from nbdist.session.interrupt import InterruptEscalation
     from nbdist.session.worker_group import WorkerGroup
 
@@ -15,10 +16,15 @@ def workers(session: Session) -> WorkerGroup:
     return session._workers
 
 
+def cell_runner(session: Session) -> CellRunner:
+    """What runs the cells of a session."""
+    return session._cells
+
+
 def escalation(session: Session) -> InterruptEscalation | None:
     """What counts the Stops of the request or cell that runs."""
-    joint = session._workers.collective_request
-    return joint.escalation if joint is not None else session._cells.escalation
+    joint = workers(session).collective_request
+    return joint.escalation if joint is not None else cell_runner(session).escalation
 
 
 def num_stops(session: Session) -> int:

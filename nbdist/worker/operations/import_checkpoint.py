@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, optimizer_recipes, reshard, shards
@@ -25,14 +25,12 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nbdist.protocol.operations import ImportCheckpointRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
-
-_LISTED = 10
 
 
 def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) -> RankImportReport:
@@ -160,7 +158,8 @@ def _match_keys(
     if missing:
         raise CheckpointError(
             f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {_join(map(printable, missing))}. Load it into the model that it was saved from."
+            f" {list_first(map(printable, missing))}. Load it into the model that it was saved"
+            " from."
         )
     shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
     _check_shapes(saved, shapes, keys)
@@ -170,7 +169,7 @@ def _match_keys(
     if extra:
         notes.append(
             f"{len(extra)} tensors of the checkpoint are not in the model:"
-            f" {_join(map(printable, extra))}"
+            f" {list_first(map(printable, extra))}"
         )
     return keys
 
@@ -187,7 +186,7 @@ def _check_shapes(
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} of {len(keys)} tensors have a different shape:"
-            f" {_join(wrong)}. Load it into the model that it was saved from."
+            f" {list_first(wrong)}. Load it into the model that it was saved from."
         )
     for key, entry in saved.keys.items():
         if not key.startswith("optim.state."):
@@ -214,9 +213,3 @@ def _read_into_engine(
     }
     reshard.zero_unsaved(optimizer_state, saved.keys)
     return read_bytes + saved.read_into(optimizer_state)
-
-
-def _join(items: Iterable[str]) -> str:
-    listed = list(items)
-    suffix = ", ..." if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + suffix

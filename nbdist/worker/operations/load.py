@@ -22,7 +22,7 @@ import torch
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankLoadReport
 from nbdist.state import (
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
-_LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
 """Maximum number of elements in the state of a random generator."""
 _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
@@ -611,8 +610,7 @@ def check_keys(
 
 
 def _count_and_names(noun: str, names: list[str]) -> str:
-    suffix = ", ..." if len(names) > _LISTED else ""
-    return f"{len(names)} {noun}: {', '.join(names[:_LISTED])}{suffix}" if names else ""
+    return f"{len(names)} {noun}: {list_first(names)}" if names else ""
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:

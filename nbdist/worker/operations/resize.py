@@ -38,7 +38,7 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from nbdist import checkpoint
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
-from nbdist.protocol.operations import RankSwitchReport
+from nbdist.protocol.operations import RankSwitchReport, SaveRequest
 from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest
 from nbdist.state.shards import Shard, total_bytes
@@ -46,7 +46,7 @@ from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.operations import namespace_pickle, switch
+from nbdist.worker.operations import namespace_pickle, save, switch
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
@@ -259,40 +259,27 @@ class _ResizeSave:
         self, pickled: namespace_pickle.PickledNamespace, digests: list[str], folder: Path
     ) -> None:
         """Write the pickles, and the shards of all ranks as a checkpoint."""
-        rank = collectives.rank()
-        keys = reshard.gather_keys(self._shards)
-        tensor_digests = tensor_digest.global_digests(self._shards)
-        storage = checkpoint.FolderStorage(folder)
-        pending = files = None
+        rank, trained = collectives.rank(), prepared_models.all_models()
+        draft: checkpoint.PendingCheckpoint | None = None
         with self._phase("opening files"):
-            if keys and rank == 0:
-                pending = storage.begin(CHECKPOINT_NAME)
-        number = collectives.all_gather_values(pending and pending.id)[0]
+            if trained:
+                draft = save.begin_draft(SaveRequest(root=str(folder), name=CHECKPOINT_NAME), 0)
         with self._phase("writing"):
             namespace_pickle.write_namespace(pickled, digests, folder, rank)
-            if number is not None:
-                draft = storage.attach(CHECKPOINT_NAME, number)
-                files = shard_io.write_shards(self._shards, draft, rank, "model")
-        files_by_rank = collectives.all_gather_values(files)
+            if draft is not None:
+                save.write_rank_files(draft, rank, {"model": self._shards}, {})
         with self._phase("closing files"):
-            if pending is None:
+            if draft is None or rank != 0:
                 return
-            trained = prepared_models.all_models()
+            reports = save.wait_for_reports(draft, collectives.group_size())
             manifest = checkpoint.Manifest(
                 backend=accelerators.current_config().options.backend,
                 world_size=collectives.group_size(),
-                step=max((prepared.num_steps for prepared in trained), default=0),
-                keys={
-                    name: checkpoint.TensorMetadata(
-                        shape=tuple(entry.shape),
-                        dtype=str(entry.dtype).removeprefix("torch."),
-                        digest=tensor_digests[name],
-                    )
-                    for name, entry in keys.items()
-                },
-                files=tuple(file for rank_files in files_by_rank for file in rank_files),
+                step=max(prepared.num_steps for prepared in trained),
+                keys=checkpoint.merge_tensors(reports),
+                files=tuple(file for report in reports for file in report.files),
             )
-            pending.commit(CHECKPOINT_NAME, manifest)
+            draft.commit(CHECKPOINT_NAME, manifest, overwrite=False)
 
     def _report_not_carried(self) -> None:
         """Report the variables and generators of removed ranks; a collective."""
