@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+from nbdist.session.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from nbdist import Session
     from nbdist.session.cell_runner import CellRunner
     from nbdist.session.interrupt import InterruptEscalation
-    from nbdist.session.worker_group import WorkerGroup
 
 
 def workers(session: Session) -> WorkerGroup:
@@ -31,3 +33,17 @@ def num_stops(session: Session) -> int:
     """How often Stop was pressed."""
     found = escalation(session)
     return 0 if found is None else found.stops
+
+
+def silent_workers() -> WorkerGroup:
+    """Ranks that are up and never answer."""
+    made = WorkerGroup(
+        None,  # type: ignore[arg-type]  # nothing is started
+        on_message=print,
+        on_idle=bool,
+        on_death=print,
+        on_notice=print,
+    )
+    made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
+    made._up = True
+    return made

@@ -129,7 +129,7 @@ def test_saves_that_run_and_fail_are_among_the_checkpoints(
     monkeypatch.chdir(tmp_path)
     running, failed = Save(), Save()
     running.name, failed.name, failed.error = "now", EVIL, "no room"
-    session._saves._saves["1"] = running
+    monkeypatch.setattr(session, "saves_running", lambda: [running])
     session.checkpoints.failed_saves.append(failed)
     found = drawn(session)
     assert {(one["name"], one["state"]) for one in found["checkpoints"]} == {

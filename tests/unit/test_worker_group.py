@@ -10,6 +10,7 @@ import pytest
 from nbdist import SessionError
 from nbdist.protocol import messages, operations
 from nbdist.session import worker_group
+from tests.session_internals import silent_workers
 
 next_reply = worker_group.WorkerGroup._next_reply
 
@@ -40,15 +41,7 @@ class Ranks:
 
 @pytest.fixture
 def asked() -> worker_group.WorkerGroup:
-    made = worker_group.WorkerGroup(
-        None,  # type: ignore[arg-type]  # nothing is started
-        on_message=lambda *_: None,
-        on_idle=lambda: False,
-        on_death=lambda _: None,
-        on_notice=print,
-    )
-    made._up = True
-    return made
+    return silent_workers()
 
 
 def test_a_request_may_last_while_ranks_say_how_far_it_is(
