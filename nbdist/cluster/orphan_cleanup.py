@@ -121,16 +121,19 @@ def kill_processes(should_kill: Callable[[int], bool]) -> set[int]:
 
     Repeats the search, since a process may have forked another one before its end.
     """
-    deadline = time.monotonic() + KILL_S
-    while found := [item for item in psutil.process_iter() if should_kill(item.pid)]:
-        if time.monotonic() > deadline:
-            return {process.pid for process in found}
+    deadline, killed = time.monotonic() + KILL_S, set[int]()
+    while time.monotonic() < deadline:
+        found = [process for process in psutil.process_iter() if should_kill(process.pid)]
         for process in found:
             # psutil compares the start time, so that a process with a reused id is not killed.
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.kill()
+        killed |= {process.pid for process in found}
+        # A process that is ending has no environment any more, but still uses its files.
+        if not found and not any(map(process_identity.process_start_ticks, killed)):
+            return set()
         time.sleep(POLL_S)
-    return set()
+    return {pid for pid in psutil.pids() if should_kill(pid)}
 
 
 def launcher_process_filter(folder: Path) -> Callable[[int], bool]:
