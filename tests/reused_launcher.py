@@ -80,7 +80,7 @@ class ReusedLauncher(Launcher):
     def belongings(self) -> set[object]:
         """Its process, folders and threads: no session has left them behind."""
         folders = {self.run_dir.path, self.run_dir.payload_dir}
-        return {self.process.pid, *folders, self._reader, self.log._thread}
+        return {self.process.pid, *folders, self._reader, self.log.thread}
 
 
 class ReusingLauncherProvider(LocalLauncherProvider):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+from nbdist.session.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from nbdist import Session
+    from nbdist.session.cell_runner import CellRunner
     from nbdist.session.interrupt import InterruptEscalation
-    from nbdist.session.worker_group import WorkerGroup
 
 
 def workers(session: Session) -> WorkerGroup:
@@ -15,13 +18,32 @@ def workers(session: Session) -> WorkerGroup:
     return session._workers
 
 
+def cell_runner(session: Session) -> CellRunner:
+    """What runs the cells of a session."""
+    return session._cells
+
+
 def escalation(session: Session) -> InterruptEscalation | None:
     """What counts the Stops of the request or cell that runs."""
-    joint = session._workers.collective_request
-    return joint.escalation if joint is not None else session._cells.escalation
+    joint = workers(session).collective_request
+    return joint.escalation if joint is not None else cell_runner(session).escalation
 
 
 def num_stops(session: Session) -> int:
     """How often Stop was pressed."""
     found = escalation(session)
     return 0 if found is None else found.stops
+
+
+def silent_workers() -> WorkerGroup:
+    """Ranks that are up and never answer."""
+    made = WorkerGroup(
+        None,  # type: ignore[arg-type]  # nothing is started
+        on_message=print,
+        on_idle=bool,
+        on_death=print,
+        on_notice=print,
+    )
+    made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
+    made._up = True
+    return made

@@ -89,7 +89,9 @@ class CheckpointDownload:
         done = skipped = 0
         while files:
             file = files.popleft()
-            if self._create_if_missing(file.name, partial(self._download, file, on_progress, done)):
+            if self._create_if_missing(
+                file.name, partial(self.download_file, file, on_progress, done)
+            ):
                 done, skipped = done + file.size_bytes, 0
                 continue
             files.append(file)
@@ -143,7 +145,7 @@ class CheckpointDownload:
                 sparse.truncate(file.size_bytes)
         (self.folder / MANIFEST_NAME).write_bytes(text)
 
-    def _download(
+    def download_file(
         self, file: CheckpointFile, on_progress: Callable[[int], object] | None, before: int
     ) -> None:
         """Download one file and replace its sparse file."""

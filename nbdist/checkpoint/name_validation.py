@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 MANIFEST_NAME = "manifest.json"
@@ -20,6 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _PART = re.compile(r"part-[0-9]{5,9}\.json")
 _SHOWN = 60
+_LISTED = 10
 
 
 def check_name(name: object) -> str:
@@ -76,3 +78,9 @@ def printable(value: object) -> str:
     """Return an untrusted value as ASCII text on one line, at most 60 characters long."""
     text = ascii(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def list_first(names: Iterable[str]) -> str:
+    """Return the first ten names as text."""
+    listed = list(names)
+    return ", ".join(listed[:_LISTED]) + (", ..." if len(listed) > _LISTED else "")

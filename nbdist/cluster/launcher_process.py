@@ -177,8 +177,8 @@ class ProcessLogTail:
         self._reading, self.write_fd = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._reading, False)
-        self._thread = threading.Thread(target=self._read_until_end, name="nbdist-log", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read_until_end, name="nbdist-log", daemon=True)
+        self.thread.start()
 
     def close_write_end(self) -> None:
         """Close `write_fd` in this process; the processes that inherited it keep it open."""
@@ -197,8 +197,8 @@ class ProcessLogTail:
         if end < 0:
             return
         os.close(end)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_S)
+        if threading.current_thread() is not self.thread:
+            self.thread.join(_CLOSE_S)
 
     def _read_until_end(self) -> None:
         poll = select.poll()  # select() supports no descriptor above 1023

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from nbdist.cluster import run_dir
 from nbdist.hardware import process_identity
@@ -24,6 +24,7 @@ from nbdist.hardware.process_identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +80,9 @@ def find_orphans(roots: Sequence[Path] | None = None) -> OrphanResources:
             waiting += process_identity.linked_folders(path)
     shared = [file for folder in folders for file in process_identity.find_orphaned_files(folder)]
     strays = []
-    for pid in filter(_is_stray, process_identity.visible_pids()):
-        name = "ended"
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-        strays.append(OrphanProcess(pid, name))
+    for pid in filter(_is_stray, psutil.pids()):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            strays.append(OrphanProcess(pid, psutil.Process(pid).name()))
     return OrphanResources(tuple(strays), tuple(sorted(folders)), tuple(shared))
 
 
@@ -95,7 +94,7 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
         grace_s: time for processes to end by themselves.
     """
     deadline = time.monotonic() + grace_s
-    while any(map(_is_stray, process_identity.visible_pids())) and time.monotonic() < deadline:
+    while any(map(_is_stray, psutil.pids())) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     kill_processes(_is_stray)
     found = find_orphans(roots)  # search after the grace time
@@ -122,20 +121,19 @@ def kill_processes(should_kill: Callable[[int], bool]) -> set[int]:
 
     Repeats the search, since a process may have forked another one before its end.
     """
-    deadline = time.monotonic() + KILL_S
+    deadline, killed = time.monotonic() + KILL_S, set[int]()
     while time.monotonic() < deadline:
-        meant = {
-            pid: process_identity.process_start_ticks(pid)
-            for pid in process_identity.visible_pids()
-            if should_kill(pid)
-        }
-        if not meant:
+        found = [process for process in psutil.process_iter() if should_kill(process.pid)]
+        for process in found:
+            # psutil compares the start time, so that a process with a reused id is not killed.
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        killed |= {process.pid for process in found}
+        # A process that is ending has no environment any more, but still uses its files.
+        if not found and not any(map(process_identity.process_start_ticks, killed)):
             return set()
-        for pid in meant:
-            _kill(pid, should_kill)
-        while any(map(_is_running, meant.items())) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-    return {pid for pid in process_identity.visible_pids() if should_kill(pid)}
+        time.sleep(POLL_S)
+    return {pid for pid in psutil.pids() if should_kill(pid)}
 
 
 def launcher_process_filter(folder: Path) -> Callable[[int], bool]:
@@ -150,40 +148,9 @@ def kernel_descendants() -> list[int]:
     me = ProcessIdentity.current_process().to_json()
     return [
         pid
-        for pid in process_identity.visible_pids()
+        for pid in psutil.pids()
         if process_identity.process_environ(pid).get(process_identity.KERNEL_VARIABLE) == me
     ]
-
-
-def _kill(pid: int, should_kill: Callable[[int], bool]) -> None:
-    """Kill one process if it still matches.
-
-    The check is repeated once a file descriptor of the process is held, so that its id cannot be
-    reused between check and signal. Where pidfds are not supported (Linux before 5.3, some builds
-    of Python, gVisor), the check is done right before the signal.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is protected
-        try:
-            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-        except ProcessLookupError:
-            raise
-        except OSError:
-            pidfd = None
-        if pidfd is None:
-            if should_kill(pid):
-                os.kill(pid, signal.SIGKILL)
-            return
-        try:
-            if should_kill(pid):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
-
-
-def _is_running(process: tuple[int, int]) -> bool:
-    """Return True if a process runs, given by its id and start time."""
-    pid, started = process
-    return started != 0 and process_identity.process_start_ticks(pid) == started
 
 
 def _is_stray(pid: int) -> bool:

@@ -45,8 +45,8 @@ class RunDir:
         Raises:
             StartError: no writable folder with a path short enough for a socket.
         """
-        path = _make_private(_socket_folders(), "sockets", max_bytes=MAX_SOCKET_PATH)
-        bulk = _make_private(_bulk_folders(), "payload files")
+        path = make_private(_socket_folders(), "sockets", max_bytes=MAX_SOCKET_PATH)
+        bulk = make_private(_bulk_folders(), "payload files")
         # the next kernel may use another temp folder
         process_identity.record_linked_folder(bulk, path)
         return cls(path, bulk)
@@ -160,7 +160,7 @@ def make_private_folders() -> list[Path]:
     Raises:
         StartError: no folder can be created.
     """
-    return [_make_private([folder], "payload files") for folder in _bulk_folders()]
+    return [make_private([folder], "payload files") for folder in _bulk_folders()]
 
 
 def private_folder_roots() -> list[Path]:
@@ -181,7 +181,12 @@ def _bulk_folders() -> list[Path]:
     return [*([SHARED_MEMORY] if has_shared_memory else []), Path(tempfile.gettempdir())]
 
 
-def _make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = None) -> Path:
+def make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = None) -> Path:
+    """Create a private folder in the best of these folders.
+
+    Raises:
+        StartError: none of them can be used; the message has the reasons.
+    """
     reasons = []
     # use a folder in which others can rename files only if there is no other, as in some containers
     for folder in sorted(folders, key=lambda folder: bool(unsafe_folder_reason(folder))):

@@ -98,19 +98,19 @@ def diagnose_machine() -> Diagnosis:
         ("ports", lambda: ports.check_ports(pids)),
         ("notebook", software.check_notebook),
     )
-    findings = [finding for topic, check in checks for finding in _run_check(topic, check)]
+    findings = [finding for topic, check in checks for finding in run_check(topic, check)]
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return Diagnosis(tuple(findings))
 
 
 def diagnose_run() -> Diagnosis:
     """Check the current or last training run."""
-    findings = _run_check("run", lambda: training_run.check_training(current_session()))
+    findings = run_check("run", lambda: training_run.check_training(current_session()))
     findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return Diagnosis(tuple(findings))
 
 
-def _run_check(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def run_check(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Run one check. An exception becomes a finding; earlier findings are kept."""
     findings: list[Finding] = []
     try:

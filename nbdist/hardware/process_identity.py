@@ -22,6 +22,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import psutil
+
 OWNER_FILE = ".owner.json"
 """File that identifies the process that created its folder."""
 KERNEL_VARIABLE = "NBDIST_KERNEL"
@@ -206,11 +208,6 @@ def process_start_ticks(pid: int) -> int:
     return 0 if stat_fields[0] in "ZX" else int(stat_fields[19])  # field 22; a zombie has ended
 
 
-def visible_pids() -> list[int]:
-    """Return the ids of all visible processes."""
-    return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208 - no paths
-
-
 def _boot_id() -> str:
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -277,7 +274,7 @@ def remove_orphaned_files(run_dir: Path) -> None:
 def filter_unused(files: list[Path]) -> list[Path]:
     """Return the files that no visible process has mapped or opened."""
     used: set[str] = set()
-    for pid in visible_pids() if files else ():
+    for pid in psutil.pids() if files else ():
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
             used |= {line.split(maxsplit=5)[-1] for line in lines}

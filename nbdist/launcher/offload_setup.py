@@ -87,7 +87,7 @@ def build_missing_ops(
         os.environ["PATH"] = deepspeed_requirements.build_search_path()
         if text := deepspeed_requirements.missing_requirements(missing, kind):
             raise StartError(text)
-        with _build_lock(folder, progress=progress, limit_s=limit_s) as lock:
+        with build_lock(folder, progress=progress, limit_s=limit_s) as lock:
             for op in missing:
                 if not (folder / op / BUILT_FILE).exists():
                     environ = {**os.environ, **shown}
@@ -125,7 +125,7 @@ def _folder(kind: str) -> Path:
 
 
 @contextlib.contextmanager
-def _build_lock(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
+def build_lock(folder: Path, *, progress: Callable[[str], None], limit_s: float) -> Iterator[int]:
     """Hold the folder's lock; the operating system releases it when its last holder ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

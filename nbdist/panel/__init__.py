@@ -42,7 +42,7 @@ def show_panel(session: Session, face: str = "auto") -> None:
     """
     chosen = choose_output_format(face)
     if chosen == "widget" and session.state != "stopped":  # a stopped session has no updates
-        _open(session).show()
+        open_panel(session).show()
         return
     mime_bundle = static_mime_bundle(session, look=True)
     if chosen == "text" or get_shell() is None:
@@ -81,7 +81,7 @@ def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str
         session: the session to show.
         look: first sample the devices and plan the prepared model, unless a cell runs.
     """
-    view = _view(session)
+    view = panel_data(session)
     if look and view.panel is None:
         _sample_and_plan(view)
     return render_formats(view.snapshot(), curve_history(session.metrics))
@@ -127,7 +127,7 @@ class Panel:
         from nbdist.panel.widget import PanelWidget
 
         self._session = session
-        self.view = _view(session)
+        self.view = panel_data(session)
         self._handles: list[Any] = []
         self._widget: PanelWidget = PanelWidget(self._receive, lambda: static_mime_bundle(session))
         self.live = PanelController(self.view, self._widget.send_message)
@@ -156,16 +156,16 @@ class Panel:
         self.live.receive_message(message, buffers)
 
 
-def _view(session: Session) -> PanelData:
-    """The panel model of a session, created on first use."""
+def panel_data(session: Session) -> PanelData:
+    """Return the panel model of a session, created on first use."""
     if not isinstance(session.panel_model, PanelData):
         session.panel_model = PanelData(session)
     return session.panel_model
 
 
-def _open(session: Session) -> Panel:
-    """The panel of a session, created on first use."""
-    view = _view(session)
+def open_panel(session: Session) -> Panel:
+    """Return the panel of a session, created on first use."""
+    view = panel_data(session)
     if isinstance(view.panel, Panel):
         return view.panel
     _sample_and_plan(view)  # now, because there may be no time between consecutive cells

@@ -183,7 +183,7 @@ class Cell:
 
     def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         """Queue a message that these ranks sent; called on the reader thread."""
-        handle = self._HANDLERS.get((channel, message["header"]["msg_type"]))
+        handle = self.HANDLERS.get((channel, message["header"]["msg_type"]))
         if handle is not None:
             self._heard_at = time.monotonic()
             self._inbox.put(functools.partial(self._handle, handle, ranks, message))
@@ -444,7 +444,7 @@ class Cell:
         content = message["content"]
         self._on_send(rank, content["name"], content["path"])
 
-    _HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
+    HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
         ("shell", "execute_reply"): _each(_on_reply),
         ("iopub", "status"): _each(_on_status),
         ("iopub", "stream"): _on_stream,

@@ -18,7 +18,7 @@ from nbdist.state import collectives
 from nbdist.state.shards import ShapeAndDtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from nbdist.state.shards import Shard, ShardMap, ShardPiece
 
@@ -72,6 +72,14 @@ def gather_keys(shards: ShardMap) -> dict[str, ShapeAndDtype]:
         for rank_entries in collectives.all_gather_values(entries)
         for key, entry in rank_entries
     }
+
+
+@torch.no_grad()
+def zero_unsaved(targets: dict[str, Shard], saved: Container[str]) -> None:
+    """Set optimizer state that was not saved to zero, and remove it from the targets."""
+    for key in [key for key in targets if key.startswith(_MAY_BE_ZERO) and key not in saved]:
+        for piece in targets.pop(key).pieces:
+            piece.view.zero_()
 
 
 @torch.no_grad()

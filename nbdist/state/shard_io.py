@@ -17,7 +17,7 @@ import torch
 
 from nbdist.checkpoint import CheckpointReader
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.checkpoint.safetensors_writer import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
 from nbdist.state import base_model
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 SLICE_BYTES = 64 << 20
 """Bytes that pass through host memory at a time from a GPU."""
-_LISTED = 10
 
 
 class _ShardChunk(NamedTuple):
@@ -241,7 +240,7 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         keys = {name: manifest.aliases.get(name, name) for name in target}
         missing = [name for name, key in keys.items() if key not in manifest.keys]
         if missing:
-            names = _join(list(map(printable, missing)))
+            names = list_first(map(printable, missing))
             raise CheckpointError(
                 f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {names}. Load"
                 " it into the model that it was saved from."
@@ -253,8 +252,8 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         ]
         if wrong:
             raise CheckpointError(
-                f"{len(wrong)} of {len(target)} tensors have a different shape: {_join(wrong)}."
-                " Load it into the model that it was saved from."
+                f"{len(wrong)} of {len(target)} tensors have a different shape:"
+                f" {list_first(wrong)}. Load it into the model that it was saved from."
             )
         return _build_index(opened, keys)
 
@@ -330,8 +329,3 @@ def _saved_offsets(
             " of its tensors. Load another checkpoint."
         ) from error
     return offsets
-
-
-def _join(names: list[str]) -> str:
-    suffix = ", ..." if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + suffix

@@ -64,22 +64,16 @@ def total_bytes(shards: ShardMap) -> int:
 
 
 @torch.no_grad()
-def copy_to_host(shards: ShardMap, *, like: ShardMap | None = None) -> dict[str, Shard]:
+def copy_to_host(shards: ShardMap) -> dict[str, Shard]:
     """Copy this rank's pieces to host memory; pinned memory if they are on a GPU.
 
     Blocks until the copies are complete. A piece may be returned as several consecutive pieces.
-
-    Args:
-        shards: shards to copy.
-        like: earlier copy of the same state; its memory is reused, and overwritten, for keys with
-            the same intervals and dtype.
     """
     memory = _HostBuffer()
-    copies = {}
-    for key, shard in shards.items():
-        previous = like.get(key) if like is not None else None
-        pieces = _copy_into_existing(shard, previous) or tuple(_copies(shard, memory))
-        copies[key] = Shard(shape=shard.shape, dtype=shard.dtype, pieces=pieces)
+    copies = {
+        key: Shard(shape=shard.shape, dtype=shard.dtype, pieces=tuple(_copies(shard, memory)))
+        for key, shard in shards.items()
+    }
     if any(piece.view.is_cuda for shard in shards.values() for piece in shard.pieces):
         torch.cuda.current_stream().synchronize()
     return copies
@@ -89,18 +83,6 @@ def empty_pinned_cache() -> None:
     """Free unused pinned memory, which torch 2.13 caches otherwise."""
     if torch.cuda.is_initialized():
         torch._C._host_emptyCache()  # noqa: SLF001
-
-
-def _copy_into_existing(shard: Shard, old: Shard | None) -> tuple[ShardPiece, ...]:
-    """Copy into the memory of an earlier copy; return no pieces if it does not fit."""
-    if old is None or old.dtype != shard.dtype or joined_intervals(shard) != joined_intervals(old):
-        return ()
-    for piece in shard.pieces:
-        for target in old.pieces:
-            if piece.start <= target.start < piece.stop:
-                part = piece.view[target.start - piece.start : target.stop - piece.start]
-                target.view.copy_(part, non_blocking=True)
-    return old.pieces
 
 
 def joined_intervals(shard: Shard) -> list[tuple[int, int]]:

@@ -268,7 +268,7 @@ def patch(target: str, wrap: Callable[[Any], Any]) -> None:
     """
     if target in _patched:
         return
-    owner, name = _resolve(target)
+    owner, name = resolve(target)
     setattr(owner, name, _wrapped(getattr(owner, name), wrap))
     _patched.add(target)
 
@@ -276,7 +276,7 @@ def patch(target: str, wrap: Callable[[Any], Any]) -> None:
 @contextlib.contextmanager
 def patched(target: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace an attribute of a library in this context."""
-    owner, name = _resolve(target)
+    owner, name = resolve(target)
     original = vars(owner)[name]
     setattr(owner, name, _wrapped(getattr(owner, name), wrap))
     try:
@@ -285,7 +285,7 @@ def patched(target: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _resolve(target: str) -> tuple[Any, str]:
+def resolve(target: str) -> tuple[Any, str]:
     """Return the owner of a listed attribute, and the attribute's name."""
     if target not in PATCHES and f"{target.rpartition('.')[0]}.*" not in PATCHES:
         raise KeyError(target)

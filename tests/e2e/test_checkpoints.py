@@ -33,7 +33,7 @@ STATE = textwrap.dedent(
     from nbdist.worker.training.model_state import ModelState
     from nbdist.state import tensor_digest
     def fingerprint():
-        return tensor_digest.global_digests(ModelState(0, training.all_models()[0]).owned_shards())
+        return tensor_digest.global_digests(ModelState(training.all_models()[0]).owned_shards())
     """
 )
 

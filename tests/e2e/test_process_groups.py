@@ -14,6 +14,7 @@ from nbdist import CellError
 from nbdist.errors import SwitchError
 from nbdist.protocol import messages
 from nbdist.session import collective_request
+from tests.session_internals import workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,16 +52,16 @@ def losses(session: Session, first: int, count: int) -> list[float]:
 def release(session: Session, name: str) -> dict[int, Any]:
     """Abort the process groups of all ranks, as Stop does where ranks are stuck."""
     request = messages.AbortCollectivesRequest(
-        pids=[one.pid for one in session._workers.rank_processes], id=name
+        pids=[one.pid for one in workers(session).rank_processes], id=name
     )
-    return session._workers.request_all(
+    return workers(session).request_all(
         range(2), messages.ABORT_COLLECTIVES, request, channel="control"
     )
 
 
 def renew(session: Session) -> str:
     """Make the groups and engines again, as the end of such a cell does."""
-    return collective_request.rebuild_models(session._workers, world_size=2, groups=True)
+    return collective_request.rebuild_models(workers(session), world_size=2, groups=True)
 
 
 @pytest.fixture(scope="module", params=EACH_ENGINE)

@@ -24,7 +24,7 @@ PRELUDE = textwrap.dedent(
     def digests():
         "Of all state; the same on all ranks."
         (trained,) = training.all_models()
-        found = ModelState(0, trained)
+        found = ModelState(trained)
         return tensor_digest.global_digests(found.owned_shards()), found.scalar_state()
 
     def types():

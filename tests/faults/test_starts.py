@@ -102,7 +102,9 @@ def test_a_start_that_never_ends_shows_where_all_processes_are(
 ) -> None:
     engine = LocalLauncherProvider()
     engine.warm_up("cpu")
-    eventually(lambda: engine._warm is not None and engine._warm.is_warm, within_s=TOLD_S)
+    warm = engine._warm
+    assert warm is not None
+    eventually(lambda: warm.is_warm, within_s=TOLD_S)
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "slow_start.py"))
     monkeypatch.setattr(startup, "START_TIMEOUT_S", 6.0)
     text = why_it_failed(Session(nproc=2, engine=engine))

@@ -35,7 +35,7 @@ MODEL = textwrap.dedent(
         return [step() for _ in range(steps)]
 
     def fingerprint():
-        return digests.global_digests(ModelState(0, inside.all_models()[0]).owned_shards())
+        return digests.global_digests(ModelState(inside.all_models()[0]).owned_shards())
     """
 )
 """Defines build(), step(), train(steps) and fingerprint(); its losses depend on `done` alone."""

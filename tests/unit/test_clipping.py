@@ -10,6 +10,8 @@ import torch
 
 from nbdist.worker.engines import accelerator_patch
 
+clip_before_steps = accelerator_patch._clip_before_steps
+
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
@@ -19,7 +21,7 @@ def test_scaled_gradients_are_clipped_at_the_same_norm(kind: Any, *, fused: bool
     prepared = SimpleNamespace(
         _optimizers=[SimpleNamespace(optimizer=optimizer)], _models=[], _nbdist_clipped=False
     )
-    accelerator_patch._clip_before_steps(cast("Any", prepared), 1.0)
+    clip_before_steps(cast("Any", prepared), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale((weight * 3).sum()).backward()  # a norm of 6, to be 1
     scaler.step(optimizer)
@@ -36,7 +38,7 @@ def test_a_step_whose_gradients_overflow_is_skipped() -> None:
     prepared = SimpleNamespace(
         _optimizers=[SimpleNamespace(optimizer=optimizer)], _models=[], _nbdist_clipped=False
     )
-    accelerator_patch._clip_before_steps(cast("Any", prepared), 1.0)
+    clip_before_steps(cast("Any", prepared), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     scaler.scale((weight * torch.inf).sum()).backward()
     scaler.step(optimizer)

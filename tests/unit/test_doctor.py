@@ -94,7 +94,7 @@ def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureF
         yield finding.ok("a", "b")
         raise RuntimeError("strange machine")
 
-    before, one = diagnosis._run_check("ports", look)
+    before, one = diagnosis.run_check("ports", look)
     assert before == finding.ok("a", "b")
     assert (one.level, one.topic) == ("note", "ports")
     assert "strange machine" in one.says

@@ -17,7 +17,7 @@ LIBRARIES = {"accelerate", "deepspeed", "peft", "torch", "transformers"}
 
 @pytest.mark.parametrize("target", [name for name in PATCHES if not name.endswith("*")])
 def test_each_patched_attribute_exists(target: str) -> None:
-    owner, name = library_patches._resolve(target)
+    owner, name = library_patches.resolve(target)
     assert hasattr(owner, name)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +14,13 @@ from nbdist.session.locking import exclusive
 from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
-from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
+from tests.session_internals import silent_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from nbdist.session.worker_group import WorkerGroup
 
 WITHIN_S = 10.0
 
@@ -136,16 +137,7 @@ def test_a_restart_that_waits_for_another_is_done_too(
 @pytest.fixture
 def workers() -> WorkerGroup:
     """Ranks that are up and never answer."""
-    made = WorkerGroup(
-        None,  # type: ignore[arg-type]
-        on_message=print,
-        on_idle=bool,
-        on_death=print,
-        on_notice=print,
-    )
-    made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
-    made._up = True
-    return made
+    return silent_workers()
 
 
 def hung(workers: WorkerGroup) -> tuple[threading.Thread, list[str]]:

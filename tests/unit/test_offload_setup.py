@@ -58,11 +58,11 @@ def test_a_second_session_waits_for_the_first_and_says_so(
         said.append(line)
         fcntl.flock(first, fcntl.LOCK_UN)
 
-    with offload_setup._build_lock(tmp_path, progress=finish_the_first, limit_s=60):
+    with offload_setup.build_lock(tmp_path, progress=finish_the_first, limit_s=60):
         pass
     assert said == ["waiting for another session that builds DeepSpeed's ops: 0 s"]
     fcntl.flock(first, fcntl.LOCK_EX)
-    waiting = offload_setup._build_lock(tmp_path, progress=pytest.fail, limit_s=-1)
+    waiting = offload_setup.build_lock(tmp_path, progress=pytest.fail, limit_s=-1)
     with pytest.raises(StartError, match="Another session has been building"), waiting:
         pass
     os.close(first)

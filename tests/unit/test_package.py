@@ -78,3 +78,27 @@ def test_every_module_says_what_it_holds() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+PRIVATE_NAMES_IN_TESTS = 20
+"""Largest number of places in tests that access private attributes of nbdist. Raise it never."""
+PROTOCOL_NAMES = {"_repr_html_", "_repr_mimebundle_", "_render_traceback_"}
+"""Names that IPython calls."""
+
+
+_DEFINED = re.compile(r"(?:def|class) (_\w+)|(?:^|self\.)(_\w+)(?:: [^=\n]+)? =", re.MULTILINE)
+
+
+def test_tests_use_public_names() -> None:
+    package = (path.read_text() for path in (ROOT / "nbdist").rglob("*.py"))
+    own = {name for text in package for pair in _DEFINED.findall(text) for name in pair}
+    places = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in own - PROTOCOL_NAMES
+        and not node.attr.startswith("__")
+        and ast.unparse(node.value) not in {"self", "cls", "os"}
+    ]
+    assert len(places) <= PRIVATE_NAMES_IN_TESTS, "\n".join(places)

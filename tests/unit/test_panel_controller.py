@@ -196,9 +196,9 @@ def test_a_panel_that_cannot_be_made_is_tried_again(
 
     monkeypatch.setitem(sys.modules, "nbdist.panel.widget", SimpleNamespace(PanelWidget=Widget))
     with pytest.raises(FileNotFoundError):
-        panel._open(session)
-    opened = panel._open(session)
-    assert panel._open(session) is opened
+        panel.open_panel(session)
+    opened = panel.open_panel(session)
+    assert panel.open_panel(session) is opened
     opened.freeze()
     opened.freeze()  # as the session's end does, once more
-    assert panel._view(session).panel is None
+    assert panel.panel_data(session).panel is None

@@ -191,10 +191,9 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
         Advice(title=EVIL, why=EVIL, line=EVIL, gain=GAIN, changes={"backend": "zero2"}),
     )
     done.__dict__.update(verdict=f"input-bound: {EVIL}", advice_outcome=EVIL)
-    monkeypatch.setattr(made._profiler, "profiles", [done])
-    made._profiler.current_run = ProfileRun(
-        options=ProfileOptions(steps=10), text="profiling: step 4"
-    )
+    profiler = made._profiler
+    monkeypatch.setattr(profiler, "profiles", [done])
+    profiler.current_run = ProfileRun(options=ProfileOptions(steps=10), text="profiling: step 4")
     return made
 
 

@@ -32,7 +32,7 @@ from nbdist.session.checkpoints import Save
 from nbdist.session.device_placement import DevicePlacement
 from nbdist.session.training_events import TrainingEvent
 from nbdist.strategies import Options
-from tests.session_internals import workers
+from tests.session_internals import cell_runner, workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ def drawn(session: Session, **more: Any) -> PanelState:
 def cell_of(session: Session, *, count: int = 4) -> Cell:
     cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
     cell.count = count
-    session._cells.running_cell, session.state = cell, "ready"
+    cell_runner(session).running_cell, session.state = cell, "ready"
     return cell
 
 
@@ -129,7 +129,7 @@ def test_saves_that_run_and_fail_are_among_the_checkpoints(
     monkeypatch.chdir(tmp_path)
     running, failed = Save(), Save()
     running.name, failed.name, failed.error = "now", EVIL, "no room"
-    session._saves._saves["1"] = running
+    monkeypatch.setattr(session, "saves_running", lambda: [running])
     session.checkpoints.failed_saves.append(failed)
     found = drawn(session)
     assert {(one["name"], one["state"]) for one in found["checkpoints"]} == {

@@ -234,9 +234,10 @@ def test_inputs_say_their_own_length() -> None:
         seq_len=16,
         passes={},
     )
-    assert build_model_spec._length_of_inputs(model, None) == 16
-    assert build_model_spec._length_of_inputs(analytic.spec_from_config(LLAMA), 32) is None
+    length_of_inputs = build_model_spec._length_of_inputs
+    assert length_of_inputs(model, None) == 16
+    assert length_of_inputs(analytic.spec_from_config(LLAMA), 32) is None
     with pytest.raises(
         PlanError, match="seq_len=32 does not match the inputs, which have 16 tokens"
     ):
-        build_model_spec._length_of_inputs(model, 32)
+        length_of_inputs(model, 32)

@@ -122,6 +122,9 @@ def child(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
+answer_of = traced._answer
+
+
 def test_progress_and_answer_of_the_child_arrive() -> None:
     said: list[str] = []
     code = (
@@ -129,26 +132,26 @@ def test_progress_and_answer_of_the_child_arrive() -> None:
         "print('trace: looking', file=sys.stderr); print('noise', file=sys.stderr);"
         "print(json.dumps({'got': request}))"
     )
-    assert traced._answer(child(code), {"a": 1}, said.append) == {"got": {"a": 1}}
+    assert answer_of(child(code), {"a": 1}, said.append) == {"got": {"a": 1}}
     assert said == ["looking"]
 
 
 def test_the_childs_last_line_is_the_reason() -> None:
     code = "import sys; sys.exit('trace: no such model')"
     with pytest.raises(PlanError, match=r"Cannot trace the model \(no such model\)"):
-        traced._answer(child(code), {}, lambda _: None)
+        answer_of(child(code), {}, lambda _: None)
 
 
 def test_a_sentence_of_the_child_is_the_error() -> None:
     code = "import json; print(json.dumps({'error': 'it cannot be, so do this.'}))"
     with pytest.raises(PlanError, match=r"^it cannot be, so do this\.$"):
-        traced._answer(child(code), {}, lambda _: None)
+        answer_of(child(code), {}, lambda _: None)
 
 
 def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "TRACE_TIMEOUT_S", 0.2)
     with pytest.raises(PlanError, match=r"Cannot trace the model \(timeout after"):
-        traced._answer(child("import threading; threading.Event().wait()"), {}, lambda _: None)
+        answer_of(child("import threading; threading.Event().wait()"), {}, lambda _: None)
 
 
 # -- the cache -------------------------------------------------------------------------------

@@ -158,16 +158,10 @@ def test_a_planted_number_harms_nobody(decoy: subprocess.Popen[bytes], tmp_path:
     assert not reused.exists()
 
 
-@pytest.mark.parametrize("held_by", ["a descriptor", "its number"])
 def test_a_process_is_ours_by_the_kernel_in_its_environment(
     decoy: subprocess.Popen[bytes],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    held_by: str,
 ) -> None:
-    if held_by == "its number":
-        monkeypatch.delattr(os, "pidfd_open")
-
     def sleeping(**environ: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["/bin/sleep", "300"], env={**os.environ, **environ})
 

@@ -72,13 +72,14 @@ def test_what_others_write_to_stderr_while_a_profile_starts_is_not_lost(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = kineto.KinetoRecorder(torch.device("cpu"), shapes=False)
-    start = recorder._profile.start
+    profile = recorder._profile
+    start = profile.start
 
     def slow() -> None:
         os.write(2, b"NCCL WARN of another thread\n")
         start()
 
-    monkeypatch.setattr(recorder._profile, "start", slow)
+    monkeypatch.setattr(profile, "start", slow)
     recorder.start()
     recorder.stop()
     assert "NCCL WARN of another thread" in capfd.readouterr().err

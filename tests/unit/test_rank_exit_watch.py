@@ -74,7 +74,7 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
 
     forked = multiprocessing.get_context("fork").Process(target=life)
     forked.start()
-    eventually(lambda: watch._ranks, within_s=5)
+    eventually(lambda: told, within_s=5)
     monkeypatch.setattr(
         "nbdist.launcher.rank_exit_watch._exit_code", lambda _: forked.join()
     )  # it is quicker

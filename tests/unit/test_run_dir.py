@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fault("S14")
 
 def made_in(*folders: Path) -> Path:
     """A private folder in the best of these."""
-    return run_dir._make_private(list(folders), "sockets")
+    return run_dir.make_private(list(folders), "sockets")
 
 
 def test_it_is_shut_signed_and_of_a_name_that_nobody_can_foresee(tmp_path: Path) -> None:

@@ -209,13 +209,13 @@ def test_ranks_of_one_machine_bring_a_file_once(
 ) -> None:
     save(there, "best")
     fetched: list[str] = []
-    fetch = CheckpointDownload._download
+    fetch = CheckpointDownload.download_file
 
     def counted(self: CheckpointDownload, file: Any, *given: Any) -> None:
         fetched.append(file.name)
         fetch(self, file, *given)
 
-    monkeypatch.setattr(CheckpointDownload, "_download", counted)
+    monkeypatch.setattr(CheckpointDownload, "download_file", counted)
     with there.open_checkpoint("best") as (url, _):
         ranks = [
             threading.Thread(

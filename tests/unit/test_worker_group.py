@@ -10,6 +10,9 @@ import pytest
 from nbdist import SessionError
 from nbdist.protocol import messages, operations
 from nbdist.session import worker_group
+from tests.session_internals import silent_workers
+
+next_reply = worker_group.WorkerGroup._next_reply
 
 DONE = (0, "shell", {"content": {"status": "ok"}})
 
@@ -38,15 +41,7 @@ class Ranks:
 
 @pytest.fixture
 def asked() -> worker_group.WorkerGroup:
-    made = worker_group.WorkerGroup(
-        None,  # type: ignore[arg-type]  # nothing is started
-        on_message=lambda *_: None,
-        on_idle=lambda: False,
-        on_death=lambda _: None,
-        on_notice=print,
-    )
-    made._up = True
-    return made
+    return silent_workers()
 
 
 def test_a_request_may_last_while_ranks_say_how_far_it_is(
@@ -55,7 +50,7 @@ def test_a_request_may_last_while_ranks_say_how_far_it_is(
     ranks = Ranks(asked, words=30, answer=True)
     monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
     assert (
-        asked._next_reply(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
+        next_reply(asked, ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
         == DONE
     )
     assert ranks.now == 3000
@@ -67,5 +62,5 @@ def test_a_request_that_nothing_more_is_heard_of_has_failed(
     ranks = Ranks(asked, words=3, answer=False)
     monkeypatch.setattr(worker_group.time, "monotonic", ranks.monotonic)
     with pytest.raises(SessionError, match=r"to nbdist_export_request for 600 s"):
-        asked._next_reply(ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
+        next_reply(asked, ranks, operations.EXPORT.message_type, worker_group.REQUEST_TIMEOUT_S)
     assert ranks.now == 300 + 600

@@ -25,7 +25,6 @@ from nbdist.worker.engines import wrap_policy
 from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
-from nbdist.worker.training import prepared_models
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ class UnreadWeights:
             return
         try:
             layouts.check_layout(prepared.model)
-            state = ModelState(prepared_models.all_models().index(prepared), prepared)
+            state = ModelState(prepared)
             targets = state.target_shards(optimizers=False)
         except SwitchError as error:
             message = f"{error} To load a whole model on each rank, use --no-sharded-load."

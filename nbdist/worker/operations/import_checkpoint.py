@@ -15,25 +15,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
-from nbdist.state import hf_export_plan, importers, optimizer_recipes, shards
+from nbdist.state import hf_export_plan, importers, optimizer_recipes, reshard, shards
 from nbdist.state.shards import Shard
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
-from nbdist.worker.training import prepared_models
-from nbdist.worker.training.model_backup import back_up, restore, zero_shards
+from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nbdist.protocol.operations import ImportCheckpointRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
-
-_LISTED = 10
 
 
 def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) -> RankImportReport:
@@ -52,14 +49,12 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         saved = importers.open_checkpoint(
             Path(request.path), trust=request.trust, names=_file_names(prepared), groups=groups
         )
-        number = prepared_models.all_models().index(prepared)
-        state = ModelState(number, prepared)
-        stem = str(number + 1) if number else ""
+        state = ModelState(prepared)
         _rename_tied(saved, prepared.meta.aliases)
-        keys = _match_keys(saved, state, stem, prepared.meta.aliases, report.notes)
+        keys = _match_keys(saved, state, prepared.meta.aliases, report.notes)
         # Shapes and dtypes of the optimizer state, without pieces.
         optimizer_state = {
-            f"optim{stem}." + key.removeprefix("optim."): Shard(
+            f"{state.optimizer_prefix}." + key.removeprefix("optim."): Shard(
                 shape=entry.shape, dtype=entry.dtype
             )
             for key, entry in saved.keys.items()
@@ -72,7 +67,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
                 )
     with phase("keeping"):
         counts = state.scalar_state()
-        backup = back_up(state, prepared, state.owned_shards(), counts)
+        backup = ModelRecipe.back_up(state, state.owned_shards(), counts)
     try:
         with phase("loading"):
             state.allocate_optimizer_state(optimizer_state)
@@ -83,7 +78,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         with phase("taking over"):
             state.finalize_state(saved.scalar_state if optimizer_state else counts)
     except CheckpointError:
-        restore(state, prepared, backup, optimizers=True)
+        backup.restore(state, optimizers=True)
         raise
     finally:
         backup.tensors.clear()
@@ -135,7 +130,6 @@ def _file_names(prepared: PreparedModel) -> RenamedTensors:
 def _match_keys(
     saved: ForeignCheckpoint,
     state: ModelState,
-    stem: str,
     aliases: Mapping[str, str],
     notes: list[str],
 ) -> dict[str, str]:
@@ -152,7 +146,7 @@ def _match_keys(
     keys: dict[str, str] = {}
     missing = []
     for key in [*weights, *buffers]:
-        name = key.removeprefix(f"model{stem}.")
+        name = key.removeprefix(state.model_prefix)
         options = [f"model.{option}" for option in (name, *aliases_of.get(name, ()))]
         stored = next((option for option in options if option in saved.keys), None)
         if stored is not None:
@@ -164,7 +158,8 @@ def _match_keys(
     if missing:
         raise CheckpointError(
             f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {_join(map(printable, missing))}. Load it into the model that it was saved from."
+            f" {list_first(map(printable, missing))}. Load it into the model that it was saved"
+            " from."
         )
     shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
     _check_shapes(saved, shapes, keys)
@@ -174,7 +169,7 @@ def _match_keys(
     if extra:
         notes.append(
             f"{len(extra)} tensors of the checkpoint are not in the model:"
-            f" {_join(map(printable, extra))}"
+            f" {list_first(map(printable, extra))}"
         )
     return keys
 
@@ -191,7 +186,7 @@ def _check_shapes(
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} of {len(keys)} tensors have a different shape:"
-            f" {_join(wrong)}. Load it into the model that it was saved from."
+            f" {list_first(wrong)}. Load it into the model that it was saved from."
         )
     for key, entry in saved.keys.items():
         if not key.startswith("optim.state."):
@@ -216,12 +211,5 @@ def _read_into_engine(
         for key, shard in targets.items()
         if key.startswith("optim")
     }
-    absent = [key for key in optimizer_state if key not in saved.keys]
-    zero_shards(optimizer_state.pop(key) for key in absent)
+    reshard.zero_unsaved(optimizer_state, saved.keys)
     return read_bytes + saved.read_into(optimizer_state)
-
-
-def _join(items: Iterable[str]) -> str:
-    listed = list(items)
-    suffix = ", ..." if len(listed) > _LISTED else ""
-    return ", ".join(listed[:_LISTED]) + suffix

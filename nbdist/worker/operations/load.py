@@ -22,12 +22,13 @@ import torch
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankLoadReport
 from nbdist.state import (
     base_model,
     collectives,
+    reshard,
     shard_io,
     shards,
     tensor_digest,
@@ -50,8 +51,7 @@ from nbdist.worker.training import (
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
-from nbdist.worker.training.model_backup import ModelBackup, back_up, restore, zero_shards
-from nbdist.worker.training.model_recipe import LossScale
+from nbdist.worker.training.model_recipe import LossScale, ModelRecipe
 from nbdist.worker.training.model_state import ModelState, whole_shard
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
-_LISTED = 10
 _GENERATOR_NUMBERS = 1 << 16
 """Maximum number of elements in the state of a random generator."""
 _BAD_LOADERS = "Cannot read the loader positions in the checkpoint. Load another checkpoint."
@@ -88,8 +87,8 @@ class _CheckpointLoad:
         self._download_folder = context.folder / f"load-{request.id}"
         self._download: CheckpointDownload | None = None
         """Download of a checkpoint at a URL: at first only of its manifest and headers."""
-        self._models: list[tuple[ModelState, PreparedModel]] = []
-        self._backups: list[ModelBackup] = []
+        self._models: list[ModelState] = []
+        self._backups: list[ModelRecipe] = []
         self._referenced: set[str] = set()
         """Keys of tensors that are stored by reference."""
         self._base = TensorIndex()
@@ -118,9 +117,7 @@ class _CheckpointLoad:
         with self._phase(CHECKING_PHASE):
             trained = self._open()
         with self._phase(CHECKING_PHASE):
-            self._models = [
-                (ModelState(number, prepared), prepared) for number, prepared in enumerate(trained)
-            ]
+            self._models = [ModelState(prepared) for prepared in trained]
             self._check_tensors(trained)
             if not self._weights_only:
                 self._check_training()
@@ -139,18 +136,18 @@ class _CheckpointLoad:
         with self._phase("keeping"):
             live = [
                 (state.owned_shards(optimizers=not self._weights_only), state.scalar_state())
-                for state, _ in self._models
+                for state in self._models
             ]
         with self._phase("keeping"):
-            for (state, prepared), (tensors, counts) in zip(self._models, live, strict=True):
-                self._backups.append(back_up(state, prepared, tensors, counts))
+            for state, (tensors, counts) in zip(self._models, live, strict=True):
+                self._backups.append(ModelRecipe.back_up(state, tensors, counts))
             loaders = [
                 (loader, dataloader_state.position_of(loader))
                 for loader in prepared_models.all_loaders()
             ]
         try:
             with self._phase("reading"):
-                targets = [self._readable_target(state) for state, _ in self._models]
+                targets = [self._readable_target(state) for state in self._models]
             if self._download is not None:
                 with self._phase("downloading"):
                     self._fetch_files(
@@ -240,7 +237,7 @@ class _CheckpointLoad:
         """Return the owned weights of all models."""
         return {
             key: shard
-            for state, _ in self._models
+            for state in self._models
             for key, shard in state.owned_shards(optimizers=False).items()
         }
 
@@ -252,7 +249,7 @@ class _CheckpointLoad:
         """Compare names and shapes of all weights and buffers; a collective under FSDP1."""
         shapes: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
-        for state, _ in self._models:
+        for state in self._models:
             targets = state.target_shards(optimizers=False) | state.target_buffers()
             shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
@@ -266,10 +263,11 @@ class _CheckpointLoad:
     def _check_training(self) -> None:
         """Compare classes and groups of optimizers and schedulers, and shapes of their state."""
         world_size = collectives.group_size()
-        for number, (state, prepared) in enumerate(self._models):
+        for number, state in enumerate(self._models):
+            prepared = state.prepared
             if not self._reset:
                 training_metadata.check_optimizers(self._optimizers(state), prepared)
-                self._check_optimizer_state(state, prepared)
+                self._check_optimizer_state(state)
             training_metadata.check_schedulers(self._schedulers(number), prepared)
             if prepared.live_schedulers and self._manifest.world_size != world_size:
                 self.report.notes.append(
@@ -287,7 +285,7 @@ class _CheckpointLoad:
                 f" {world_size}; dropout masks will differ"
             )
 
-    def _check_optimizer_state(self, state: ModelState, prepared: PreparedModel) -> None:
+    def _check_optimizer_state(self, state: ModelState) -> None:
         saved_by = self._manifest.backend, self._manifest.world_size
         backend = accelerators.current_config().options.backend
         if self._manifest.state_dicts and saved_by != (backend, collectives.group_size()):
@@ -300,12 +298,12 @@ class _CheckpointLoad:
         shapes = {key: shard.shape for key, shard in state.target_shards(optimizers=False).items()}
         stepped = {
             name
-            for owned in prepared.live_optimizers
+            for owned in state.prepared.live_optimizers
             for group in owned.recipe.param_group_names
             for name in group
         }
         for key, saved in self._state_keys(state).items():
-            name = key.removeprefix(f"{state.optimizer_prefix}.state.").rpartition(".")[0]
+            name = key.removeprefix(state.element_prefix).rpartition(".")[0]
             if name not in stepped or shapes.get(state.model_prefix + name) != saved.shape:
                 raise CheckpointError(
                     f"The checkpoint has optimizer state {printable(key)} of shape {saved.shape},"
@@ -328,9 +326,10 @@ class _CheckpointLoad:
         ]
 
     def _state_keys(self, state: ModelState) -> dict[str, TensorMetadata]:
-        prefix = f"{state.optimizer_prefix}.state."
         return {
-            key: tensor for key, tensor in self._manifest.keys.items() if key.startswith(prefix)
+            key: tensor
+            for key, tensor in self._manifest.keys.items()
+            if key.startswith(state.element_prefix)
         }
 
     # -- the state of the checkpoint
@@ -352,9 +351,7 @@ class _CheckpointLoad:
             }
         )
         targets = state.target_shards()
-        prefix = f"{state.optimizer_prefix}.state."
-        absent = [key for key in targets if key.startswith(prefix) and key not in keys]
-        zero_shards(targets.pop(key) for key in absent)
+        reshard.zero_unsaved(targets, keys)
         return targets | state.target_buffers() | self._state_dict_target(state)
 
     def _state_dict_target(self, state: ModelState) -> dict[str, Shard]:
@@ -386,7 +383,8 @@ class _CheckpointLoad:
 
     def _restore_derived_state(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
-        for number, (state, prepared) in enumerate(self._models):
+        for number, state in enumerate(self._models):
+            prepared = state.prepared
             if self._weights_only:
                 state.finalize_state({})
                 continue
@@ -423,7 +421,7 @@ class _CheckpointLoad:
     def _verify(self) -> None:
         """Compare digests with the manifest; a collective."""
         live: dict[str, Shard] = {}
-        for state, _ in self._models:
+        for state in self._models:
             live |= state.owned_shards(optimizers=not self._weights_only)
             live |= state.owned_buffers()
             if not self._weights_only and state.state_dict_rank == collectives.rank():
@@ -536,8 +534,8 @@ class _CheckpointLoad:
         """
         try:
             with self._phase("going back"):
-                for (state, prepared), backup in zip(self._models, self._backups, strict=True):
-                    restore(state, prepared, backup, optimizers=not self._weights_only)
+                for state, backup in zip(self._models, self._backups, strict=True):
+                    backup.restore(state, optimizers=not self._weights_only)
                 for loader, position in loaders:
                     dataloader_state.seek(loader, position)
         except CheckpointError as second:
@@ -553,7 +551,7 @@ class _CheckpointLoad:
         report, manifest = self.report, self._manifest
         report.step, report.backend = manifest.step, manifest.backend
         report.world_size = manifest.world_size
-        for _, prepared in self._models:
+        for prepared in (state.prepared for state in self._models):
             model, names = type(prepared.meta.model).__name__, prepared.meta.names
             report.loaded.append(f"{model} ({len(names)} parameters)")
             if not self._weights_only:
@@ -612,8 +610,7 @@ def check_keys(
 
 
 def _count_and_names(noun: str, names: list[str]) -> str:
-    suffix = ", ..." if len(names) > _LISTED else ""
-    return f"{len(names)} {noun}: {', '.join(names[:_LISTED])}{suffix}" if names else ""
+    return f"{len(names)} {noun}: {list_first(names)}" if names else ""
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:

@@ -38,7 +38,7 @@ from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from nbdist import checkpoint
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
-from nbdist.protocol.operations import RankSwitchReport
+from nbdist.protocol.operations import RankSwitchReport, SaveRequest
 from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest
 from nbdist.state.shards import Shard, total_bytes
@@ -46,11 +46,10 @@ from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.operations import namespace_pickle, switch
+from nbdist.worker.operations import namespace_pickle, save, switch
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
-from nbdist.worker.training.model_backup import zero_shards
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
@@ -169,9 +168,9 @@ class _ResizeSave:
             models=[
                 (
                     next(place for place, other in enumerate(built) if other is prepared.owner),
-                    self._capture_recipe(number, prepared),
+                    self._capture_recipe(prepared),
                 )
-                for number, prepared in enumerate(trained)
+                for prepared in trained
             ],
             forward_inputs=memory_probe.last_forward_inputs(),
         )
@@ -192,8 +191,7 @@ class _ResizeSave:
         # What the report lists.
         items = [] if trained else ["no model was prepared yet"]
         for (_, recipe), own in zip(plan.models, schedulers, strict=True):
-            items += recipe.describe(reset_optimizer=self._request.reset_optimizer)
-            items += [type(scheduler).__name__ for scheduler in own]
+            items += recipe.describe(own, reset_optimizer=self._request.reset_optimizer)
             items += [f"step {recipe.num_steps}"] if recipe.num_steps else []
         items += [f"{len(loaders)} loader{'s' * (len(loaders) != 1)}"] if loaders else []
         count = len(variables) - len(self.report.not_carried)
@@ -234,13 +232,16 @@ class _ResizeSave:
             else:
                 return pickled
 
-    def _capture_recipe(self, number: int, prepared: PreparedModel) -> ModelRecipe:
-        state, reset = ModelState(number, prepared), self._request.reset_optimizer
+    def _capture_recipe(self, prepared: PreparedModel) -> ModelRecipe:
+        state, reset = ModelState(prepared), self._request.reset_optimizer
         owned = state.owned_shards(optimizers=not reset)
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
         self._shards |= state.owned_buffers()  # makes the files a complete checkpoint
-        return ModelRecipe.capture(prepared, state, owned, reset_optimizer=reset, hooks=False)
+        scalar_state = {} if reset else state.scalar_state()
+        recipe = ModelRecipe.capture(prepared, scalar_state, hooks=False)
+        recipe.digests = tensor_digest.global_digests(owned)
+        return recipe
 
     def _variables(self) -> dict[str, Any]:
         """Return the user's variables, without predefined names and IPython's history."""
@@ -258,40 +259,27 @@ class _ResizeSave:
         self, pickled: namespace_pickle.PickledNamespace, digests: list[str], folder: Path
     ) -> None:
         """Write the pickles, and the shards of all ranks as a checkpoint."""
-        rank = collectives.rank()
-        keys = reshard.gather_keys(self._shards)
-        tensor_digests = tensor_digest.global_digests(self._shards)
-        storage = checkpoint.FolderStorage(folder)
-        pending = files = None
+        rank, trained = collectives.rank(), prepared_models.all_models()
+        draft: checkpoint.PendingCheckpoint | None = None
         with self._phase("opening files"):
-            if keys and rank == 0:
-                pending = storage.begin(CHECKPOINT_NAME)
-        number = collectives.all_gather_values(pending and pending.id)[0]
+            if trained:
+                draft = save.begin_draft(SaveRequest(root=str(folder), name=CHECKPOINT_NAME), 0)
         with self._phase("writing"):
             namespace_pickle.write_namespace(pickled, digests, folder, rank)
-            if number is not None:
-                draft = storage.attach(CHECKPOINT_NAME, number)
-                files = shard_io.write_shards(self._shards, draft, rank, "model")
-        files_by_rank = collectives.all_gather_values(files)
+            if draft is not None:
+                save.write_rank_files(draft, rank, {"model": self._shards}, {})
         with self._phase("closing files"):
-            if pending is None:
+            if draft is None or rank != 0:
                 return
-            trained = prepared_models.all_models()
+            reports = save.wait_for_reports(draft, collectives.group_size())
             manifest = checkpoint.Manifest(
                 backend=accelerators.current_config().options.backend,
                 world_size=collectives.group_size(),
-                step=max((prepared.num_steps for prepared in trained), default=0),
-                keys={
-                    name: checkpoint.TensorMetadata(
-                        shape=tuple(entry.shape),
-                        dtype=str(entry.dtype).removeprefix("torch."),
-                        digest=tensor_digests[name],
-                    )
-                    for name, entry in keys.items()
-                },
-                files=tuple(file for rank_files in files_by_rank for file in rank_files),
+                step=max(prepared.num_steps for prepared in trained),
+                keys=checkpoint.merge_tensors(reports),
+                files=tuple(file for report in reports for file in report.files),
             )
-            pending.commit(CHECKPOINT_NAME, manifest)
+            draft.commit(CHECKPOINT_NAME, manifest, overwrite=False)
 
     def _report_not_carried(self) -> None:
         """Report the variables and generators of removed ranks; a collective."""
@@ -447,17 +435,10 @@ class _ResizeLoad:
             zip(prepared_models.all_models(), (recipe for _, recipe in plan.models), strict=True)
         )
         with self._phase("loading"):
-            recast = [
-                self._load(number, prepared, recipe)
-                for number, (prepared, recipe) in enumerate(models)
-            ]
+            for prepared, recipe in models:
+                self._load(prepared, recipe)
         with self._phase("verifying"):
-            self.report.verified = sum(
-                ModelState(number, prepared).verify(
-                    recipe.digests, recast[number], recipe.scalar_state
-                )
-                for number, (prepared, recipe) in enumerate(models)
-            )
+            self.report.verified = sum(recipe.verify(prepared) for prepared, recipe in models)
         with self._phase("binding"):
             self.report.bound += reader.bind_variables()
             # cloudpickle overwrites it in the globals of each function.
@@ -547,9 +528,9 @@ class _ResizeLoad:
             self.report.will_differ.append(remark)
         return loader
 
-    def _load(self, number: int, prepared: PreparedModel, recipe: ModelRecipe) -> dict[str, Shard]:
-        """Load a model; return the shards whose dtype changed, in the dtype that was written."""
-        state, path = ModelState(number, prepared), self._folder / CHECKPOINT_NAME
+    def _load(self, prepared: PreparedModel, recipe: ModelRecipe) -> None:
+        """Load a model; add shards whose dtype changed to its recipe, as they were written."""
+        state, path = ModelState(prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
         state.allocate_optimizer_state(
@@ -560,12 +541,10 @@ class _ResizeLoad:
             }
         )
         targets = state.target_shards()
-        absent = [key for key in targets if key.startswith("optim") and key not in manifest.keys]
-        zero_shards(targets.pop(key) for key in absent)
+        reshard.zero_unsaved(targets, manifest.keys)
         shard_io.read_shards(path, manifest, targets)
         state.finalize_state(recipe.scalar_state)
         recipe.load_buffers(prepared)
-        recast: dict[str, Shard] = {}
         for name, shard in state.owned_shards().items():
             if name not in recipe.digests:
                 continue
@@ -575,9 +554,8 @@ class _ResizeLoad:
                     piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))
                     for piece in shard.pieces
                 )
-                recast[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
-        shard_io.read_shards(path, manifest, recast)
-        return recast
+                recipe.tensors[name] = Shard(shape=shard.shape, dtype=dtype, pieces=pieces)
+        shard_io.read_shards(path, manifest, recipe.tensors)
 
     def _restore_generators(self, plan: _RankBuildState) -> None:
         """Restore the generators of the old rank with this number, or seed new ones."""

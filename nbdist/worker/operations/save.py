@@ -168,17 +168,17 @@ class CheckpointSaver:
         on_warning = self._complain()
         self.wait()
         trained = _check_request(request)
-        states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
+        states = [ModelState(prepared) for prepared in trained]
         frozen = {} if request.full else _frozen_shards(states)
         stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
             shards.total_bytes(_exclude(state.owned_shards(), stored.keys)) for state in states
         )
         total_bytes = sum(collectives.all_gather_values(size_bytes))
-        draft = _begin_draft(request, total_bytes)
+        draft = begin_draft(request, total_bytes)
         try:
             raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(trained, stored))
+            snapshot, error = try_call(lambda: _take_snapshot(states, stored))
             raise_if_any_failed(error)
             metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
@@ -244,18 +244,8 @@ class _BackgroundSave:
 
     def _write(self) -> None:
         _run_hooks("write")
-        parts: list[CheckpointFile] = []
-        keys: dict[str, TensorMetadata] = {}
-        for kind, tensors in self._snapshot.shards_by_file_kind.items():
-            parts += shard_io.write_shards(tensors, self._draft, self._rank, kind)
-            known = self._snapshot.digests
-            digests = known | tensor_digest.local_digests(
-                {key: shard for key, shard in tensors.items() if key not in known}
-            )
-            for key, shard in tensors.items():
-                dtype = str(shard.dtype).removeprefix("torch.")
-                keys[key] = TensorMetadata(shape=shard.shape, dtype=dtype, digest=digests[key])
-        self._draft.write_report(self._rank, parts, keys)
+        snapshot = self._snapshot
+        write_rank_files(self._draft, self._rank, snapshot.shards_by_file_kind, snapshot.digests)
 
     def _finish(self) -> None:
         """Complete the save and notify the notebook; on rank 0."""
@@ -270,17 +260,9 @@ class _BackgroundSave:
 
     def _commit(self) -> messages.SaveStatus:
         """Wait for the reports of all ranks, write the manifest and rename the folder."""
-        by_rank = self._wait_for_reports()
-        errors = [
-            report.error if report.error.startswith("rank ") else f"rank {rank}: {report.error}"
-            for rank, report in by_rank.items()
-            if report.error
-        ]
-        if errors:
-            raise CheckpointError(" / ".join(errors))
+        reports = wait_for_reports(self._draft, self._world_size)
         _run_hooks("commit")
         name, keep = self._request.name, self._request.keep
-        reports = [by_rank[rank] for rank in range(self._world_size)]
         manifest = Manifest(
             files=tuple(file for report in reports for file in report.files),
             keys=checkpoint.merge_tensors(reports) | self._stored.keys,
@@ -305,26 +287,6 @@ class _BackgroundSave:
             notes=notes,
         )
 
-    def _wait_for_reports(self) -> dict[int, RankWriteReport]:
-        """Wait for the reports of all ranks and return them."""
-        reports: dict[int, RankWriteReport] = {}
-        size_bytes, since = -1, time.monotonic()
-        while True:
-            missing = set(range(self._world_size)) - reports.keys()
-            reports |= self._draft.read_reports(missing)
-            missing -= reports.keys()
-            if not missing:
-                return reports
-            written = self._draft.written_bytes()
-            if written is None or written != size_bytes:
-                size_bytes, since = written or 0, time.monotonic()
-            elif time.monotonic() - since > STALL_TIMEOUT_S:
-                raise CheckpointError(
-                    f"rank {', '.join(map(str, sorted(missing)))} wrote nothing for"
-                    f" {STALL_TIMEOUT_S:.0f} s. Check the disk and save again."
-                )
-            time.sleep(self._draft.poll_s)
-
     def publish_status(self, content: messages.SaveStatus) -> None:
         """Send the progress of the save to the notebook; only rank 0 does."""
         if self._rank == 0:
@@ -338,6 +300,57 @@ class _BackgroundSave:
                     "pause_s": self._pause_s,
                 }
             )
+
+
+def write_rank_files(
+    draft: PendingCheckpoint,
+    rank: int,
+    shards_by_file_kind: Mapping[str, Mapping[str, Shard]],
+    known_digests: Mapping[str, int],
+) -> None:
+    """Write this rank's files of a checkpoint, then its report; not a collective."""
+    parts: list[CheckpointFile] = []
+    keys: dict[str, TensorMetadata] = {}
+    for kind, tensors in shards_by_file_kind.items():
+        parts += shard_io.write_shards(tensors, draft, rank, kind)
+        digests = dict(known_digests) | tensor_digest.local_digests(
+            {key: shard for key, shard in tensors.items() if key not in known_digests}
+        )
+        for key, shard in tensors.items():
+            dtype = str(shard.dtype).removeprefix("torch.")
+            keys[key] = TensorMetadata(shape=shard.shape, dtype=dtype, digest=digests[key])
+    draft.write_report(rank, parts, keys)
+
+
+def wait_for_reports(draft: PendingCheckpoint, world_size: int) -> list[RankWriteReport]:
+    """Wait until all ranks have written their files; return their reports by rank.
+
+    Raises:
+        CheckpointError: ranks have failed, or write nothing any more.
+    """
+    reports: dict[int, RankWriteReport] = {}
+    size_bytes, since = -1, time.monotonic()
+    while missing := set(range(world_size)) - reports.keys():
+        reports |= draft.read_reports(missing)
+        if missing <= reports.keys():
+            break
+        written = draft.written_bytes()
+        if written is None or written != size_bytes:
+            size_bytes, since = written or 0, time.monotonic()
+        elif time.monotonic() - since > STALL_TIMEOUT_S:
+            raise CheckpointError(
+                f"rank {', '.join(map(str, sorted(missing)))} wrote nothing for"
+                f" {STALL_TIMEOUT_S:.0f} s. Check the disk and save again."
+            )
+        time.sleep(draft.poll_s)
+    errors = [
+        report.error if report.error.startswith("rank ") else f"rank {rank}: {report.error}"
+        for rank, report in reports.items()
+        if report.error
+    ]
+    if errors:
+        raise CheckpointError(" / ".join(errors))
+    return [reports[rank] for rank in range(world_size)]
 
 
 # -- before anything is written
@@ -409,7 +422,7 @@ def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if optimizers:
-        ModelState(0, prepared).state_dicts()  # raises if one cannot be stored
+        ModelState(prepared).state_dicts()  # raises if one cannot be stored
 
 
 def base_models(trained: Sequence[PreparedModel]) -> list[str]:
@@ -425,7 +438,7 @@ def _exclude(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Sh
     return {key: shard for key, shard in tensors.items() if key not in keys}
 
 
-def _begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
+def begin_draft(request: SaveRequest, size_bytes: int) -> PendingCheckpoint:
     """Create the pending checkpoint on rank 0 and attach the others to it; a collective.
 
     Raises:
@@ -470,7 +483,7 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 # -- snapshot
 
 
-def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> StateSnapshot:
+def _take_snapshot(states: list[ModelState], stored: StoredByReference) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
@@ -478,11 +491,10 @@ def _take_snapshot(trained: list[PreparedModel], stored: StoredByReference) -> S
     optimizers: list[OptimizerMetadata] = []
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    states = [ModelState(number, prepared) for number, prepared in enumerate(trained)]
     live = [_exclude(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
     scalars = [state.scalar_state() for state in states]
-    for number, prepared in enumerate(trained):  # no collective from here on
-        state, counts = states[number], scalars[number]
+    for number, state in enumerate(states):  # no collective from here on
+        prepared, counts = state.prepared, scalars[number]
         trees, parts = state.state_dicts()
         if state.state_dict_rank == collectives.rank():
             live[number] |= {key: whole_shard(tensor) for key, tensor in parts.items()}

@@ -18,8 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,7 +27,7 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.protocol.operations import RankSwitchReport
-from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards
+from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import trainer, wrap_policy
@@ -39,26 +38,9 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from nbdist.protocol.operations import SwitchRequest
-    from nbdist.state.shards import Shard
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class DetachedModel:
-    """Prepared model without its engine: a recipe and this rank's shards."""
-
-    model_index: int
-    """Index among the session's models."""
-    accelerator: Accelerator
-    recipe: ModelRecipe
-    schedulers: list[Any]
-    """Accelerate's wrappers; torch's schedulers inside them continue with the new optimizer."""
-    tensors: dict[str, Shard]
-    """This rank's shards, in host memory."""
 
 
 def switch(request: SwitchRequest, context: RankContext) -> RankSwitchReport:
@@ -95,7 +77,10 @@ class EngineSwitch:
         self._context, self._reset = context, reset_optimizer
         self._reason = reason or stale_reason(self._old_options, new_options)
         self._replaced = rebind_variables.ReplacementMap()
-        self._detached: list[DetachedModel] = []
+        self._models: list[tuple[PreparedModel, ModelRecipe]] = []
+        """Each model as it was prepared before the switch, and its recipe."""
+        self._kept: list[object] = []
+        """References to accelerators and schedulers, which continue with the new engine."""
         self._made: list[object] = []
         """References to prepared objects until the user's variables are rebound."""
         self._phase = CollectivePhases("Switch", context.on_phase, SwitchError)
@@ -110,7 +95,8 @@ class EngineSwitch:
         try:
             return self._run()
         finally:
-            self._detached.clear()
+            self._models.clear()
+            self._kept.clear()
             shards.empty_pinned_cache()
 
     def _run(self) -> RankSwitchReport:
@@ -123,8 +109,9 @@ class EngineSwitch:
             ops = self._new_options.strategy.required_ops(self._new_options, hardware)
             offload_setup.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
-            for number, prepared in enumerate(prepared_models.all_models()):
-                self._detached.append(self._detach(number, prepared))
+            for prepared in prepared_models.all_models():
+                self._models.append((prepared, self._capture(prepared)))
+                self._kept += [prepared.owner, *prepared.live_schedulers]
         try:
             with self._phase("freeing"):
                 self._free_engines()
@@ -140,23 +127,18 @@ class EngineSwitch:
 
     # -- the old engine
 
-    def _detach(self, number: int, prepared: PreparedModel) -> DetachedModel:
-        """Copy this rank's shards to host memory."""
-        state = ModelState(number, prepared)
+    def _capture(self, prepared: PreparedModel) -> ModelRecipe:
+        """Capture the recipe, with copies of this rank's shards in host memory."""
+        state = ModelState(prepared)
         live = state.owned_shards(optimizers=not self._reset)
-        needed = sum(piece.view.nbytes for shard in live.values() for piece in shard.pieces)
+        needed = shards.total_bytes(live)
         check_host_memory(needed)
         self.report.state_bytes += needed
         copies = shards.copy_to_host(live)
-        return DetachedModel(
-            model_index=number,
-            accelerator=prepared.owner,
-            recipe=ModelRecipe.capture(
-                prepared, state, copies, reset_optimizer=self._reset, hooks=True
-            ),
-            schedulers=prepared.live_schedulers,
-            tensors=copies,
-        )
+        scalar_state = {} if self._reset else state.scalar_state()
+        recipe = ModelRecipe.capture(prepared, scalar_state, hooks=True)
+        recipe.tensors, recipe.digests = copies, tensor_digest.global_digests(copies)
+        return recipe
 
     def _free_engines(self) -> None:
         """Free the memory of the current engines even if references to them remain."""
@@ -166,7 +148,7 @@ class EngineSwitch:
             layouts.free_model(prepared.model)
         prepared_models.clear()
         self._made.clear()
-        owners = {id(detached.accelerator): detached.accelerator for detached in self._detached}
+        owners = {id(old.owner): old.owner for old, _ in self._models}
         for owner in owners.values():
             accelerators.detach_models(owner)
         release_models.clear_engine_registries()
@@ -184,23 +166,14 @@ class EngineSwitch:
             accelerators.set_options(options)
             for owner in accelerators.built_accelerators():
                 accelerators.rebuild_in_place(owner)
-            for detached in self._detached:
-                self._build(detached)
-        trained = prepared_models.all_models()
+            for number, (old, recipe) in enumerate(self._models):
+                self._build(number, old, recipe)
+        recipes = [recipe for _, recipe in self._models]
+        rebuilt = list(zip(recipes, prepared_models.all_models(), strict=True))
         with self._phase("loading"):
-            for detached, prepared in zip(self._detached, trained, strict=True):
-                state = ModelState(detached.model_index, prepared)
-                self.report.sent_bytes += state.load_from(
-                    detached.tensors, detached.recipe.scalar_state
-                )
-                detached.recipe.load_buffers(prepared)
+            self.report.sent_bytes += sum(recipe.load_state(model) for recipe, model in rebuilt)
         with self._phase("verifying"):
-            self.report.verified = sum(
-                ModelState(detached.model_index, prepared).verify(
-                    detached.recipe.digests, detached.tensors, detached.recipe.scalar_state
-                )
-                for detached, prepared in zip(self._detached, trained, strict=True)
-            )
+            self.report.verified = sum(recipe.verify(model) for recipe, model in rebuilt)
         with self._phase("binding"):
             variables = self._context.variables
             self.report.bound = self._replaced.rebind_variables(variables)
@@ -214,22 +187,22 @@ class EngineSwitch:
                 self._replaced.rebind_variables(vars(found_trainer.callback_handler))
                 trainer.update_trainer_engine(found_trainer)
 
-    def _build(self, detached: DetachedModel) -> None:
+    def _build(self, number: int, old: PreparedModel, recipe: ModelRecipe) -> None:
         """Create a model with its optimizers and prepare it."""
-        model, raws = detached.recipe.build()
+        model, raws = recipe.build()
         for place, raw in enumerate(raws):
             self._replaced.add_replacements(
-                {(detached.model_index, kind, place): raw for kind in ("raw", "given")}
+                {(number, kind, place): raw for kind in ("raw", "given")}
             )
             # Schedulers refer to it from here on: needed to restore the old engine.
-            self._replaced.add_old((detached.model_index, "given", place), raw)
-        wrappers = detached.schedulers
+            self._replaced.add_old((number, "given", place), raw)
+        wrappers = old.live_schedulers
         for wrapper in wrappers:
             optimizer_recipes.rebind_scheduler(wrapper.scheduler, self._replaced.replacements())
         with wrap_policy.defer_weights():
             # Keep references: Accelerate keeps only the bare model of DDP, and no variable holds
             # the new objects yet.
-            self._made += detached.accelerator.prepare(
+            self._made += old.owner.prepare(
                 model, *raws, *(wrapper.scheduler for wrapper in wrappers), None
             )
         prepared = prepared_models.all_models()[-1]
@@ -241,7 +214,7 @@ class EngineSwitch:
                 wrapper if scheduler is new_wrapper else scheduler for scheduler in schedulers
             ]
         prepared.schedulers[:] = map(weakref.ref, wrappers)
-        self._replaced.add_replacements(replaceable_objects(detached.model_index, prepared))
+        self._replaced.add_replacements(replaceable_objects(number, prepared))
 
     def _restore_old_engine(self, error: SwitchError) -> None:
         """Restore the engine with the old options.
@@ -263,11 +236,11 @@ class EngineSwitch:
 
     def _summarise(self) -> None:
         """List the carried state in the report."""
-        items = [] if self._detached else ["no model was prepared yet"]
-        for detached in self._detached:
-            items += detached.recipe.describe(reset_optimizer=self._reset)
-            items += [type(wrapper.scheduler).__name__ for wrapper in detached.schedulers]
-            scalars = detached.recipe.scalar_state.values()
+        items = [] if self._models else ["no model was prepared yet"]
+        for old, recipe in self._models:
+            schedulers = [wrapper.scheduler for wrapper in old.live_schedulers]
+            items += recipe.describe(schedulers, reset_optimizer=self._reset)
+            scalars = recipe.scalar_state.values()
             steps = [count for counts in scalars for count in counts.values()]
             items += [f"step {max(steps):g}"] if steps else []
         loaders = len(prepared_models.all_loaders())
@@ -377,7 +350,7 @@ def _check_optimizer(
         )
     if new_options.strategy.engine != "deepspeed":
         return
-    counts = ModelState(0, prepared).scalar_state()
+    counts = ModelState(prepared).scalar_state()
     for names in owned.recipe.param_group_names:
         # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}

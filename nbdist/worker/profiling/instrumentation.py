@@ -1,7 +1,7 @@
 """Instrumentation of the training loop while a profile is recorded.
 
 ``instrument`` patches data loading, copies to the device, forward and backward of the prepared
-models, the optimizer and collectives, to record time spans of the main thread. `Patches.undo`
+models, the optimizer and collectives, to record time spans of the main thread. Closing the result
 removes all patches. ``LineSampler`` attributes the time outside of these phases to lines of the
 cell.
 """
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,11 +161,8 @@ class LoaderStats:
         )
 
 
-class TemporaryPatches:
-    """Temporarily replaced attributes and hooks."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+class TemporaryPatches(ExitStack):
+    """Temporarily replaced attributes and hooks; `close` undoes them in reverse order."""
 
     def around(self, owner: Any, name: str, body: Callable[..., Any]) -> None:
         """Replace a function by `body(original, ...)`. An inherited one is restored as such."""
@@ -177,18 +174,9 @@ class TemporaryPatches:
 
         setattr(owner, name, replacement)
         if own is None:
-            self._undo.append(lambda: delattr(owner, name))
+            self.callback(delattr, owner, name)
         else:
-            self._undo.append(lambda: setattr(owner, name, own))
-
-    def on_undo(self, undo: Callable[[], object]) -> None:
-        """Register another function for `undo`."""
-        self._undo.append(undo)
-
-    def undo(self) -> None:
-        """Undo all patches in reverse order."""
-        while self._undo:
-            self._undo.pop()()
+            self.callback(setattr, owner, name, own)
 
 
 def instrument(marks: PhaseSpans) -> TemporaryPatches:
@@ -221,7 +209,7 @@ def instrument(marks: PhaseSpans) -> TemporaryPatches:
                     if cls is not None and method in vars(cls):
                         patches.around(cls, method, marked("offload"))
     except BaseException:
-        patches.undo()
+        patches.close()
         raise
     return patches
 
@@ -328,8 +316,8 @@ def _hook_forward(
     # FSDP gathers in hooks, which our hooks enclose.
     before = module.register_forward_pre_hook(begins, prepend=True, with_kwargs=True)
     after = module.register_forward_hook(ends, always_call=True)
-    patches.on_undo(before.remove)
-    patches.on_undo(after.remove)
+    patches.callback(before.remove)
+    patches.callback(after.remove)
 
 
 # --------------------------------------------------------------------------- offload

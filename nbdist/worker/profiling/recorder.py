@@ -83,7 +83,7 @@ class StepRecorder:
         self._patches: instrumentation.TemporaryPatches | None = None
         try:
             self._patches = instrumentation.instrument(self._marks)
-            self._patches.on_undo(memory_probe.on_compile(self._on_compile))
+            self._patches.callback(memory_probe.on_compile(self._on_compile))
             self._recorder.yield_to_user_profiler(self._patches, give_way)
             self._sampler.start()
         except BaseException:
@@ -155,7 +155,7 @@ class StepRecorder:
         """Stop recording and remove the instrumentation. Does nothing if already stopped."""
         try:
             if self._patches is not None:
-                self._patches.undo()
+                self._patches.close()
         finally:
             try:
                 self._sampler.stop()

@@ -1,31 +1,36 @@
-"""Everything needed to rebuild a prepared model under another engine, without its weights.
+"""Everything needed to rebuild a prepared model under another engine, or to restore its state.
 
-A ``ModelRecipe`` can be pickled except for its hooks, so the model can also be rebuilt in another
-process.
+A ``ModelRecipe`` without tensors can be pickled except for its hooks, so the model can also be
+rebuilt in another process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.state import meta_model, optimizer_recipes, tensor_digest
+from nbdist.errors import SwitchError
+from nbdist.state import meta_model, optimizer_recipes, reshard, shards, tensor_digest
+from nbdist.worker.training import training_metadata
+from nbdist.worker.training.model_state import ModelState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from nbdist.state.meta_model import MetaModel
     from nbdist.state.optimizer_recipes import OptimizerRecipe
-    from nbdist.state.shards import ShardMap
-    from nbdist.worker.training.model_state import ModelState, ScalarState
+    from nbdist.state.shards import Shard, ShardMap
+    from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ModelRecipe:
-    """Recipe for rebuilding one model and verifying the result."""
+    """Recipe for rebuilding one model, with its state and digests to verify the result."""
 
     meta: MetaModel
     attributes: dict[str, dict[str, object]]
@@ -41,26 +46,24 @@ class ModelRecipe:
     loss_scale: LossScale | None
     """Loss scale under fp16."""
     num_steps: int
-    digests: dict[str, int]
+    tensors: dict[str, Shard] = field(default_factory=dict)
+    """This rank's shards, in host memory; empty if they are in files."""
+    digests: dict[str, int] = field(default_factory=dict)
     """Digests of weights and optimizer state."""
+    state_dicts: tuple[list[Any], dict[str, torch.Tensor]] = field(default_factory=lambda: ([], {}))
+    """In a backup: those of optimizers that cannot be resharded, with tensors in host memory."""
+    scheduler_states: list[dict[str, Any]] = field(default_factory=list)
+    """In a backup: those of the schedulers."""
 
     @classmethod
     def capture(
-        cls,
-        prepared: PreparedModel,
-        model_state: ModelState,
-        shards: ShardMap,
-        *,
-        reset_optimizer: bool,
-        hooks: bool,
+        cls, prepared: PreparedModel, scalar_state: ScalarState, *, hooks: bool
     ) -> ModelRecipe:
-        """Capture the recipe of a prepared model; collective.
+        """Capture the recipe of a prepared model, without tensors.
 
         Args:
             prepared: the model.
-            model_state: its state.
-            shards: this rank's shards of the state.
-            reset_optimizer: omit the optimizer state.
+            scalar_state: scalar state of its optimizers; empty to drop their state.
             hooks: include optimizer hooks, which may not be picklable.
         """
         raws = [owned.inner_optimizer for owned in prepared.live_optimizers]
@@ -81,11 +84,22 @@ class ModelRecipe:
                 | (optimizer_recipes.step_hooks(raw) if hooks else {})
                 for raw in raws
             ],
-            scalar_state={} if reset_optimizer else model_state.scalar_state(),
+            scalar_state=scalar_state,
             loss_scale=get_loss_scale(prepared),
             num_steps=prepared.num_steps,
-            digests=tensor_digest.global_digests(shards),
         )
+
+    @classmethod
+    def back_up(cls, state: ModelState, live: ShardMap, scalar_state: ScalarState) -> ModelRecipe:
+        """Copy the state of a model, so that it can be restored; not a collective."""
+        recipe = cls.capture(state.prepared, scalar_state, hooks=False)
+        recipe.tensors = shards.copy_to_host(live)
+        trees, tensors = state.state_dicts()
+        copies = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        recipe.state_dicts = trees, copies
+        schedulers = state.prepared.live_schedulers
+        recipe.scheduler_states = [wrapper.scheduler.state_dict() for wrapper in schedulers]
+        return recipe
 
     def build(self) -> tuple[nn.Module, list[Optimizer]]:
         """Build the unprepared model and its optimizers, without weights and state."""
@@ -102,6 +116,12 @@ class ModelRecipe:
             vars(raw).update(habits)
         return model, raws
 
+    def load_state(self, prepared: PreparedModel) -> int:
+        """Load the state into a model built from the recipe; return the bytes sent; collective."""
+        sent = ModelState(prepared).load_from(self.tensors, self.scalar_state)
+        self.load_buffers(prepared)
+        return sent
+
     def load_buffers(self, prepared: PreparedModel) -> None:
         """Restore buffers, step count and loss scale of the prepared model."""
         for name, live in prepared.model.named_buffers():
@@ -109,13 +129,60 @@ class ModelRecipe:
         prepared.num_steps = self.num_steps
         set_loss_scale(prepared, self.loss_scale)
 
-    def describe(self, *, reset_optimizer: bool) -> list[str]:
-        """Return descriptions of the model and its optimizers."""
+    def restore(self, state: ModelState, *, optimizers: bool) -> None:
+        """Restore the state from this backup of the same model; a collective."""
+        self.load_buffers(state.prepared)
+        if not optimizers:
+            reshard.reshard(self.tensors, state.target_shards(optimizers=False))
+            state.finalize_state({})
+            return
+        before_first_step = training_metadata.initial_scalar_state(state.scalar_state())
+        state.load_from(self.tensors, before_first_step | self.scalar_state)
+        state.load_state_dicts(*self.state_dicts)
+        for owned, (_, groups) in zip(state.prepared.live_optimizers, self.optimizers, strict=True):
+            for group, saved in zip(owned.inner_optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+        schedulers = state.prepared.live_schedulers
+        for wrapper, scheduler in zip(schedulers, self.scheduler_states, strict=True):
+            wrapper.scheduler.load_state_dict(scheduler)
+
+    def verify(self, prepared: PreparedModel) -> int:
+        """Compare all tensors and scalars with the recipe; return the number of tensors.
+
+        Where the engine has another dtype, `tensors` are cast to it and compared. A collective.
+
+        Raises:
+            SwitchError: tensors differ or are missing.
+        """
+        state = ModelState(prepared)
+        live = state.owned_shards()
+        recast = {
+            key: shard
+            for key, shard in self.tensors.items()
+            if key in live and live[key].dtype != shard.dtype
+        }
+        dtypes = {key: live[key].dtype for key in recast}
+        expected = {**self.digests, **tensor_digest.global_digests(recast, dtypes=dtypes)}
+        actual = tensor_digest.global_digests(live)
+        wrong = [key for key, value in expected.items() if actual.get(key) != value]
+        if wrong:
+            message = f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
+            raise SwitchError(message)
+        scalars = state.scalar_state()
+        for name, count in self.scalar_state.items():
+            if count.items() - scalars.get(name, {}).items():
+                message = f"Scalar state of {name} is {scalars.get(name)}, expected {dict(count)}."
+                raise SwitchError(message)
+        return len(expected)
+
+    def describe(self, schedulers: Sequence[Any], *, reset_optimizer: bool) -> list[str]:
+        """Return descriptions of the model, its optimizers and schedulers, and the step count."""
         counts = f"{len(self.meta.names)} parameters, {len(self.buffers)} buffers"
         without = " without its state" if reset_optimizer else ""
         return [
             f"{type(self.meta.model).__name__} ({counts})",
             *(f"{recipe.optimizer_class.__name__}{without}" for recipe, _ in self.optimizers),
+            *(type(scheduler).__name__ for scheduler in schedulers),
         ]
 
 

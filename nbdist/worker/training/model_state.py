@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from nbdist.errors import CheckpointError, SwitchError
-from nbdist.state import layouts, meta_model, optimizer_state_dict, reshard, tensor_digest
+from nbdist.errors import CheckpointError
+from nbdist.state import layouts, meta_model, optimizer_state_dict, reshard
 from nbdist.state.shards import Shard, ShardPiece
 from nbdist.worker.training import prepared_models, release_models
 
@@ -34,35 +34,25 @@ ScalarState = dict[str, dict[str, float]]
 class ModelState:
     """State of a prepared model and its optimizers, as tensors by key."""
 
-    def __init__(self, number: int, prepared: PreparedModel) -> None:
-        """Determine the layout of the engine's state.
-
-        Args:
-            number: index of the model in the session.
-            prepared: the prepared model.
-        """
-        self._trained = prepared
+    def __init__(self, prepared: PreparedModel) -> None:
+        self.prepared = prepared
+        number = prepared_models.all_models().index(prepared)
         suffix = str(number + 1) if number else ""
-        self._model, self._optim = f"model{suffix}.", f"optim{suffix}.state."
+        self.model_prefix = f"model{suffix}."
+        """Prefix of the keys of weights and buffers."""
+        self.optimizer_prefix = f"optim{suffix}"
+        """First part of optimizer state keys."""
+        self.element_prefix = f"{self.optimizer_prefix}.state."
+        """Prefix of the keys of element-wise optimizer state."""
         self._layout = layouts.layout_for(
             prepared.model, [owned.inner_optimizer for owned in prepared.live_optimizers]
         )
 
-    @property
-    def optimizer_prefix(self) -> str:
-        """First part of optimizer state keys: "optim"."""
-        return self._optim.partition(".")[0]
-
-    @property
-    def model_prefix(self) -> str:
-        """Prefix of the keys of weights and buffers: "model."."""
-        return self._model
-
     def aliases(self) -> dict[str, str]:
         """Return a mapping from additional keys of tied parameters to the first key."""
         return {
-            self._model + name: self._model + first
-            for name, first in self._trained.meta.aliases.items()
+            self.model_prefix + name: self.model_prefix + first
+            for name, first in self.prepared.meta.aliases.items()
         }
 
     def owned_shards(self, *, optimizers: bool = True) -> dict[str, Shard]:
@@ -75,18 +65,18 @@ class ModelState:
 
     def _shards_by_key(self, *, owned: bool, optimizers: bool) -> dict[str, Shard]:
         weights = self._layout.weights(owned=owned)
-        shards = {self._model + name: shard for name, shard in weights.items()}
+        shards = {self.model_prefix + name: shard for name, shard in weights.items()}
         for name, states in (
             self._layout.optimizer_state(owned=owned) if optimizers else {}
         ).items():
-            shards |= {f"{self._optim}{name}.{key}": shard for key, shard in states.items()}
+            shards |= {f"{self.element_prefix}{name}.{key}": shard for key, shard in states.items()}
         return shards
 
     def frozen_shards(self) -> dict[str, Shard]:
         """Return the owned shards of the parameters that need no gradient."""
         frozen = self._layout.frozen()
         weights = self._layout.weights(owned=True)
-        return {self._model + name: weights[name] for name in weights if name in frozen}
+        return {self.model_prefix + name: weights[name] for name in weights if name in frozen}
 
     def state_dicts(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
         """Return the state dicts of optimizers that cannot be resharded.
@@ -143,11 +133,11 @@ class ModelState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return this rank's persistent buffers by key, without copying."""
-        meta = self._trained.meta_or_none
+        meta = self.prepared.meta_or_none
         names = set(meta.model.state_dict(keep_vars=True)) if meta is not None else set()
         return {
-            self._model + meta_model.bare_name(name): buffer
-            for name, buffer in self._trained.model.named_buffers()
+            self.model_prefix + meta_model.bare_name(name): buffer
+            for name, buffer in self.prepared.model.named_buffers()
             if meta_model.bare_name(name) in names
         }
 
@@ -170,8 +160,8 @@ class ModelState:
         """Allocate the optimizer state for these keys."""
         names: dict[str, dict[str, torch.dtype]] = {}
         for key, shard in like.items():
-            if key.startswith(self._optim):
-                name, _, state = key.removeprefix(self._optim).rpartition(".")
+            if key.startswith(self.element_prefix):
+                name, _, state = key.removeprefix(self.element_prefix).rpartition(".")
                 names.setdefault(name, {})[state] = shard.dtype
         if names:
             self._layout.allocate_optimizer_state(names)
@@ -192,42 +182,6 @@ class ModelState:
         self.finalize_state(counts)
         return sent
 
-    def verify(
-        self,
-        digests: Mapping[str, int],
-        saved_shards: ShardMap,
-        counts: Mapping[str, Mapping[str, float]],
-    ) -> int:
-        """Compare all tensors and scalars with the original state; return the number of tensors.
-
-        Args:
-            digests: digests of the original state by key.
-            saved_shards: original shards, used where the engine has another dtype.
-            counts: original scalar state.
-
-        Raises:
-            SwitchError: tensors differ or are missing.
-        """
-        shards = self.owned_shards()
-        recast = {
-            key: shard
-            for key, shard in saved_shards.items()
-            if key in shards and shards[key].dtype != shard.dtype
-        }
-        dtypes = {key: shards[key].dtype for key in recast}
-        expected = {**digests, **tensor_digest.global_digests(recast, dtypes=dtypes)}
-        actual = tensor_digest.global_digests(shards)
-        wrong = [key for key, value in expected.items() if actual.get(key) != value]
-        if wrong:
-            message = f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
-            raise SwitchError(message)
-        scalars = self.scalar_state()
-        for name, count in counts.items():
-            if count.items() - scalars.get(name, {}).items():
-                message = f"Scalar state of {name} is {scalars.get(name)}, expected {dict(count)}."
-                raise SwitchError(message)
-        return len(expected)
-
 
 def whole_shard(tensor: torch.Tensor, *, is_owner: bool = True) -> Shard:
     """Return a shard with the whole tensor, or an empty one if another rank owns it."""
@@ -247,15 +201,15 @@ class ModelTensors:
         """
         self.meta = prepared.meta
         self._prepared = prepared
-        carried = ModelState(prepared_models.all_models().index(prepared), prepared)
-        self._prefix = carried.model_prefix
-        weights = carried.owned_shards(optimizers=False)
-        self.owned_shards: dict[str, Shard] = weights | carried.owned_buffers()
+        state = ModelState(prepared)
+        self._prefix = state.model_prefix
+        weights = state.owned_shards(optimizers=False)
+        self.owned_shards: dict[str, Shard] = weights | state.owned_buffers()
         before = {
             self._prefix + name: buffer.dtype for name, buffer in self.meta.model.named_buffers()
         }
         # DeepSpeed casts buffers to its compute dtype; they are saved in the original one.
-        original = {key: before.get(key, buffer.dtype) for key, buffer in carried.buffers().items()}
+        original = {key: before.get(key, buffer.dtype) for key, buffer in state.buffers().items()}
         self.dtypes = {key: shard.dtype for key, shard in weights.items()} | original
         """Key -> dtype in which its values are saved."""
 
