@@ -232,7 +232,7 @@ class RankKernel(IPythonKernel):
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
             self.running_request, self.finished_request = None, self.running_request
-            optimizer_step_gate.begin_cell()
+            optimizer_step_gate.end_cell()
             process_group.set_cell_ranks(None)
             self.on_cell_end()
         self.before_reply()
