@@ -163,14 +163,21 @@ class InterruptEscalation:
         """The step after which all ranks stop; 0: immediately."""
         self._named_far = False
         """True while all ranks run one more step and no earlier stop was requested since."""
+        self._patience_s = 0.0
         self._failed_at: float | None = None
         self._ending = False
         self._lock = threading.Lock()
 
-    def escalate(self) -> InterruptStage:
-        """Handle an interrupt; callable from any thread. Returns the stage."""
+    def escalate(self, *, patience_s: float = 0.0) -> InterruptStage:
+        """Handle an interrupt; callable from any thread. Returns the stage.
+
+        Args:
+            patience_s: time in which the ranks may complete their optimizer step before the delays
+                of an interrupt begin. 0 as if a user waits for the prompt.
+        """
         with self._lock:
             self.stops += 1
+            self._patience_s = patience_s
             if self.stage is InterruptStage.ABORTED:
                 self._abort_groups()
             self._advance(time.monotonic())
@@ -213,7 +220,8 @@ class InterruptEscalation:
     def _advance(self, now: float) -> None:
         aborted_s = now - self._aborted_at
         if self.stage is InterruptStage.RUNNING and (self.stops or self._cannot_end(now)):
-            self.stage, self._interrupted_at = InterruptStage.INTERRUPTED, now
+            self.stage = InterruptStage.INTERRUPTED
+            self._interrupted_at = now + self._patience_s
             if self._kind != "repair":
                 self.work.interrupted_at = self.work.interrupted_at or time.time()
                 self._pause_at_step()
@@ -374,7 +382,8 @@ class InterruptEscalation:
             return self._named or max(begun) + 1
         if waited_s > CATCH_UP_S or (waited_s > RELEASE_AFTER_S and len(set(begun)) == 1):
             return 0
-        soon = max(reply["next_s"] for reply in self._begun.values()) < MAX_NEXT_STEP_S
+        next_s = max(reply["next_s"] for reply in self._begun.values())
+        soon = next_s < max(MAX_NEXT_STEP_S, self._patience_s)
         # One more full step leaves no collective unmatched; otherwise the slower ranks catch up.
         self._named_far = soon and waited_s < STOP_AT_EARLIER_STEP_AFTER_S
         return max(begun) + self._named_far

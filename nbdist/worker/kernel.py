@@ -28,6 +28,7 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
+from nbdist.termination_signal import TerminationSignal
 from nbdist.worker import process_group, stacks
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
@@ -241,6 +242,10 @@ class RankKernel(IPythonKernel):
             self.release_failed_cell()
         return reply
 
+    def report_sigterm(self) -> None:
+        """Report SIGTERM to the notebook's kernel, which has all ranks save, instead of ending."""
+        TerminationSignal(lambda: self.publish(messages.TERMINATION, {}))
+
     def release_failed_cell(self) -> None:
         """Release the frames of a failed cell; publish advice if it ran out of memory."""
         try:
@@ -317,6 +322,8 @@ class RankKernel(IPythonKernel):
 
     def run_operation(self, operation: Operation[Any, Any], content: Any) -> dict[str, Any]:
         """Carry out a request to all ranks; collective."""
+        if operation.in_phases:  # it replaces the state that the last cell left
+            optimizer_step_gate.begin_cell()
         return run_operation(operation, content, self.operation_context)
 
     def warn_async(self) -> Callable[[str], None]:

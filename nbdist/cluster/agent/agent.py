@@ -34,6 +34,7 @@ from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import NodeUsageMonitor
 from nbdist.protocol import messages
+from nbdist.termination_signal import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,6 +123,7 @@ class NodeAgent:
         """Forward messages until the session ends."""
         try:
             self._start_launcher()
+            self._report_sigterm()
             while True:
                 self._poll_once()
         except SessionEnded:
@@ -148,6 +150,16 @@ class NodeAgent:
             machine=discovery.discover_machine().to_json(),
         )
         self._send(hello)
+
+    def _report_sigterm(self) -> None:
+        """Report the first SIGTERM to the kernel, which saves and then ends this agent."""
+
+        def report() -> None:
+            self._queue(messages.TerminationNotice("SIGTERM to the agent"))
+            time.sleep(messages.TERMINATION_GRACE_S)
+            sigterm.deliver()
+
+        sigterm = TerminationSignal(report)
 
     @property
     def _running_launcher(self) -> Launcher:

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ITERATION_END_S = 0.1
 """Time after the last step for the rest of the iteration: clearing gradients, a scheduler,
@@ -48,6 +48,8 @@ class OptimizerStepGate:
         self._lock = threading.RLock()
         self.listener: StepListener | None = None
         """Active profile of this rank. Without one, a step costs one attribute access."""
+        self.capture_state: Callable[[], Any] = lambda: None
+        """Returns what a save needs as it is between two steps; called after the last step."""
         self.begin_cell()
 
     def begin_cell(self) -> None:
@@ -57,6 +59,8 @@ class OptimizerStepGate:
             """Number of steps started in this cell."""
             self._ended_with = 0
             """Number of steps of the cell that ended last."""
+            self.last_step_state: Any = None
+            """Result of `capture_state` if the cell was stopped after a step, else None."""
             self._entered_at = time.monotonic()
             self._step_s = 0.0
             self._is_stepping = self._armed = self._raised = self._paused = False
@@ -66,9 +70,9 @@ class OptimizerStepGate:
     def end_cell(self) -> None:
         """Reset the state at the end of a cell."""
         with self._lock:
-            ended_with = self.num_steps_begun
+            ended_with, state = self.num_steps_begun, self.last_step_state
             self.begin_cell()
-            self._ended_with = ended_with
+            self._ended_with, self.last_step_state = ended_with, state
 
     # -- the control thread
 
@@ -121,6 +125,7 @@ class OptimizerStepGate:
         with self._lock:
             self._is_stepping = False
             if self._last is not None and self.num_steps_begun >= self._last:
+                self.last_step_state = self.capture_state()
                 self._armed = True
                 threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
 
