@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -69,7 +70,7 @@ class RunTermination:
         workers: WorkerGroup,
         cells: CellRunner,
         saves: BackgroundSaves,
-        lock: threading.RLock,  # type: ignore[valid-type]
+        lock: threading.RLock,
     ) -> None:
         self.cause = ""
         """What is ending the run, while it is stopped and saved; else ""."""
@@ -86,7 +87,8 @@ class RunTermination:
     def start(self) -> None:
         """Handle SIGTERM, if this is the main thread, and watch the deadline."""
         self._closed, self._screen = threading.Event(), FinishedCellSink()
-        _live.append(self)
+        if self not in _live:
+            _live.append(self)
         if not _handlers and threading.current_thread() is threading.main_thread():
             _handlers.append(TerminationSignal(_on_sigterm))
         threading.Thread(
@@ -98,6 +100,9 @@ class RunTermination:
         self._closed.set()
         if self in _live:
             _live.remove(self)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not _live and _handlers:
+            _handlers.pop().close()
 
     # -- the end of a run
 
@@ -114,13 +119,13 @@ class RunTermination:
                 self.cause = cause
                 self._cells.print_line(f"nbdist: {cause}: stopping after this step, then saving")
                 self._cells.stop_after_step(grace_s / 3)
-        if self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):  # type: ignore[attr-defined]
+        if self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
             try:
                 if not self._outcome:
                     self._wait_for_background_cell()
                     self._print(self.save_once())
             finally:
-                self._lock.release()  # type: ignore[attr-defined]
+                self._lock.release()
         elif not self._outcome:
             self._print(
                 f"Ended by {cause}; no checkpoint was saved: the ranks did not stop in time"
@@ -308,4 +313,7 @@ def _on_sigterm() -> None:
         for termination in tuple(_live):
             termination.end("SIGTERM")
     finally:
-        _handlers[0].deliver()
+        if _handlers:
+            _handlers[0].deliver()
+        else:  # the last session was stopped meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
