@@ -105,6 +105,7 @@ def session(folder: Path) -> Iterator[Session]:  # noqa: ARG001 - where it saves
         yield running
 
 
+@pytest.mark.fault("B17")
 def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     session: Session, folder: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     assert session.run("rank").ok  # a deadline does not end the ranks
 
 
+@pytest.mark.fault("B17")
 def test_sigterm_to_a_kernel_that_runs_a_cell_saves_before_it_ends(folder: Path) -> None:
     with LiveKernel(folder) as kernel:
         kernel.run("%load_ext nbdist")
@@ -159,6 +161,7 @@ def test_every_engine_resumes_where_it_was_ended(folder: Path, backend: str) -> 
 
 
 @pytest.mark.nightly
+@pytest.mark.fault("B17")
 @pytest.mark.timeout(3600)
 def test_a_hundred_sigterms_at_random_moments_lose_no_step(folder: Path) -> None:
     chance = random.Random(0)  # noqa: S311 - moments
@@ -180,6 +183,7 @@ def test_a_hundred_sigterms_at_random_moments_lose_no_step(folder: Path) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.fault("B17")
 def test_sigterm_to_the_agent_of_a_node_saves_all_ranks(folder: Path) -> None:
     nodes = LocalNodes("alpha", "beta")
     with Session(nproc=2, precision="no", engine=ClusterLauncherProvider(nodes)) as session:
@@ -191,6 +195,7 @@ def test_sigterm_to_the_agent_of_a_node_saves_all_ranks(folder: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.fault("B4")
 def test_sigterm_to_the_launcher_saves_all_ranks(session: Session, folder: Path) -> None:
     pid = session.status()["launcher"]["pid"]
     said = train_until_ended(session, lambda: os.kill(pid, signal.SIGTERM))
