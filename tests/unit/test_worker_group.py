@@ -44,6 +44,7 @@ def asked() -> worker_group.WorkerGroup:
         on_idle=lambda: False,
         on_death=lambda _: None,
         on_notice=print,
+        on_termination=print,
     )
     made._up = True
     return made

@@ -46,7 +46,9 @@ def main(launcher: type[Launcher] = Launcher) -> None:
         os.chdir(ticket.cwd)
     from nbdist.cluster.agent.agent import NodeAgent  # import with the session's own path
 
-    NodeAgent(ticket, launcher=launcher).serve()
+    agent = NodeAgent(ticket, launcher=launcher)
+    agent.report_sigterm()
+    agent.serve()
 
 
 def _exit(*_: object) -> None:

@@ -123,7 +123,6 @@ class NodeAgent:
         """Forward messages until the session ends."""
         try:
             self._start_launcher()
-            self._report_sigterm()
             while True:
                 self._poll_once()
         except SessionEnded:
@@ -151,8 +150,11 @@ class NodeAgent:
         )
         self._send(hello)
 
-    def _report_sigterm(self) -> None:
-        """Report the first SIGTERM to the kernel, which saves and then ends this agent."""
+    def report_sigterm(self) -> None:
+        """Report the first SIGTERM to the kernel, which saves and then ends this agent.
+
+        Call it on the main thread.
+        """
 
         def report() -> None:
             self._queue(messages.TerminationNotice("SIGTERM to the agent"))
