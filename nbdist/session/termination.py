@@ -86,6 +86,7 @@ class RunTermination:
 
     def start(self) -> None:
         """Handle SIGTERM, if this is the main thread, and watch the deadline."""
+        self._closed.set()
         self._closed, self._screen = threading.Event(), FinishedCellSink()
         if self not in _live:
             _live.append(self)
