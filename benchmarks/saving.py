@@ -4,14 +4,17 @@ Steps are trained before a save, while it goes on, and after it, in one cell. Wh
 the time from the call to the end of the save, less that of the steps made meanwhile at the pace of
 those around it. The peer is `torch.distributed.checkpoint.async_save` of the same state. Both take
 turns on the same ranks, so that a slow moment of the machine meets both. Two more rows are the size
-of the checkpoint of a LoRA run.
+of the checkpoint of a LoRA run. The last is the time from SIGTERM to a complete checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,6 +79,22 @@ for _ in range(AROUND):
     step(lambda: True)
 """
 
+SETUP_110M = """
+from transformers import GPT2Config, GPT2LMHeadModel
+model = GPT2LMHeadModel(GPT2Config(vocab_size=32000, n_positions=128))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+tokens = torch.randint(0, 32000, (1, 8))
+
+def train():
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+train()
+"""
+TRAIN_110M = "while True: train()"
+
 
 LORA = """
 import peft
@@ -104,6 +123,47 @@ def measure(build: Path) -> Iterator[Row]:
     yield row(1, build / "bench-saves")
     yield row(2, build / "bench-saves")
     yield from map(adapter_row, ("fsdp2", "zero3"))
+    yield termination_row()
+
+
+def termination_row() -> Row:
+    """Time from SIGTERM to a rank that trains until the checkpoint is complete."""
+    blocking: list[float] = []
+    ended: list[float] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        nbdist.Session(nproc=2, backend="fsdp2", precision="no", checkpoints=folder) as session,
+    ):
+        for number in range(ROUNDS):
+            session.run(SETUP_110M, output="none")
+            session.save("first").wait()  # the first save of new ranks reads the base model
+            begin = time.perf_counter()
+            session.save("blocking").wait()
+            blocking.append(time.perf_counter() - begin)
+            pid = session.status()["ranks"][number % 2]["pid"]
+            sent: list[float] = []
+
+            def end(pid: int = pid, sent: list[float] = sent) -> None:
+                sent.append(time.perf_counter())
+                os.kill(pid, signal.SIGTERM)
+
+            threading.Timer(4.0, end).start()
+            try:
+                session.run(TRAIN_110M, output="none")
+            except nbdist.CellInterrupted:
+                ended.append(time.perf_counter() - sent[0])
+            while session.state != "dead":
+                time.sleep(0.1)
+            for saved in list(session.checkpoints):
+                shutil.rmtree(str(saved.path))
+            session.restart()
+    return Row(
+        name="SIGTERM in training to a complete checkpoint against a blocking save, 110M, 2 ranks",
+        value=middle(ended) / middle(blocking),
+        unit="x",
+        limit=1.3,
+        detail=f"{middle(ended):.2f} / {middle(blocking):.2f} s",
+    )
 
 
 def adapter_row(backend: str) -> Row:

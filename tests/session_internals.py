@@ -43,6 +43,7 @@ def silent_workers() -> WorkerGroup:
         on_idle=bool,
         on_death=print,
         on_notice=print,
+        on_termination=print,
     )
     made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
     made._up = True

@@ -39,6 +39,8 @@ class CheckpointSummary:
     backend: str
     created: datetime
     path: Path | Url
+    ended: str = ""
+    """What ended its run from outside: "SIGTERM"; "" if nothing did."""
 
 
 def summarize(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSummary:
@@ -50,6 +52,7 @@ def summarize(path: Path | Url, name: str, manifest: Manifest) -> CheckpointSumm
         backend=manifest.backend,
         created=manifest.created.astimezone(UTC),
         path=path,
+        ended=str(manifest.extra.get("ended", "")),
     )
 
 

@@ -724,6 +724,8 @@ class NodeGroup:
                 self._lose_node(node, "", replace(line, node=name))
             case messages.AllRanksExited(generation=self._generation):
                 self._on_ranks_end(node, replace(line, node=name))
+            case messages.TerminationNotice(cause=cause):
+                self.listener(replace(line, cause=f"{cause} of {node.title}"))
             case messages.RankForked():
                 self.listener(line)
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,7 +36,7 @@ class KernelLink:
         self._run_dir = run_dir
         self._folders = folders
         self._own = tuple(folders)
-        self._ending = False
+        self._ending = self._is_terminating = False
         self._pid = os.getpid()
         self.launch_queue: SimpleQueue[messages.LaunchRanksRequest] = SimpleQueue()
         threading.Thread(target=self._read, name="link", daemon=True).start()
@@ -85,15 +86,28 @@ class KernelLink:
     def install_signal_actions(self) -> None:
         """Make SIGTERM and SIGHUP end everything, and ignore SIGINT, which only ranks handle.
 
+        The first SIGTERM is reported to the kernel, which saves and then ends this launcher.
+
         Call it on the main thread and again after each fork.
         """
         # torch elastic 2.13 replaces the handlers before it forks, and accelerate does not pass on
         # torch's option against it
         if os.getpid() != self._pid:
             return  # a rank forked
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.exit_by_signal)
+        terminate = self.exit_by_signal if self._is_terminating else self._request_termination
+        signal.signal(signal.SIGTERM, terminate)
+        signal.signal(signal.SIGHUP, self.exit_by_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _request_termination(self, number: int, _frame: object = None) -> None:
+        self._is_terminating = True
+        signal.signal(number, self.exit_by_signal)
+        self.send(messages.TerminationNotice("SIGTERM to the launcher"))
+        threading.Thread(target=self._end_after_grace, daemon=True).start()
+
+    def _end_after_grace(self) -> None:
+        time.sleep(messages.TERMINATION_GRACE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def exit_by_signal(self, number: int, _frame: object = None) -> None:
         """End the ranks, then end this process by the signal it received.

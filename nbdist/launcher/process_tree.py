@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from multiprocessing import process as multiprocessing_process
 
 import psutil
 
@@ -38,17 +39,20 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
     """Send SIGTERM to every descendant, then SIGKILL; wait up to `grace_s` after each.
 
-    Does not reap: torch elastic's main thread collects the exit codes of the ranks.
+    Ranks get SIGKILL immediately: they report a SIGTERM to the kernel and go on. Does not reap:
+    torch elastic's main thread collects the exit codes of the ranks.
 
     Returns:
         Processes that cannot be killed: they are blocked in a system call.
     """
     running: list[psutil.Process] = []
+    # torch elastic starts the ranks as multiprocessing children; active_children() would reap them
+    ranks = {child.pid for child in list(multiprocessing_process._children)}  # type: ignore[attr-defined]  # noqa: SLF001
     for number in (signal.SIGTERM, signal.SIGKILL):
         # list again: the children of a dead rank are now children of the launcher
         running = [process for process in _descendants() if _alive(process)]
         for process in running:
-            _signal(process, number)
+            _signal(process, signal.SIGKILL if process.pid in ranks else number)
             _signal(process, signal.SIGCONT)  # a stopped process gets SIGTERM when continued
         deadline = time.monotonic() + grace_s
         while any(map(_alive, running)) and time.monotonic() < deadline:

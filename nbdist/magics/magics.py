@@ -6,6 +6,7 @@ import inspect
 import sys
 import traceback
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
@@ -26,6 +27,7 @@ from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, apply_options, current_session
+from nbdist.session.termination import parse_deadline
 
 if TYPE_CHECKING:
     import argparse
@@ -90,15 +92,21 @@ class NbDist(Magics):
         None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
+    deadline = Unicode(
+        None,
+        allow_none=True,
+        help="When the session will be ended from outside: 8h50m, 17:30, 2026-11-24T17:30.",
+    ).tag(config=True)
 
     shell: InteractiveShell
 
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         super().__init__(shell, **traits)
         self.observe(self._move_checkpoints, "checkpoints")
+        self.observe(self._set_deadline, "deadline")
         self.observe(
             self._warn_on_restart_options,
-            [name for name in self.default_names() if name != "checkpoints"],
+            [name for name in self.default_names() if name not in {"checkpoints", "deadline"}],
         )
         self.launcher_provider = LocalLauncherProvider()
         self.ended: Session | None = None
@@ -118,6 +126,24 @@ class NbDist(Magics):
         except NbdistError as error:
             raise TraitError(f"The 'checkpoints' trait: {error}") from None
         return folder
+
+    @validate("deadline")
+    def _validate_deadline(self, proposal: Bunch) -> str | None:
+        try:
+            # A duration counts from the kernel's start, and the value is kept as it was given.
+            if proposal.value is not None:
+                parse_deadline(proposal.value)
+        except NbdistError as error:
+            raise TraitError(f"The 'deadline' trait: {error}") from None
+        deadline: str | None = proposal.value
+        return deadline
+
+    def _set_deadline(self, change: Bunch) -> None:
+        if change.new is not None:
+            at = datetime.fromtimestamp(parse_deadline(change.new)).astimezone()
+            print(f"nbdist: before {at:%Y-%m-%d %H:%M:%S} the ranks stop and save a checkpoint")
+        if (session := current_session()) is not None:
+            session.set_deadline(change.new)
 
     def _move_checkpoints(self, change: Bunch) -> None:
         session = current_session()
@@ -220,6 +246,7 @@ class NbDist(Magics):
         switch NAME     switch the prepared models to another backend; -h for its options
         save NAME       write a checkpoint in the background; -h for its options
         load NAME       load a checkpoint into the prepared models, under any backend and world size
+        resume          load the checkpoint of a run that a signal or a deadline ended
         checkpoints     list the checkpoints, newest last
         plan [MODEL]    predicted memory and speed under every strategy; -h for its options
         plan --check    compare prediction and measurement for the model on the ranks
@@ -426,6 +453,11 @@ class NbDist(Magics):
                 trust=options.trust,
             )
         )
+
+    @command("resume")
+    def resume_command(self, _: str) -> None:
+        """Load the newest checkpoint of a run that was ended from outside."""
+        print(self.require_session().resume())
 
     @command("checkpoints", arguments.checkpoints_parser)
     def checkpoints_command(self, options: argparse.Namespace) -> None:

@@ -63,12 +63,19 @@ OOM_ADVICE = "nbdist_advice"
 PROGRESS = "nbdist_phase"
 SAVE_STATUS = "nbdist_saved"
 PROFILE_RESULT = "nbdist_profiled"
+TERMINATION = "nbdist_termination"
+"""A rank received SIGTERM; its content is empty."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Makes a process dump its stacks. Not SIGUSR1 or SIGUSR2: job schedulers send them to user code
 to request a checkpoint."""
 
-SESSION_MESSAGES = frozenset({METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT})
+TERMINATION_GRACE_S = 30.0
+"""Time from SIGTERM to SIGKILL, by default of Slurm (KillWait) and Kubernetes."""
+
+SESSION_MESSAGES = frozenset(
+    {METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT, TERMINATION}
+)
 """Messages on iopub that are for the session, independent of their parent cell."""
 
 CELL_METADATA_KEY = "nbdist"
@@ -306,6 +313,8 @@ class SaveStatus(TypedDict, total=False):
     size_bytes: int
     """While running, an estimate of the final size."""
     backend: str
+    ended: str
+    """What ended the run from outside; "" if nothing did."""
     removed: list[str]
     """Older checkpoints removed because of `keep`."""
     notes: list[str]
@@ -493,6 +502,16 @@ class AllRanksExited:
     """Name of the node that caused it; "" on one machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class TerminationNotice:
+    """The launcher or the agent of a node received SIGTERM, or the node will be lost."""
+
+    cause: str
+    """Such as "SIGTERM to the launcher"."""
+    grace_s: float | None = None
+    """Time until it ends; None if it is not known."""
+
+
 LauncherMessage = (
     LaunchRanksRequest
     | StopRanksRequest
@@ -502,6 +521,7 @@ LauncherMessage = (
     | RankForked
     | RankExited
     | AllRanksExited
+    | TerminationNotice
 )
 _MESSAGES = (
     LaunchRanksRequest,
@@ -512,6 +532,7 @@ _MESSAGES = (
     RankForked,
     RankExited,
     AllRanksExited,
+    TerminationNotice,
 )
 _TYPES = {cls.__name__: cls for cls in _MESSAGES}
 

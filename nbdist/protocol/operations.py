@@ -195,6 +195,8 @@ class SaveRequest:
     """Number of checkpoints to keep; None: all."""
     full: bool = False
     """Store frozen tensors of a base model too, and not by reference."""
+    ended: str = ""
+    """What ended the run from outside: "SIGTERM"; "" if nothing did."""
 
 
 @dataclass(slots=True, kw_only=True)

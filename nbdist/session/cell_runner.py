@@ -204,6 +204,17 @@ class CellRunner:
         self.escalation.escalate()
         return True
 
+    def stop_after_step(self, patience_s: float) -> None:
+        """Interrupt the running cell when its ranks have completed their optimizer step.
+
+        Args:
+            patience_s: time for the step; then as an interrupt.
+        """
+        if self.running_cell is not None and self.escalation is not None:
+            if not self.escalation.stops:
+                self.escalation.escalate(patience_s=patience_s)
+            self._workers.wake()
+
     def resync_ranks(self) -> str:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:

@@ -90,6 +90,7 @@ class Checkpoint(CheckpointSummary):
     def __str__(self) -> str:
         """Return a one-line summary."""
         took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
+        took += f", of a run ended by {self.ended}" if self.ended else ""
         when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         return (
             f"{self.name}: step {self.step}, {format_bytes(self.size_bytes)}, {self.backend},"
@@ -199,6 +200,7 @@ class Save:
                 backend=content["backend"],
                 created=datetime.now(UTC),
                 path=self.path,
+                ended=content.get("ended", ""),
                 seconds=self.seconds,
             )
             self.notes, self.removed = tuple(content["notes"]), tuple(content["removed"])
@@ -359,6 +361,8 @@ class BackgroundSaves:
         self._given = None if root is None else check_root(root)
         self._beside = Path.cwd() / DEFAULT_FOLDER
         self.checkpoints = Checkpoints(self._given or self._beside)
+        self.last_seconds: float | None = None
+        """Time of the last save of this session."""
         self._saves: dict[str, Save] = {}
         self._lock = threading.Lock()
 
@@ -387,6 +391,7 @@ class BackgroundSaves:
             atexit.register(self.wait_for_running, EXIT_TIMEOUT_S)
         save.receive(content)
         if save.done:
+            self.last_seconds = self.last_seconds if save.error else save.seconds
             self.checkpoints.add_save(save)
             with self._lock:  # keep the last ones: `start_save` may ask for a save after its end
                 finished = [number for number, other in self._saves.items() if other.done]
@@ -480,6 +485,16 @@ def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
     return (
         f"The last checkpoint is {checkpoint.name!r} at step {checkpoint.step}: use %nbdist"
         f" restart, run the cell that calls prepare(), then %nbdist load {checkpoint.name}."
+    )
+
+
+def resume_hint(checkpoint: Checkpoint | None) -> str:
+    """Return how to resume a run that was ended from outside; "" for any other checkpoint."""
+    if checkpoint is None or not checkpoint.ended:
+        return ""
+    return (
+        f"Checkpoint {checkpoint.name} at step {checkpoint.step} is of a run ended by"
+        f" {checkpoint.ended}: prepare the model, then use %nbdist resume"
     )
 
 

@@ -54,11 +54,14 @@ MAX_NEXT_STEP_S = 0.5
 STOP_AT_EARLIER_STEP_AFTER_S = 0.8
 """Ranks that are not stopped after this time stop at the step of the first of them."""
 ANSWER_S = 0.4
-"""A rank that has not reported its step after this time holds the GIL in C, or is stopped."""
+"""A rank that has not reported its step after this time holds the GIL in C, or is stopped; the
+others stop without its answer."""
 SECOND_AFTER_S = 1.0
 """Minimum duration of the first stage, so that a double click does not abort anything."""
 RELEASE_AFTER_S = 2.0
 """Delay before interrupted ranks that wait in C code are released."""
+CATCH_UP_S = 5.0
+"""Ranks that have not reached the step of the others after this time are interrupted before it."""
 RELEASE_AFTER_PEER_EXIT_S = 1.0
 """The same if another rank has ended."""
 STILL_S = 1.5
@@ -160,14 +163,21 @@ class InterruptEscalation:
         """The step after which all ranks stop; 0: immediately."""
         self._named_far = False
         """True while all ranks run one more step and no earlier stop was requested since."""
+        self._patience_s = 0.0
         self._failed_at: float | None = None
         self._ending = False
         self._lock = threading.Lock()
 
-    def escalate(self) -> InterruptStage:
-        """Handle an interrupt; callable from any thread. Returns the stage."""
+    def escalate(self, *, patience_s: float = 0.0) -> InterruptStage:
+        """Handle an interrupt; callable from any thread. Returns the stage.
+
+        Args:
+            patience_s: time in which the ranks may complete their optimizer step before the delays
+                of an interrupt begin. 0 as if a user waits for the prompt.
+        """
         with self._lock:
             self.stops += 1
+            self._patience_s = patience_s
             if self.stage is InterruptStage.ABORTED:
                 self._abort_groups()
             self._advance(time.monotonic())
@@ -210,7 +220,8 @@ class InterruptEscalation:
     def _advance(self, now: float) -> None:
         aborted_s = now - self._aborted_at
         if self.stage is InterruptStage.RUNNING and (self.stops or self._cannot_end(now)):
-            self.stage, self._interrupted_at = InterruptStage.INTERRUPTED, now
+            self.stage = InterruptStage.INTERRUPTED
+            self._interrupted_at = now + self._patience_s
             if self._kind != "repair":
                 self.work.interrupted_at = self.work.interrupted_at or time.time()
                 self._pause_at_step()
@@ -325,9 +336,15 @@ class InterruptEscalation:
             if waited_s > (RELEASE_AFTER_PEER_EXIT_S if self._has_lost_peers else CUT_AFTER_S):
                 self._repeated_at = now
                 self._stop_after(0)
-        elif waited_s > RELEASE_AFTER_S and self._named:
-            self._stop_after(0)
-        if self._held_at and now - self._held_at > ANSWER_S:
+        elif (
+            waited_s > RELEASE_AFTER_S
+            and self._named
+            and not self._held_at
+            and now - self._repeated_at > AGAIN_S
+        ):
+            self._repeated_at = now
+            self._pause_at_step()
+        if self._held_at and self._begun and now - self._held_at > ANSWER_S:
             self._stop_after(self._last_step())
         elif waited_s > STOP_AT_EARLIER_STEP_AFTER_S and self._named_far:
             self._named_far = False
@@ -352,15 +369,23 @@ class InterruptEscalation:
                 self._stop_after(self._last_step())
 
     def _last_step(self) -> int:
-        """Return the step that all ranks can reach soon; 0 if no training is running."""
+        """Return the step that all ranks can reach soon; 0 to interrupt them immediately."""
         begun = [reply["begun"] for reply in self._begun.values()]
+        if len(self.work.running) < len(self.work.ranks):
+            begun.append(self._named)  # the other ranks have stopped after that step
         if not any(begun):
+            return 0  # no training is running
+        waited_s = time.monotonic() - self._interrupted_at
+        if not self._begun.keys() >= set(self.work.running):
+            # A rank that did not reply can be ahead, but by one step at most: the backward pass of
+            # the next one needs the other ranks, which do not start it.
+            return self._named or max(begun) + 1
+        if waited_s > CATCH_UP_S or (waited_s > RELEASE_AFTER_S and len(set(begun)) == 1):
             return 0
-        soon = max(reply["next_s"] for reply in self._begun.values()) < MAX_NEXT_STEP_S
+        next_s = max(reply["next_s"] for reply in self._begun.values())
+        soon = next_s < max(MAX_NEXT_STEP_S, self._patience_s)
         # One more full step leaves no collective unmatched; otherwise the slower ranks catch up.
-        self._named_far = (
-            soon and time.monotonic() - self._interrupted_at < STOP_AT_EARLIER_STEP_AFTER_S
-        )
+        self._named_far = soon and waited_s < STOP_AT_EARLIER_STEP_AFTER_S
         return max(begun) + self._named_far
 
     def _stop_after(self, step: int) -> None:

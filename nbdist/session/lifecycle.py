@@ -35,6 +35,7 @@ from nbdist.session.metrics import Metrics
 from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
+from nbdist.session.termination import RunTermination
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from nbdist.session.failure_causes import WorkerFailure
 
 SessionState = Literal["new", "ready", "running", "dead", "stopped"]
+SETTLE_S = 0.3
+"""Time for the launcher to report that a rank has exited."""
 NEWEST_S = 1.0
 """Timeout for listing checkpoints after ranks have died: the file system may hang."""
 
@@ -108,6 +111,7 @@ class SessionLifecycle:
             on_idle=self._on_idle,
             on_death=self._record_death,
             on_notice=lambda line: self._cells.print_line(line),  # noqa: PLW0108 - made below
+            on_termination=self._on_termination,
         )
         self.rank_activity = RankActivityPoller(self._workers)
         self.model_query = PreparedModelPoller(self._workers)
@@ -117,6 +121,7 @@ class SessionLifecycle:
         self._cells = CellRunner(
             self._workers, self.rank_activity, self._profiler, on_send=self._bind_sent_value
         )
+        self._termination = RunTermination(self._workers, self._cells, self._saves, self.lock)
         try:
             self._configure(
                 {name: value for name, value in requested.items() if name not in FIXED_OPTIONS}
@@ -306,6 +311,8 @@ class SessionLifecycle:
             if not request.finished.is_set():
                 raise SessionBusy(request.busy_message())
             request.conclude()
+        if cause := self._termination.cause:
+            raise SessionError(f"{cause}: the ranks were stopped, and a checkpoint is being saved.")
         # A background cell may have left the ranks out of sync.
         self._cells.resync_ranks()
 
@@ -340,8 +347,12 @@ class SessionLifecycle:
                 raise CellInterrupted(msg) from None
             ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
             notes += [warning for node in self.nodes for warning in node.machine.warnings]
+            if self.started_at is None:
+                newest = self.checkpoints.newest(within_s=NEWEST_S)
+                notes += [checkpoints.resume_hint(newest)]
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
         self._mark_ready()
+        self._termination.start()
         self.started_at = self.started_at or time.time()
         current[0] = self
         return self
@@ -390,6 +401,7 @@ class SessionLifecycle:
         self._cells.fail_all(
             RankDied("The session was stopped. Run a %%distribute cell to start a new one.")
         )
+        self._termination.close()
         self._workers.close()
         self._fail_running_saves("the session was stopped")
         self._where.close()
@@ -428,6 +440,7 @@ class SessionLifecycle:
         self._configure(self._options_with(changes))
         self._saves.wait_for_running()
         self.abandon()
+        self._termination.close()
         self._workers.stop_ranks()
         self._fail_running_saves("the ranks were restarted")
         self.state, self._cells.last_cell = "new", None
@@ -501,6 +514,23 @@ class SessionLifecycle:
         self.restart()
         return f"{death.headline.partition(';')[0]}; all ranks were ended and new ranks started."
 
+    def _on_termination(self, notice: messages.TerminationNotice) -> None:
+        """Save and end the ranks, because one of their processes was asked to end."""
+        threading.Thread(target=self._end_terminated, args=(notice,), daemon=True).start()
+
+    def _end_terminated(self, notice: messages.TerminationNotice) -> None:
+        time.sleep(SETTLE_S)
+        if self._workers.rank_exits:
+            return  # torch elastic sends SIGTERM to the peers of a rank that has exited
+        grace_s = notice.grace_s or messages.TERMINATION_GRACE_S
+        self._termination.end(notice.cause, grace_s=grace_s)
+        self._workers.end("", notice.cause, by_stop=False)
+        with self.lock:
+            if self._death is not None:
+                self._workers.close()
+            self._termination.close()
+            self._termination.finish()
+
     def _fail_running_saves(self, reason: str) -> None:
         """Fail running saves after the ranks have ended, and remove their partial files."""
         self._saves.fail_running(f"{reason} while it was written.")
@@ -517,6 +547,8 @@ class SessionLifecycle:
             self._choice = self._choice.with_auto_decision(chosen)
         elif message["header"]["msg_type"] == messages.SAVE_STATUS:
             self._on_save_status(content)
+        elif message["header"]["msg_type"] == messages.TERMINATION:
+            self._on_termination(messages.TerminationNotice(f"SIGTERM to rank {rank}"))
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:

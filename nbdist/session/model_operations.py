@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets as rank_names
 from nbdist.checkpoint import Url, location_with_password
-from nbdist.errors import RankDied, SwitchError
+from nbdist.errors import CheckpointError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
 from nbdist.operations import import_checkpoint, resize
 from nbdist.operations import load as operations_load
@@ -283,6 +283,21 @@ class ModelOperations(lifecycle.SessionLifecycle):
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
         return report
+
+    def resume(self) -> LoadReport | ForeignReport:
+        """Load the newest checkpoint of a run that was ended from outside, as `load` does.
+
+        Raises:
+            CheckpointError: there is none, or `load` failed; the models are unchanged.
+            SessionBusy: a cell is still running.
+        """
+        ended = [item.name for item in self.checkpoints if item.ended]
+        if not ended:
+            raise CheckpointError(
+                f"{self.checkpoints.root} has no checkpoint of a run that was ended by a signal or"
+                " a deadline. Use %nbdist load NAME; %nbdist checkpoints lists the names."
+            )
+        return self.load(ended[-1])
 
     def _folder(self, folder: str | os.PathLike[str] | None) -> Path | Url:
         """Return the root of checkpoints as an absolute path: ranks may run elsewhere."""

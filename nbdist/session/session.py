@@ -19,6 +19,7 @@ from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.session.progress import StatusLine
+from nbdist.session.termination import parse_deadline
 
 if TYPE_CHECKING:
     import os
@@ -54,6 +55,7 @@ class Session(ModelOperations):
         options: any other option of `%%distribute`, with underscores: see docs/options.md and
             `%%distribute -h`. Also checkpoints: where they are saved, a folder shared by all ranks
             or an fsspec URL ("s3://bucket/run"). Default: "checkpoints" in the working directory.
+            And deadline: as for `set_deadline`.
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not support.
@@ -75,9 +77,11 @@ class Session(ModelOperations):
     ) -> None:
         named = {"backend": backend, "precision": precision, "offload": offload}
         options_given = {name: value for name, value in named.items() if value is not None}
-        checkpoint_root = options.pop("checkpoints", None)
+        checkpoint_root, deadline = options.pop("checkpoints", None), options.pop("deadline", None)
         requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
+        at = deadline and parse_deadline(deadline)
         super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested)
+        self._termination.deadline = at
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
 
@@ -125,15 +129,16 @@ class Session(ModelOperations):
         self.start()
         if options is not None:
             self._profiler.arm(options)
-        cell = self._cells.run(
-            code,
-            chosen,
-            background=background,
-            shown=shown,
-            logs={rank: self.logs[rank] for rank in chosen},
-            count=count,
-            checkpoints=self._saves.root_for_ranks,
-        )
+        with self._termination.save_after_cell():
+            cell = self._cells.run(
+                code,
+                chosen,
+                background=background,
+                shown=shown,
+                logs={rank: self.logs[rank] for rank in chosen},
+                count=count,
+                checkpoints=self._saves.root_for_ranks,
+            )
         return CellResult(cell)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -174,6 +179,21 @@ class Session(ModelOperations):
             finally:
                 self.lock.release()
         return stopped
+
+    def set_deadline(self, deadline: str | None) -> None:
+        """Set when the session will be ended from outside; None: it is not known.
+
+        Shortly before it the ranks stop after the same optimizer step and save a checkpoint,
+        which `resume` loads in the next session.
+
+        Args:
+            deadline: a time since the start of this process such as "8h50m", a clock time such as
+                "17:30", a date and time such as "2026-11-24T17:30", or a Unix time.
+
+        Raises:
+            OptionError: none of these, or in the past.
+        """
+        self._termination.deadline = None if deadline is None else parse_deadline(deadline)
 
     # -- the profiler
 

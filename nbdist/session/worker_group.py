@@ -100,6 +100,7 @@ class WorkerGroup:
         on_idle: called on the reader thread periodically; returns True to be called more often.
         on_death: called once when ranks or launcher end unexpectedly; returns the error.
         on_notice: called with a line when a process stops replying, and when it replies again.
+        on_termination: called when a launcher or agent received SIGTERM.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class WorkerGroup:
         on_idle: Callable[[], bool],
         on_death: Callable[[WorkerFailure], RankDied],
         on_notice: Callable[[str], None],
+        on_termination: Callable[[messages.TerminationNotice], None],
     ) -> None:
         self.rank_processes: list[RankProcessInfo] = []
         self.pids: dict[int, int] = {}
@@ -118,7 +120,7 @@ class WorkerGroup:
         """Cluster nodes of the last start; empty locally."""
         self.stopped_process_watch = StoppedProcessWatch()
         self._launcher_provider = launcher_provider
-        self._on_notice = on_notice
+        self._on_notice, self._on_termination = on_notice, on_termination
         self._on_message, self._on_idle, self._on_death = on_message, on_idle, on_death
         self._launcher_group: LauncherGroup | None = None
         self._channels: RankChannels | None = None
@@ -231,12 +233,18 @@ class WorkerGroup:
         """Cancel all waiting for replies, on any thread; the ranks are ended next."""
         self._up = False
 
-    def end(self, process_name: str, cause: str) -> None:
-        """End ranks that did not stop otherwise, as a failure; callable from any thread."""
+    def end(self, process_name: str, cause: str, *, by_stop: bool = True) -> None:
+        """End ranks as a failure; callable from any thread.
+
+        Args:
+            process_name: what did not stop, or was terminated.
+            cause: what it did.
+            by_stop: an interrupt ended them, so that new ranks are started.
+        """
         self._report_death(
             None,
             failure_causes.WorkerFailure(
-                process_name=process_name, exit_description=cause, by_stop=True
+                process_name=process_name, exit_description=cause, by_stop=by_stop
             ),
         )
 
@@ -517,6 +525,8 @@ class WorkerGroup:
             self._first_end_at = self._first_end_at if self.rank_exits else time.monotonic()
             self.rank_exits.append(message)
             self.wake()
+        elif isinstance(message, messages.TerminationNotice):
+            self._on_termination(message)
         self.startup_events.put(message)
         if isinstance(message, messages.AllRanksExited):
             self._ended = message

@@ -28,6 +28,7 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
+from nbdist.termination_signal import TerminationSignal
 from nbdist.worker import process_group, stacks
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
@@ -232,7 +233,7 @@ class RankKernel(IPythonKernel):
             reply: Message = await super().do_execute(code, silent, *args, **kwargs)
         finally:
             self.running_request, self.finished_request = None, self.running_request
-            optimizer_step_gate.begin_cell()
+            optimizer_step_gate.end_cell()
             process_group.set_cell_ranks(None)
             self.on_cell_end()
         self.before_reply()
@@ -240,6 +241,10 @@ class RankKernel(IPythonKernel):
             reply["evalue"] = truncate(reply["evalue"], longest=MAX_ERROR_CHARS)
             self.release_failed_cell()
         return reply
+
+    def report_sigterm(self) -> None:
+        """Report SIGTERM to the notebook's kernel, which has all ranks save, instead of ending."""
+        TerminationSignal(lambda: self.publish(messages.TERMINATION, {}))
 
     def release_failed_cell(self) -> None:
         """Release the frames of a failed cell; publish advice if it ran out of memory."""
@@ -317,6 +322,8 @@ class RankKernel(IPythonKernel):
 
     def run_operation(self, operation: Operation[Any, Any], content: Any) -> dict[str, Any]:
         """Carry out a request to all ranks; collective."""
+        if operation.in_phases:  # it replaces the state that the last cell left
+            optimizer_step_gate.begin_cell()
         return run_operation(operation, content, self.operation_context)
 
     def warn_async(self) -> Callable[[str], None]:

@@ -62,6 +62,7 @@ def rank_main(
     except Exception:
         messages.startup_error_file(launch.run_dir, rank).write_text(traceback.format_exc())
         raise
+    app.kernel.report_sigterm()
     app.start()
 
 

@@ -25,6 +25,7 @@ PURE = {
     "rank_sets",
     "redaction",
     "keyboard_interrupt",
+    "termination_signal",
 }
 PURE |= {"strategies"}
 MAY_IMPORT = {
@@ -35,6 +36,7 @@ MAY_IMPORT = {
     "redaction": set(),
     "rank_sets": {"errors"},
     "keyboard_interrupt": set(),
+    "termination_signal": set(),
     "protocol": {"errors", "keyboard_interrupt"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
@@ -44,7 +46,8 @@ MAY_IMPORT = {
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
-    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"},
+    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"}
+    | {"termination_signal"},
     "output": {"protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}

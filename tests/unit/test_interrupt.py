@@ -39,11 +39,19 @@ class Ranks:
         self.answers: dict[int, messages.RankActivityReply] = {}
         self.unanswered: dict[int, float] = {}
         self.refuse_abort = False
+        self.replies: Any = None
+        """Takes the replies to the last pause."""
+        self.after: list[int] = []
+        """The steps after which the ranks were stopped."""
 
     def queue_request(
-        self, ranks: Iterable[int], _: str, kind: str, __: object, route: Any = None
+        self, ranks: Iterable[int], _: str, kind: str, content: Any, route: Any = None
     ) -> str:
         self.sent.append(kind)
+        if kind == messages.PAUSE:
+            self.replies = route
+        if kind == "interrupt_request":
+            self.after.append(content["after"])
         if kind == messages.ABORT_COLLECTIVES and self.refuse_abort:
             reply = {"status": "error", "error": "AccessDenied"}
             for rank in ranks:
@@ -51,6 +59,11 @@ class Ranks:
         return "request"
 
     def wake(self) -> None: ...
+
+    def say(self, rank: int, begun: int) -> None:
+        """Reply to the last pause."""
+        content = messages.PauseReply(begun=begun, next_s=9.0)
+        self.replies(rank, "control", {"content": content})
 
     def end(self, who: str, how: str) -> None:
         self.ended.append(f"{who} {how}")
@@ -217,3 +230,34 @@ def test_groups_that_could_not_be_aborted_are_told(clock: Clock, ranks: Ranks) -
     passes(clock, stages, 4)
     said = "could not be aborted on rank 0: AccessDenied; rank 1: AccessDenied. Interrupt again"
     assert said in stages.work.notice
+
+
+def test_ranks_at_different_steps_stop_after_the_later_one(clock: Clock, ranks: Ranks) -> None:
+    stages, _ = watching(ranks)
+    stages.escalate()
+    ranks.say(0, 7)
+    ranks.say(1, 8)
+    assert ranks.after == [8]
+    passes(clock, stages, 2.4)  # they are asked again, and one is still behind
+    ranks.say(0, 7)
+    ranks.say(1, 8)
+    assert ranks.after == [8, 8]
+
+
+def test_ranks_that_agree_but_go_on_are_interrupted_at_once(clock: Clock, ranks: Ranks) -> None:
+    stages, _ = watching(ranks)
+    stages.escalate()
+    ranks.say(0, 8)
+    ranks.say(1, 8)
+    passes(clock, stages, 2.4)
+    ranks.say(0, 8)
+    ranks.say(1, 8)
+    assert ranks.after == [8, 0]
+
+
+def test_a_rank_that_is_late_to_answer_may_be_one_step_ahead(clock: Clock, ranks: Ranks) -> None:
+    stages, _ = watching(ranks)
+    stages.escalate()
+    ranks.say(0, 7)
+    passes(clock, stages, 1)
+    assert ranks.after == [8]

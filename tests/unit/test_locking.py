@@ -118,6 +118,7 @@ def test_what_waits_while_the_ranks_are_restarted_is_not_done(
     assert len(ended) == 1
     assert ended[0].startswith("The ranks were restarted while this call waited for them.")
     assert session.state == "ready"
+    session.stop()
 
 
 def test_a_restart_that_waits_for_another_is_done_too(
@@ -132,6 +133,7 @@ def test_a_restart_that_waits_for_another_is_done_too(
         assert session.num_restarts == 1
     waiting.join(WITHIN_S)
     assert session.num_restarts == 2
+    session.stop()
 
 
 @pytest.fixture
@@ -196,6 +198,7 @@ def test_two_threads_start_the_ranks_once(monkeypatch: pytest.MonkeyPatch) -> No
         session.start()
     other.join(WITHIN_S)
     assert starts == ["start"]
+    session.stop()
 
 
 # ---------------------------------------------------------------------------- progress

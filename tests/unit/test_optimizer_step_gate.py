@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nbdist.worker.interrupt import optimizer_step_gate as optimizer_step_gate_module
 from nbdist.worker.interrupt.optimizer_step_gate import OptimizerStepGate, optimizer_step_gate
 from nbdist.worker.training import prepared_models
 
@@ -75,6 +76,33 @@ def test_a_held_rank_waits_for_the_word() -> None:
     optimizer.step()
     other.join()
     assert optimizer.steps == 2
+
+
+def test_a_held_rank_waits_however_late_the_word_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, cls = gated()
+    optimizer, hours = cls(), iter(range(10**6))
+    optimizer.step()
+    gate.pause_steps()
+    naps = iter(range(5))
+
+    def nap(_: float) -> None:
+        assert optimizer.steps == 1
+        if next(naps, None) is None:
+            gate.interrupt_after(5)
+
+    late = SimpleNamespace(monotonic=lambda: 3600.0 * next(hours), sleep=nap)
+    monkeypatch.setattr(optimizer_step_gate_module, "time", late)
+    optimizer.step()
+    assert optimizer.steps == 2
+
+
+def test_a_rank_whose_cell_has_ended_says_how_far_it_came() -> None:
+    gate, cls = gated()
+    cls().step()
+    gate.end_cell()
+    assert gate.pause_steps()[0] == 1
+    gate.begin_cell()
+    assert gate.pause_steps()[0] == 0
 
 
 def test_a_loop_without_a_further_forward_is_stopped_soon_after_the_step() -> None:

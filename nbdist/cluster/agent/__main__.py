@@ -31,7 +31,8 @@ def main(launcher: type[Launcher] = Launcher) -> None:
     Raises:
         ValueError: the first line is not a ticket.
     """
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGHUP, _exit)
+    signal.signal(signal.SIGTERM, _exit)  # until the agent reports it to the kernel
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)  # only the line: the thread reads the rest
@@ -45,19 +46,22 @@ def main(launcher: type[Launcher] = Launcher) -> None:
         os.chdir(ticket.cwd)
     from nbdist.cluster.agent.agent import NodeAgent  # import with the session's own path
 
-    NodeAgent(ticket, launcher=launcher).serve()
+    agent = NodeAgent(ticket, launcher=launcher)
+    agent.report_sigterm()
+    agent.serve()
 
 
 def _exit(*_: object) -> None:
     """Leave `serve`, which then cleans up."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(AGENT_LEFT_BEHIND)
 
 
 def _exit_with_parent() -> None:
     while os.read(0, 4096):
         continue  # ignore further input
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGHUP)
     time.sleep(END_S)
     os._exit(AGENT_LEFT_BEHIND)
 

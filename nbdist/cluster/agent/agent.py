@@ -34,6 +34,7 @@ from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import NodeUsageMonitor
 from nbdist.protocol import messages
+from nbdist.termination_signal import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,19 @@ class NodeAgent:
             machine=discovery.discover_machine().to_json(),
         )
         self._send(hello)
+
+    def report_sigterm(self) -> None:
+        """Report the first SIGTERM to the kernel, which saves and then ends this agent.
+
+        Call it on the main thread.
+        """
+
+        def report() -> None:
+            self._queue(messages.TerminationNotice("SIGTERM to the agent"))
+            time.sleep(messages.TERMINATION_GRACE_S)
+            sigterm.deliver()
+
+        sigterm = TerminationSignal(report)
 
     @property
     def _running_launcher(self) -> Launcher:

@@ -20,10 +20,8 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-MAX_PAUSE_S = 2.0
-"""A paused rank continues after this time if no step to stop after was sent."""
 ITERATION_END_S = 0.1
 """Time after the last step for the rest of the iteration: clearing gradients, a scheduler,
 counters. The next forward or backward ends it earlier."""
@@ -50,32 +48,48 @@ class OptimizerStepGate:
         self._lock = threading.RLock()
         self.listener: StepListener | None = None
         """Active profile of this rank. Without one, a step costs one attribute access."""
+        self.capture_state: Callable[[], Any] = lambda: None
+        """Returns what a save needs as it is between two steps; called after the last step."""
         self.begin_cell()
 
     def begin_cell(self) -> None:
-        """Reset the state at the start and end of a cell."""
+        """Reset the state at the start of a cell."""
         with self._lock:
             self.num_steps_begun = 0
             """Number of steps started in this cell."""
+            self._ended_with = 0
+            """Number of steps of the cell that ended last."""
+            self.last_step_state: Any = None
+            """Result of `capture_state` if the cell was stopped after a step, else None."""
             self._entered_at = time.monotonic()
             self._step_s = 0.0
-            self._is_stepping = self._armed = self._raised = False
-            self._held_at: float | None = None
+            self._is_stepping = self._armed = self._raised = self._paused = False
             self._last: int | None = None
             """Number of the step after which to stop; 0 for immediately."""
+
+    def end_cell(self) -> None:
+        """Reset the state at the end of a cell."""
+        with self._lock:
+            ended_with, state = self.num_steps_begun, self.last_step_state
+            self.begin_cell()
+            self._ended_with, self.last_step_state = ended_with, state
 
     # -- the control thread
 
     def pause_steps(self) -> tuple[int, float]:
-        """Pause before the next step, for a limited time.
+        """Pause before the next step, until `interrupt_after` or the end of the cell.
+
+        A time limit would let a rank go on when the kernel is slow, one step ahead of the others.
 
         Returns:
             Number of steps started, and the estimated seconds until the next one.
         """
         with self._lock:
-            self._held_at, self._last = time.monotonic(), None
-            ago = self._held_at - self._entered_at
-            return self.num_steps_begun, max(self._step_s - ago, 0.0)
+            self._paused, self._last = True, None
+            ago = time.monotonic() - self._entered_at
+            # A cell that has just ended is still running for the kernel.
+            begun = max(self.num_steps_begun, self._ended_with)
+            return begun, max(self._step_s - ago, 0.0)
 
     def interrupt_after(self, after: int) -> None:
         """Raise KeyboardInterrupt in the main thread after that many steps.
@@ -83,7 +97,7 @@ class OptimizerStepGate:
         It is raised only once, except with `after=0`: the cell may have caught the first one.
         """
         with self._lock:
-            self._last, self._held_at = after, None
+            self._last, self._paused = after, False
             if (
                 self.num_steps_begun >= after
                 and not self._is_stepping
@@ -99,10 +113,7 @@ class OptimizerStepGate:
                 if self._last is not None and self.num_steps_begun >= self._last:
                     self._raised = True
                     raise KeyboardInterrupt
-                paused = (
-                    self._held_at is not None and time.monotonic() - self._held_at < MAX_PAUSE_S
-                )
-                if not paused:
+                if not self._paused:
                     now = time.monotonic()
                     self._step_s, self._entered_at = now - self._entered_at, now
                     self.num_steps_begun += 1
@@ -114,6 +125,7 @@ class OptimizerStepGate:
         with self._lock:
             self._is_stepping = False
             if self._last is not None and self.num_steps_begun >= self._last:
+                self.last_step_state = self.capture_state()
                 self._armed = True
                 threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
 

@@ -28,6 +28,7 @@ from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
 from nbdist.state import base_model, collectives, layouts, shard_io, shards, tensor_digest
 from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.operations.collective_phases import (
     error_text,
     raise_if_any_failed,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from nbdist.state.base_model import StoredByReference
     from nbdist.state.shards import Shard
     from nbdist.worker.operations import RankContext
+    from nbdist.worker.training.dataloader_state import LoaderPosition
     from nbdist.worker.training.prepared_models import PreparedModel
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class CheckpointSaver:
     ) -> None:
         self._cwd, self._publish, self._complain = cwd, publish, on_warning
         self._thread: threading.Thread | None = None
+        optimizer_step_gate.capture_state = _generators_and_positions
         self.set_root(root)
 
     def set_root(self, root: str) -> None:
@@ -178,7 +181,7 @@ class CheckpointSaver:
         draft = begin_draft(request, total_bytes)
         try:
             raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(states, stored))
+            snapshot, error = try_call(lambda: _take_snapshot(states, stored, ended=request.ended))
             raise_if_any_failed(error)
             metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
@@ -283,6 +286,7 @@ class _BackgroundSave:
             step=manifest.step,
             size_bytes=manifest.size_bytes,
             backend=manifest.backend,
+            ended=self._request.ended,
             removed=removed or [],
             notes=notes,
         )
@@ -380,7 +384,8 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
                 " accelerator.prepare(model, optimizer, ...) first."
             )
         for prepared in trained:
-            check_savable(prepared)
+            # Gradients of an incomplete step are lost with a run that is ended from outside.
+            check_savable(prepared, micro_batches=not request.ended)
         return trained
 
     trained: list[PreparedModel]
@@ -402,19 +407,22 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
     return trained
 
 
-def check_savable(prepared: PreparedModel, *, optimizers: bool = True) -> None:
+def check_savable(
+    prepared: PreparedModel, *, optimizers: bool = True, micro_batches: bool = True
+) -> None:
     """Raise if the state of a model is incomplete or cannot be resharded.
 
     Args:
         prepared: the model.
         optimizers: check the optimizers too.
+        micro_batches: refuse a model in the middle of gradient accumulation.
 
     Raises:
         CheckpointError: the model cannot be saved or loaded into. The message has the reason.
     """
     if prepared.rebuild_error:
         raise CheckpointError(prepared.rebuild_error)
-    if waiting := prepared_models.count_pending_micro_batches(prepared):
+    if micro_batches and (waiting := prepared_models.count_pending_micro_batches(prepared)):
         raise CheckpointError(
             f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Save or"
             " load after the step, or drop them with optimizer.zero_grad()."
@@ -483,7 +491,9 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 # -- snapshot
 
 
-def _take_snapshot(states: list[ModelState], stored: StoredByReference) -> StateSnapshot:
+def _take_snapshot(
+    states: list[ModelState], stored: StoredByReference, *, ended: str
+) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")
     snapshot = StateSnapshot(shards_by_file_kind={"model": {}, "optim": {}, "rng": {}})
@@ -527,7 +537,7 @@ def _take_snapshot(states: list[ModelState], stored: StoredByReference) -> State
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
-    places = _copy_generators(snapshot, collectives.rank())
+    places = _copy_generators(snapshot, collectives.rank(), is_ended=bool(ended))
     options = accelerators.current_config().options
     libraries = ("nbdist", "torch", "accelerate", "deepspeed", "transformers")
     snapshot.manifest = {
@@ -541,21 +551,38 @@ def _take_snapshot(states: list[ModelState], stored: StoredByReference) -> State
         "optimizers": tuple(optimizers),
         "schedulers": tuple(schedules),
         "positions": tuple(places),
-        "extra": {"models": models, "left_out": list(dict.fromkeys(snapshot.not_saved))},
+        "extra": {
+            "models": models,
+            "left_out": list(dict.fromkeys(snapshot.not_saved)),
+            **({"ended": ended} if ended else {}),
+        },
     }
     return snapshot
 
 
-def _copy_generators(snapshot: StateSnapshot, rank: int) -> list[dict[str, Any]]:
-    """Copy the random generators and the loaders' generators; return the loaders' positions."""
-    state = rng_state.get_rng_state()
+def _generators_and_positions() -> tuple[rng_state.RngState, list[LoaderPosition]]:
+    """Return the state of the random generators, and the positions of all loaders."""
+    positions = [dataloader_state.position_of(loader) for loader in prepared_models.all_loaders()]
+    return rng_state.get_rng_state(), positions
+
+
+def _copy_generators(snapshot: StateSnapshot, rank: int, *, is_ended: bool) -> list[dict[str, Any]]:
+    """Copy the random generators and the loaders' generators; return the loaders' positions.
+
+    With `is_ended` as they were after the last step: the loop may have read the next batch since.
+    """
+    stopped = optimizer_step_gate.last_step_state if is_ended else None
+    state, positions = stopped or _generators_and_positions()
+    if len(positions) != len(prepared_models.all_loaders()):  # the cell dropped one at its end
+        positions = _generators_and_positions()[1]
     tensors = {
         f"rng.{rank:05d}.{name}": tensor for name, tensor in rng_state.to_tensors(state).items()
     }
     metadata: dict[str, Any] = rng_state.to_json(state)
     metadata["positions"], places = [], []
-    for number, loader in enumerate(prepared_models.all_loaders()):
-        position = dataloader_state.position_of(loader)
+    for number, (loader, position) in enumerate(
+        zip(prepared_models.all_loaders(), positions, strict=True)
+    ):
         prefix = f"position.{rank:05d}.{number}."
         tensors |= {
             f"{prefix}generator.{name}": tensor for name, tensor in position.generators.items()

@@ -1,0 +1,320 @@
+"""Saves a run that is ended from outside: by SIGTERM or at a deadline; in the notebook's kernel.
+
+All ranks stop after the same optimizer step and save a checkpoint whose manifest says what ended
+the run; `Session.resume` loads it. SIGTERM may reach the kernel, a rank, the launcher or the agent
+of a node. Ranks, launcher and agent report it to the kernel, and run until it ends them.
+
+A running cell is stopped as by an interrupt, except that the ranks complete the step that they
+are in. The thread that waits for the cell saves before it returns, because nbclient and papermill
+shut down the kernel after a failed cell. If no thread waits for a cell, the thread that handles
+the signal saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from nbdist.checkpoint import location_with_password
+from nbdist.display.number_formatting import format_seconds
+from nbdist.errors import CellInterrupted, NbdistError, OptionError
+from nbdist.output.sink import FinishedCellSink
+from nbdist.planner.build_model_spec import spec_from_json
+from nbdist.planner.model_spec import num_trainable_params
+from nbdist.protocol.messages import TERMINATION_GRACE_S
+from nbdist.protocol.operations import SaveRequest
+from nbdist.session.rank_polling import PreparedModelPoller
+from nbdist.termination_signal import TerminationSignal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbdist.session.cell_runner import CellRunner
+    from nbdist.session.checkpoints import BackgroundSaves, Checkpoint
+    from nbdist.session.worker_group import WorkerGroup
+
+MARGIN_S = 10.0
+"""Time before a deadline to stop the ranks, besides twice the predicted time of a save."""
+POLL_S = 1.0
+"""Interval at which the time of a save is predicted."""
+PROBE_BYTES = 32 << 20
+"""Size of the file with which the speed of a disk is measured."""
+BYTES_PER_PARAM = 12
+"""An fp32 weight and two moments."""
+BATCH_JOB_VARIABLES = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
+"""Environment variables of jobs that end with SIGTERM."""
+
+
+class RunTermination:
+    """Stops and saves the run of one session when it is ended from outside.
+
+    Args:
+        workers: the worker group.
+        cells: the cells of the session.
+        saves: the saves of the session.
+        lock: held by the thread that uses the ranks.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        cells: CellRunner,
+        saves: BackgroundSaves,
+        lock: threading.RLock,
+    ) -> None:
+        self.cause = ""
+        """What is ending the run, while it is stopped and saved; else ""."""
+        self.deadline: float | None = None
+        """Unix time at which the run ends."""
+        self._workers, self._cells, self._saves, self._lock = workers, cells, saves, lock
+        self._outcome, self._until, self._guard = "", 0.0, threading.Lock()
+        self._closed = threading.Event()
+        self._prediction = SavePrediction(workers, saves)
+        self._warned = False
+
+    # -- life
+
+    def start(self) -> None:
+        """Handle SIGTERM, if this is the main thread, and watch the deadline."""
+        self._closed.set()
+        self._closed, self._screen = threading.Event(), FinishedCellSink()
+        if self not in _live:
+            _live.append(self)
+        if not _handlers and threading.current_thread() is threading.main_thread():
+            _handlers.append(TerminationSignal(_on_sigterm))
+        threading.Thread(
+            target=self._watch, args=(self._closed,), name="nbdist-deadline", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop to handle SIGTERM and the deadline."""
+        self._closed.set()
+        if self in _live:
+            _live.remove(self)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not _live and _handlers:
+            _handlers.pop().close()
+
+    # -- the end of a run
+
+    def end(self, cause: str, *, grace_s: float = TERMINATION_GRACE_S) -> None:
+        """Stop the ranks and save, once; on a thread of its own.
+
+        Args:
+            cause: what ends the run.
+            grace_s: time for it.
+        """
+        with self._guard:
+            if not self.cause:
+                self._outcome, self._until = "", time.monotonic() + grace_s
+                self.cause = cause
+                self._cells.print_line(f"nbdist: {cause}: stopping after this step, then saving")
+                self._cells.stop_after_step(grace_s / 3)
+        if self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
+            try:
+                if not self._outcome:
+                    self._wait_for_background_cell()
+                    self._print(self.save_once())
+            finally:
+                self._lock.release()
+        elif not self._outcome:
+            self._print(
+                f"Ended by {cause}; no checkpoint was saved: the ranks did not stop in time"
+            )
+
+    def finish(self) -> None:
+        """Allow the use of the ranks again, or of new ones."""
+        self.cause = ""
+
+    def save_once(self) -> str:
+        """Save if the run is being ended and was not saved yet; the caller holds the lock.
+
+        Returns:
+            What happened; "" if the run is not being ended.
+        """
+        if not self.cause or self._outcome:
+            return self._outcome
+        try:
+            saved = self._save()
+        except (NbdistError, TimeoutError, KeyboardInterrupt) as error:
+            self._outcome = f"Ended by {self.cause}; no checkpoint was saved: {error}"
+        else:
+            self._outcome = (
+                f"Ended by {self.cause}: all ranks stopped after step {saved.step} and saved"
+                f" checkpoint {saved.name}. In a new session prepare the model, then use %nbdist"
+                " resume."
+            )
+        return self._outcome
+
+    @contextlib.contextmanager
+    def save_after_cell(self) -> Iterator[None]:
+        """Save after the cell in this context, if it was stopped because the run is ended.
+
+        Raises:
+            CellInterrupted: the cell was stopped; the message contains the checkpoint.
+        """
+        try:
+            yield
+        except CellInterrupted:
+            if not (outcome := self.save_once()):
+                raise
+            raise CellInterrupted(outcome) from None
+        except NbdistError:
+            self.save_once()
+            raise
+
+    def _save(self) -> Checkpoint:
+        request = SaveRequest(
+            root=location_with_password(self._saves.checkpoints.root),
+            name=f"ended-{datetime.now().astimezone():%Y%m%d-%H%M%S}",
+            ended=self.cause,
+        )
+        save = self._saves.start_save(request, self._workers, self._workers.world_size)
+        return save.wait(max(self._remaining_s(), 1.0))
+
+    def _wait_for_background_cell(self) -> None:
+        if (cell := self._cells.running_cell) is not None:
+            cell.finished.wait(max(self._remaining_s(), 0.0))
+        with contextlib.suppress(NbdistError):  # reported by the save
+            self._cells.resync_ranks()
+
+    def _remaining_s(self) -> float:
+        return self._until - time.monotonic()
+
+    def _print(self, text: str) -> None:
+        self._screen.write("stderr", f"nbdist: {text}\n")
+        self._screen.flush()
+
+    # -- before the end
+
+    def _watch(self, closed: threading.Event) -> None:
+        """Warn if a save takes longer than the time there will be for it; end at the deadline."""
+        in_batch_job = any(name in os.environ for name in BATCH_JOB_VARIABLES)
+        while not closed.wait(POLL_S):
+            if self.deadline is None and not in_batch_job:
+                continue
+            predicted_s = self._prediction.seconds() or 0.0
+            if self.deadline is None:
+                if predicted_s > TERMINATION_GRACE_S:
+                    self._warn(
+                        predicted_s,
+                        f"the usual {TERMINATION_GRACE_S:.0f} s between SIGTERM and SIGKILL",
+                    )
+                continue
+            left_s = self.deadline - time.time()
+            if 0 < left_s < predicted_s:
+                self._warn(predicted_s, f"the {format_seconds(left_s)} before the deadline")
+            if left_s < MARGIN_S + 2 * predicted_s:
+                self.deadline = None
+                self.end("the deadline", grace_s=max(left_s, MARGIN_S))
+                self.finish()
+
+    def _warn(self, predicted_s: float, available: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._print(
+                f"a save is predicted to take {format_seconds(predicted_s)}, longer than"
+                f" {available}. Save earlier with %nbdist save NAME or set %config NbDist.deadline"
+            )
+
+
+class SavePrediction:
+    """Predicts the time of a save from the last one, or from the sizes of model and disk speed."""
+
+    def __init__(self, workers: WorkerGroup, saves: BackgroundSaves) -> None:
+        self._saves, self._model = saves, PreparedModelPoller(workers)
+        self._size_bytes = 0
+        self._bytes_per_s = 0.0
+
+    def seconds(self) -> float | None:
+        """Return the predicted time; None as long as nothing is known about the model."""
+        if self._saves.last_seconds is not None:
+            return self._saves.last_seconds
+        root = self._saves.checkpoints.root
+        if not isinstance(root, Path):
+            return None
+        if not self._size_bytes:
+            reply = self._model.poll_reply()
+            if reply is None:
+                self._model.send_request("cpu")
+                return None
+            self._size_bytes = BYTES_PER_PARAM * num_trainable_params(spec_from_json(reply["spec"]))
+        with contextlib.suppress(OSError):  # a save reports that the disk cannot be written
+            self._bytes_per_s = self._bytes_per_s or measure_disk(root)
+        return self._size_bytes / self._bytes_per_s if self._bytes_per_s else None
+
+
+def measure_disk(folder: Path) -> float:
+    """Return the speed in bytes/s with which a file is written and synced in a folder."""
+    parent = next(path for path in (folder, *folder.parents) if path.is_dir())
+    with tempfile.TemporaryFile(dir=parent) as file:
+        content, begin = os.urandom(PROBE_BYTES), time.perf_counter()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        return PROBE_BYTES / (time.perf_counter() - begin)
+
+
+def parse_deadline(text: str) -> float:
+    """Return the Unix time of a deadline.
+
+    Args:
+        text: a duration since the start of this process ("8h50m"), a clock time ("17:30"), a date
+            and time ("2026-11-24T17:30"), or a Unix time.
+
+    Raises:
+        OptionError: none of these, or in the past.
+    """
+    now, text = datetime.now().astimezone(), text.strip()
+    duration = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    try:
+        if duration and text:
+            hours, minutes, seconds = (int(part or 0) for part in duration.groups())
+            length = timedelta(hours=hours, minutes=minutes, seconds=seconds)
+            at = datetime.fromtimestamp(psutil.Process().create_time()).astimezone() + length
+        elif re.fullmatch(r"\d?\d:\d\d(:\d\d)?", text):
+            at = datetime.fromisoformat(f"{now:%Y-%m-%d} {text.zfill(5)}").astimezone()
+            at += timedelta(days=at <= now)
+        elif text.isdecimal():
+            at = datetime.fromtimestamp(int(text)).astimezone()
+        else:
+            at = datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError, OSError) as error:
+        raise OptionError(
+            f"Invalid deadline {text!r}. Use a time since the start of this kernel such as 8h50m,"
+            " a clock time such as 17:30, or a date and time such as 2026-11-24T17:30."
+        ) from error
+    if at <= now:
+        raise OptionError(
+            f"The deadline {text} is in the past: it was at {at:%Y-%m-%d %H:%M:%S}, and it is"
+            f" {now:%H:%M:%S}. Use a later one."
+        )
+    return at.timestamp()
+
+
+_live: list[RunTermination] = []
+"""Those of all sessions with ranks."""
+_handlers: list[TerminationSignal] = []
+"""The handler of SIGTERM of this process, once it is installed."""
+
+
+def _on_sigterm() -> None:
+    """Save the runs of all sessions, then end this process as without nbdist."""
+    try:
+        for termination in tuple(_live):
+            termination.end("SIGTERM")
+    finally:
+        if _handlers:
+            _handlers[0].deliver()
+        else:  # the last session was stopped meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
