@@ -26,6 +26,7 @@ from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, current_session
+from nbdist.session.tracking import Tracker
 
 if TYPE_CHECKING:
     import argparse
@@ -89,6 +90,12 @@ class NbDist(Magics):
     checkpoints = Unicode(
         None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)
+    track = Unicode(
+        None,
+        allow_none=True,
+        help="Tracker of report(): tensorboard:DIR, trackio:PROJECT, wandb:PROJECT or"
+        " mlflow:EXPERIMENT.",
+    ).tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
 
     shell: InteractiveShell
@@ -96,9 +103,10 @@ class NbDist(Magics):
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         super().__init__(shell, **traits)
         self.observe(self._move_checkpoints, "checkpoints")
+        self.observe(self._change_tracker, "track")
         self.observe(
             self._warn_on_restart_options,
-            [name for name in self.default_names() if name != "checkpoints"],
+            [name for name in self.default_names() if name not in {"checkpoints", "track"}],
         )
         self.launcher_provider = LocalLauncherProvider()
         self.ended: Session | None = None
@@ -118,6 +126,21 @@ class NbDist(Magics):
         except NbdistError as error:
             raise TraitError(f"The 'checkpoints' trait: {error}") from None
         return folder
+
+    @validate("track")
+    def _validate_tracker(self, proposal: Bunch) -> str | None:
+        text: str | None = proposal.value
+        try:
+            if text is not None:
+                Tracker.parse(text)
+        except NbdistError as error:
+            raise TraitError(f"The 'track' trait: {error}") from None
+        return text
+
+    def _change_tracker(self, change: Bunch) -> None:
+        session = current_session()
+        if session is not None:
+            session.track_to(change.new)
 
     def _move_checkpoints(self, change: Bunch) -> None:
         session = current_session()

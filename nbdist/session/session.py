@@ -54,6 +54,7 @@ class Session(ModelOperations):
         options: any other option of `%%distribute`, with underscores: see docs/options.md and
             `%%distribute -h`. Also checkpoints: where they are saved, a folder shared by all ranks
             or an fsspec URL ("s3://bucket/run"). Default: "checkpoints" in the working directory.
+            And track: an experiment tracker that gets the metrics, such as "tensorboard:runs".
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not support.
@@ -75,9 +76,9 @@ class Session(ModelOperations):
     ) -> None:
         named = {"backend": backend, "precision": precision, "offload": offload}
         options_given = {name: value for name, value in named.items() if value is not None}
-        checkpoint_root = options.pop("checkpoints", None)
+        checkpoint_root, tracker = options.pop("checkpoints", None), options.pop("track", None)
         requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
-        super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested)
+        super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested, tracker)
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
 
