@@ -232,6 +232,7 @@ class NbDist(Magics):
         pull NAMES      copy variables of rank 0 to the notebook; a model as its state dict
         push NAMES      copy notebook variables to all ranks
         wait            wait for the cell that runs in the background
+        replay          show the output of the last cell again, such as after its page was closed
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
                         failure on the remaining nodes, or with --wait on a full set again
@@ -360,6 +361,11 @@ class NbDist(Magics):
     def wait_command(self, _: str) -> None:
         """Wait for the cell that runs in the background."""
         self.require_session().wait()
+
+    @command("replay")
+    def replay_command(self, _: str) -> None:
+        """Show the output of the running or the last cell again."""
+        (current_session() or self.ended or self.require_session()).replay()
 
     @command("interrupt")
     def interrupt_command(self, _: str) -> None:

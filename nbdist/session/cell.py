@@ -205,6 +205,21 @@ class Cell:
             self.renderer.sink = screen
             self.detached = True
 
+    def replay(self, screen: OutputSink) -> None:
+        """Show the output again on `screen`; a running cell continues there."""
+        with self._lock:
+            self.renderer.replay(screen)
+            if not self.finished.is_set():
+                self.renderer.sink = screen
+                return
+            # what the notebook's cell has raised
+            if self.failure is not None:
+                lines = [str(self.failure)]
+            else:
+                lines = [] if self._ranks_with_shown_errors else self._error_lines()
+            screen.write("stderr", "".join(f"{line}\n" for line in lines))
+            screen.flush()
+
     @property
     def has_no_pending_output(self) -> bool:
         """True if there is no pending output."""
@@ -291,7 +306,7 @@ class Cell:
             if causes <= self._ranks_with_shown_errors:
                 rendered = tracebacks.format_reminder(groups)
             else:
-                rendered = [*tracebacks.format_tracebacks(groups, ranks=self.ranks), *advice]
+                rendered = self._error_lines()
             error = CellError(
                 tracebacks.summarize_errors(groups), errors=self.errors, rendered=rendered
             )
@@ -306,6 +321,14 @@ class Cell:
             self.renderer.show_errors(
                 list(self.errors.values()), waiting=self.running, advice=self.oom_advice_lines()
             )
+
+    def _error_lines(self) -> list[str]:
+        """Return the tracebacks of all ranks and the advice."""
+        groups = tracebacks.group_errors(list(self.errors.values()))
+        return [
+            *tracebacks.format_tracebacks(groups, ranks=self.ranks),
+            *self.oom_advice_lines(),
+        ]
 
     def oom_advice_lines(self) -> list[str]:
         """Return the advice of the rank with the most memory in use."""

@@ -146,6 +146,17 @@ class Session(ModelOperations):
         """
         return self._cells.wait(timeout_s)
 
+    def replay(self) -> None:
+        """Show the output of the running or the last cell again, below the current cell.
+
+        For a notebook whose page was closed while the cell ran. Progress bars are shown in their
+        last state. A cell that runs in the background continues its output here.
+
+        Raises:
+            SessionError: no cell has run on these ranks.
+        """
+        self._cells.replay()
+
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.
 
