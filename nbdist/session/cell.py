@@ -212,11 +212,9 @@ class Cell:
             if not self.finished.is_set():
                 self.renderer.sink = screen
                 return
-            # what the notebook's cell has raised
-            if self.failure is not None:
-                lines = [str(self.failure)]
-            else:
-                lines = [] if self._ranks_with_shown_errors else self._error_lines()
+            lines = [] if self.failure is None else [str(self.failure)]
+            if self.failure is None and self.errors and not self._ranks_with_shown_errors:
+                lines = self._error_lines()  # the notebook's cell has raised them
             screen.write("stderr", "".join(f"{line}\n" for line in lines))
             screen.flush()
 
