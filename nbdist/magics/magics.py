@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -18,9 +18,9 @@ from nbdist import strategies
 from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
-from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
+from nbdist.errors import CellSyntaxError, NbdistError, OptionError, ProfileError, SessionError
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, plan
+from nbdist.magics import arguments, completion, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.magic_arguments import MagicArgumentParser
+
+    from nbdist.planner.result import Plan
 
 _Method = TypeVar("_Method", bound="Callable[..., None]")
 
@@ -341,9 +343,12 @@ class NbDist(Magics):
 
     # -- commands
 
-    @command("status")
-    def status_command(self, _: str) -> None:
+    @command("status", arguments.status_parser)
+    def status_command(self, options: argparse.Namespace) -> None:
         """Print the state of the session and of each rank."""
+        if options.json:
+            print(documents.status_document(self.require_session()))
+            return
         for line in status.status_lines(self.require_session()):
             print(line)
 
@@ -466,17 +471,22 @@ class NbDist(Magics):
         """List the checkpoints; works without a session."""
         session = current_session()
         if options.dir is not None:
-            print(session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir)))
+            found = session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir))
         elif session is not None:
-            print(session.checkpoints)
+            found = session.checkpoints
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
-            print(session_checkpoints.Checkpoints(session_checkpoints.parse_root(root)))
+            found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
+        print(documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
-        display(plan.run_plan_command(options, self.shell.user_ns, current_session()))
+        planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
+        if options.json:
+            print(documents.plan_document(cast("Plan", planned)))
+        else:
+            display(planned)
 
     @command("profile", arguments.profile_parser)
     def profile_command(self, options: argparse.Namespace) -> None:
@@ -488,6 +498,10 @@ class NbDist(Magics):
             raise SessionError(msg)
         if options.calibrate:
             display(session.calibrate(disk=options.disk))
+        elif options.json:
+            if not session.profiles:
+                raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
+            print(documents.profile_document(session.profiles[-1]))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:
