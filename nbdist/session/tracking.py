@@ -138,7 +138,8 @@ class TrackedRun:
             with contextlib.suppress(_TrackerEndedError):
                 self._show_replies(until_end=True)
         finally:
-            self._process.wait()
+            with contextlib.suppress(OSError), self._process:  # closes the pipes and waits
+                pass
 
     def _send_new(self, *, wait_for_ranks: bool = True) -> None:
         """Send the options once they are known, and the events and steps that are new."""
