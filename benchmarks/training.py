@@ -50,6 +50,29 @@ while True:
         Path(done).write_text(str(seconds))
 """
 
+TRACKERS = """
+import time
+from pathlib import Path
+
+import psutil
+
+def trackers():
+    commands = [process.cmdline() for process in psutil.Process().children()]
+    return [command for command in commands if "nbdist.session.tracker_process" in command]
+
+def wait_for_run():
+    folder, before = Path({folder!r}), wait_for_run.runs
+    while len(list(folder.glob("*"))) == before:
+        time.sleep(0.05)
+    wait_for_run.runs += 1
+
+def wait_for_end():
+    while trackers():
+        time.sleep(0.05)
+
+wait_for_run.runs = len(list(Path({folder!r}).glob("*")))
+"""
+
 
 class Workload(NamedTuple):
     """One way to train."""
@@ -158,6 +181,34 @@ def measure(build: Path) -> Iterator[Row]:
     """The rows about training speed."""
     for workload in (LOOP, TRAINER, SFT):
         yield compared(workload, build)
+    yield tracked(LOOP, build)
+
+
+def tracked(workload: Workload, build: Path) -> Row:
+    """The row of a tracker: the same ranks train with and without a run, in turns."""
+    on: list[float] = []
+    off: list[float] = []
+    folder = build / "bench-tracker"
+    with Kernel(sys.executable) as kernel:
+        kernel.run("%load_ext nbdist")
+        kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
+        kernel.run(TRACKERS.format(folder=str(folder)))
+        for number in range(-1, ROUNDS):
+            kernel.run(f"%config NbDist.track = 'tensorboard:{folder}'\nwait_for_run()")
+            tracked_s = our_seconds(kernel, workload)
+            kernel.run("%config NbDist.track = None\nwait_for_end()")
+            plain_s = our_seconds(kernel, workload)
+            if number >= 0:  # the first round warms up
+                on.append(tracked_s)
+                off.append(plain_s)
+    return Row(
+        name=f"{workload.name} and a TensorBoard run, against no run",
+        **paired_ratio(off, on),
+        unit="x",
+        limit=0.99,
+        sense=">=",
+        detail=f"{STEPS / middle(on):.1f} / {STEPS / middle(off):.1f} steps/s",
+    )
 
 
 def compared(workload: Workload, build: Path) -> Row:
