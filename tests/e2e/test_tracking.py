@@ -109,13 +109,19 @@ def test_wandb_offline_keeps_steps_that_are_reported_again(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    again = f"for step in range({STEPS}): report(step=step, loss=float(rank))"
     with nbdist.Session(nproc=2, precision="no", track="wandb:demo") as session:
-        for _ in range(2):
-            session.run(f"for step in range({STEPS}): report(step=step, loss=float(rank))")
-    (file,) = tmp_path.rglob("*.wandb")
-    history = [dict(row) for row in wandb_history(file)]
-    steps = [int(row["step"]) for row in history if row.get("loss") == "0.5"]
-    assert steps == 2 * list(range(STEPS))
+        session.run(again)
+        eventually(lambda: len(written_steps(tmp_path)) == STEPS, within_s=60)
+        session.run(again)
+    assert written_steps(tmp_path) == 2 * list(range(STEPS))
+
+
+def written_steps(folder: Path) -> list[int]:
+    """Steps with the mean loss in the file of the only run."""
+    files = list(folder.rglob("*.wandb"))
+    history = [dict(row) for file in files for row in wandb_history(file)]
+    return [int(row["step"]) for row in history if row.get("loss") == "0.5"]
 
 
 def wandb_history(file: Path) -> Iterator[list[tuple[str, str]]]:
