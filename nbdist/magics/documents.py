@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from nbdist.planner.plan_table import PlanRow
     from nbdist.planner.result import Plan
-    from nbdist.profiler.profile import Profile
     from nbdist.session.checkpoints import Checkpoints
     from nbdist.session.session import Session
 
@@ -47,9 +46,9 @@ def plan_document(plan: Plan) -> str:
     return _document("plan", fields)
 
 
-def profile_document(profile: Profile) -> str:
-    """Return the verdict, the advice and the measurements of a profile."""
-    return _document("profile", profile.to_json())
+def profile_document(fields: Mapping[str, Any]) -> str:
+    """Return the verdict, the advice and the measurements of a profile, from its `to_json()`."""
+    return _document("profile", fields)
 
 
 def checkpoints_document(checkpoints: Checkpoints) -> str:

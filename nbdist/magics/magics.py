@@ -501,7 +501,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(documents.profile_document(session.profiles[-1]))
+            print(documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:

@@ -49,7 +49,7 @@ def test_a_plan() -> None:
 
 def test_a_profile() -> None:
     measured = profile(*both())
-    document = read(documents.profile_document(measured), "profile")
+    document = read(documents.profile_document(measured.to_json()), "profile")
     assert document["verdict"] == measured.verdict
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
