@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -48,29 +49,6 @@ while True:
     exec(steps)
     if is_main:
         Path(done).write_text(str(seconds))
-"""
-
-TRACKERS = """
-import time
-from pathlib import Path
-
-import psutil
-
-def trackers():
-    commands = [process.cmdline() for process in psutil.Process().children()]
-    return [command for command in commands if "nbdist.session.tracker_process" in command]
-
-def wait_for_run():
-    folder, before = Path({folder!r}), wait_for_run.runs
-    while len(list(folder.glob("*"))) == before:
-        time.sleep(0.05)
-    wait_for_run.runs += 1
-
-def wait_for_end():
-    while trackers():
-        time.sleep(0.05)
-
-wait_for_run.runs = len(list(Path({folder!r}).glob("*")))
 """
 
 
@@ -188,19 +166,20 @@ def tracked(workload: Workload, build: Path) -> Row:
     """The row of a tracker: the same ranks train with and without a run, in turns."""
     on: list[float] = []
     off: list[float] = []
-    folder = build / "bench-tracker"
-    with Kernel(sys.executable) as kernel:
-        kernel.run("%load_ext nbdist")
-        kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
-        kernel.run(TRACKERS.format(folder=str(folder)))
+    folder = build / "bench-tracker" / str(time.time_ns())
+    with Kernel(sys.executable) as tracked_kernel, Kernel(sys.executable) as plain_kernel:
+        for kernel in (tracked_kernel, plain_kernel):
+            kernel.run("%load_ext nbdist")
+            track = f"tensorboard:{folder}" if kernel is tracked_kernel else None
+            kernel.run(f"%config NbDist.track = {track!r}")
+            kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
+        while not any(folder.glob("*/events*")):  # the tracker's process imports torch
+            time.sleep(0.1)
         for number in range(-1, ROUNDS):
-            kernel.run(f"%config NbDist.track = 'tensorboard:{folder}'\nwait_for_run()")
-            tracked_s = our_seconds(kernel, workload)
-            kernel.run("%config NbDist.track = None\nwait_for_end()")
-            plain_s = our_seconds(kernel, workload)
+            lap = our_seconds(tracked_kernel, workload), our_seconds(plain_kernel, workload)
             if number >= 0:  # the first round warms up
-                on.append(tracked_s)
-                off.append(plain_s)
+                on.append(lap[0])
+                off.append(lap[1])
     return Row(
         name=f"{workload.name} and a TensorBoard run, against no run",
         **paired_ratio(off, on),
