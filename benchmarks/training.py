@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -158,6 +159,35 @@ def measure(build: Path) -> Iterator[Row]:
     """The rows about training speed."""
     for workload in (LOOP, TRAINER, SFT):
         yield compared(workload, build)
+    yield tracked(LOOP, build)
+
+
+def tracked(workload: Workload, build: Path) -> Row:
+    """The row of a tracker: the same ranks train with and without a run, in turns."""
+    on: list[float] = []
+    off: list[float] = []
+    folder = build / "bench-tracker" / str(time.time_ns())
+    with Kernel(sys.executable) as tracked_kernel, Kernel(sys.executable) as plain_kernel:
+        for kernel in (tracked_kernel, plain_kernel):
+            kernel.run("%load_ext nbdist")
+            track = f"tensorboard:{folder}" if kernel is tracked_kernel else None
+            kernel.run(f"%config NbDist.track = {track!r}")
+            kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
+        while not any(folder.glob("*/events*")):  # the tracker's process imports torch
+            time.sleep(0.1)
+        for number in range(-1, ROUNDS):
+            lap = our_seconds(tracked_kernel, workload), our_seconds(plain_kernel, workload)
+            if number >= 0:  # the first round warms up
+                on.append(lap[0])
+                off.append(lap[1])
+    return Row(
+        name=f"{workload.name} and a TensorBoard run, against no run",
+        **paired_ratio(off, on),
+        unit="x",
+        limit=0.99,
+        sense=">=",
+        detail=f"{STEPS / middle(on):.1f} / {STEPS / middle(off):.1f} steps/s",
+    )
 
 
 def compared(workload: Workload, build: Path) -> Row:

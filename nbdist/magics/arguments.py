@@ -136,10 +136,18 @@ def load_parser() -> MagicArgumentParser:
     return parser
 
 
+def status_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist status`."""
+    parser = command_parser("status", "Show the state of the session and of each rank.")
+    add_json(parser)
+    return parser
+
+
 def checkpoints_parser() -> MagicArgumentParser:
     """Return the parser of `%nbdist checkpoints`."""
     parser = command_parser("checkpoints", "List the complete checkpoints.")
     _add_folder(parser)
+    add_json(parser)
     return parser
 
 
@@ -161,6 +169,7 @@ def profile_parser() -> MagicArgumentParser:
         help="break down the peak memory",
     )
     parser.add_argument("--show", action="store_true", help="show the last profile again")
+    add_json(parser, "print the last profile as JSON")
     parser.add_argument(
         "--calibrate",
         action="store_true",
@@ -190,8 +199,13 @@ def doctor_parser() -> MagicArgumentParser:
     parser.add_argument(
         "--run", action="store_true", help="check the training: profile, options, last errors"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
     return parser
+
+
+def add_json(parser: MagicArgumentParser, text: str = "print JSON") -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help=text)
 
 
 def _add_folder(parser: MagicArgumentParser) -> None:
@@ -251,12 +265,14 @@ def check_ignored_options(options: argparse.Namespace) -> None:
     Raises:
         OptionError: there is one.
     """
-    other = "--calibrate" if options.calibrate else "--show" if options.show else ""
+    chosen = [name for name in ("calibrate", "show", "json") if getattr(options, name)]
+    other = f"--{chosen[0]}" if chosen else ""
     plain = options.steps is None and options.trace is None and options.memory
     if other and not plain:
         raise OptionError(f"{other} records no steps. Leave out --steps, --trace and --no-memory.")
-    if options.calibrate and options.show:
-        raise OptionError("--show and --calibrate exclude each other. Leave one of them out.")
+    if options.calibrate and len(chosen) > 1:
+        message = f"--{chosen[1]} and --calibrate exclude each other. Leave one of them out."
+        raise OptionError(message)
     if options.disk is not None and not options.calibrate:
         raise OptionError(f"--disk {options.disk} needs --calibrate. Add it, or leave --disk out.")
 

@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -19,15 +19,16 @@ from nbdist import strategies
 from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
-from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionError
+from nbdist.errors import CellSyntaxError, NbdistError, OptionError, ProfileError, SessionError
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, plan
+from nbdist.magics import arguments, completion, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, apply_options, current_session
 from nbdist.session.termination import parse_deadline
+from nbdist.session.tracking import Tracker
 
 if TYPE_CHECKING:
     import argparse
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.magic_arguments import MagicArgumentParser
+
+    from nbdist.planner.result import Plan
 
 _Method = TypeVar("_Method", bound="Callable[..., None]")
 
@@ -91,6 +94,12 @@ class NbDist(Magics):
     checkpoints = Unicode(
         None, allow_none=True, help='Folder or URL of checkpoints. Default: "checkpoints".'
     ).tag(config=True)
+    track = Unicode(
+        None,
+        allow_none=True,
+        help="Tracker of report(): tensorboard:DIR, trackio:PROJECT, wandb:PROJECT or"
+        " mlflow:EXPERIMENT.",
+    ).tag(config=True)
     output = Unicode("all", help="Default of --output.").tag(config=True)
     deadline = Unicode(
         None,
@@ -104,9 +113,11 @@ class NbDist(Magics):
         super().__init__(shell, **traits)
         self.observe(self._move_checkpoints, "checkpoints")
         self.observe(self._set_deadline, "deadline")
+        self.observe(self._change_tracker, "track")
+        applied_at_once = {"checkpoints", "deadline", "track"}
         self.observe(
             self._warn_on_restart_options,
-            [name for name in self.default_names() if name not in {"checkpoints", "deadline"}],
+            [name for name in self.default_names() if name not in applied_at_once],
         )
         self.launcher_provider = LocalLauncherProvider()
         self.ended: Session | None = None
@@ -144,6 +155,21 @@ class NbDist(Magics):
             print(f"nbdist: before {at:%Y-%m-%d %H:%M:%S} the ranks stop and save a checkpoint")
         if (session := current_session()) is not None:
             session.set_deadline(change.new)
+
+    @validate("track")
+    def _validate_tracker(self, proposal: Bunch) -> str | None:
+        text: str | None = proposal.value
+        try:
+            if text is not None:
+                Tracker.parse(text)
+        except NbdistError as error:
+            raise TraitError(f"The 'track' trait: {error}") from None
+        return text
+
+    def _change_tracker(self, change: Bunch) -> None:
+        session = current_session()
+        if session is not None:
+            session.track_to(change.new)
 
     def _move_checkpoints(self, change: Bunch) -> None:
         session = current_session()
@@ -235,6 +261,7 @@ class NbDist(Magics):
         pull NAMES      copy variables of rank 0 to the notebook; a model as its state dict
         push NAMES      copy notebook variables to all ranks
         wait            wait for the cell that runs in the background
+        replay          show the output of the last cell again, such as after its page was closed
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
                         failure on the remaining nodes, or with --wait on a full set again
@@ -339,9 +366,12 @@ class NbDist(Magics):
 
     # -- commands
 
-    @command("status")
-    def status_command(self, _: str) -> None:
+    @command("status", arguments.status_parser)
+    def status_command(self, options: argparse.Namespace) -> None:
         """Print the state of the session and of each rank."""
+        if options.json:
+            print(documents.status_document(self.require_session()))
+            return
         for line in status.status_lines(self.require_session()):
             print(line)
 
@@ -359,6 +389,11 @@ class NbDist(Magics):
     def wait_command(self, _: str) -> None:
         """Wait for the cell that runs in the background."""
         self.require_session().wait()
+
+    @command("replay")
+    def replay_command(self, _: str) -> None:
+        """Show the output of the running or the last cell again."""
+        (current_session() or self.ended or self.require_session()).replay()
 
     @command("interrupt")
     def interrupt_command(self, _: str) -> None:
@@ -464,17 +499,22 @@ class NbDist(Magics):
         """List the checkpoints; works without a session."""
         session = current_session()
         if options.dir is not None:
-            print(session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir)))
+            found = session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir))
         elif session is not None:
-            print(session.checkpoints)
+            found = session.checkpoints
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
-            print(session_checkpoints.Checkpoints(session_checkpoints.parse_root(root)))
+            found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
+        print(documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
-        display(plan.run_plan_command(options, self.shell.user_ns, current_session()))
+        planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
+        if options.json:
+            print(documents.plan_document(cast("Plan", planned)))
+        else:
+            display(planned)
 
     @command("profile", arguments.profile_parser)
     def profile_command(self, options: argparse.Namespace) -> None:
@@ -486,6 +526,10 @@ class NbDist(Magics):
             raise SessionError(msg)
         if options.calibrate:
             display(session.calibrate(disk=options.disk))
+        elif options.json:
+            if not session.profiles:
+                raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
+            print(documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:

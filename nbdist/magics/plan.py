@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from nbdist import strategies
-from nbdist.errors import PlanError
+from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments as magics_arguments
 from nbdist.planner import plan as plan_model
 from nbdist.session import planner
@@ -79,6 +79,7 @@ def plan_parser() -> MagicArgumentParser:
     )
     add("--replicate-across", metavar="WHAT", help="only plans with this: none, nodes")
     add("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
+    magics_arguments.add_json(new_parser)
     return new_parser
 
 
@@ -94,8 +95,11 @@ def run_plan_command(
 
     Raises:
         UsageError: --batch-size is not a list of integers.
+        OptionError: --check with --json.
         PlanError: the model or the devices cannot be planned for.
     """
+    if options.check and options.json:
+        raise OptionError("--check prints no JSON. Leave out --json.")
     if options.check:
         return planner.compare_with_measured(_require_session(session))
     arguments = _arguments(options)

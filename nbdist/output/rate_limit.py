@@ -22,7 +22,7 @@ from nbdist.output.line_splitter import MAX_LINE
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.output.dedup import ItemStream
+    from nbdist.output.dedup import ItemStream, MimeBundle
 
     RankItems = Iterator[tuple[Sequence[int], OutputItem[Any]]]
 
@@ -56,6 +56,16 @@ class OutputBudget:
         return OutputBudget(
             int(self.lines * share), int(self.chars * share), self.lines_per_s, self.chars_per_s
         )
+
+
+def display_chars(bundle: MimeBundle) -> int:
+    """Return the number of characters of a display's texts."""
+    return sum(len(text) for text in bundle.values() if isinstance(text, str))
+
+
+def display_cost(bundle: MimeBundle) -> int:
+    """Return the cost of a display in characters of printed text."""
+    return 1 + display_chars(bundle) // _DISPLAY_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +166,8 @@ class OutputLimiter:
                 yield from self._show((rank,), replace(bar, arrived_at=now))
 
     def _admit_display(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
-        bundle = item.content.bundle
-        chars = sum(len(text) for text in bundle.values() if isinstance(text, str))
-        cost = 1 + chars // _DISPLAY_CHARS
+        chars = display_chars(item.content.bundle)
+        cost = display_cost(item.content.bundle)
         for rank in ranks:
             ((shown, _),) = self.admit_lines(
                 rank, 1, cost, now=item.arrived_at, weight=LINES_PER_DISPLAY

@@ -37,6 +37,7 @@ from nbdist.output.line_splitter import (
 )
 from nbdist.output.rank_log import RankLogTail
 from nbdist.output.rate_limit import OmittedOutput, OutputBudget, OutputLimiter
+from nbdist.output.replay import RecordingSink
 from nbdist.rank_sets import describe_ranks, format_ranks
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class OutputRenderer:
         self._limiter = OutputLimiter(self._shown, budget=budget or OutputBudget())
         self._splitter = LineSplitter()
         self._merger: OutputMerger[Any] = OutputMerger(self._shown)
-        self._writer = CellWriter(screen, self._shown)
+        self._recorder = RecordingSink(screen)
+        self._writer = CellWriter(self._recorder, self._shown)
         self._comm_updates: dict[str, tuple[MimeBundle, MimeBundle]] = {}
         """By comm id the content and metadata of a widget's merged state update."""
         self._display_updates: dict[str, DisplayOutput] = {}
@@ -97,11 +99,15 @@ class OutputRenderer:
     @property
     def sink(self) -> OutputSink:
         """The output sink; may be replaced while the cell runs."""
-        return self._writer.sink
+        return self._recorder
 
     @sink.setter
     def sink(self, screen: OutputSink) -> None:
-        self._writer.sink = screen
+        self._recorder.sink = screen
+
+    def replay(self, screen: OutputSink) -> None:
+        """Show the output so far on another sink."""
+        self._recorder.replay(screen)
 
     def write_text(self, ranks: Sequence[int], name: StreamName, text: str) -> None:
         """Add text that each of these ranks has printed."""

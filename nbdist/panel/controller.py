@@ -25,11 +25,12 @@ from nbdist.panel.commands import (
     make_answer,
     parse_message,
 )
-from nbdist.panel.curves import UnsentCurvePoints, curve_history, pack_points
+from nbdist.panel.curves import curve_history, pack_points
 from nbdist.panel.device_sampler import DeviceSampler
 from nbdist.panel.plan_view import NO_MODEL_MESSAGE, PlanView, plan_session_model
 from nbdist.panel.protocol import (
     HEARTBEAT_INTERVAL_S,
+    MAX_CURVES,
     MAX_LOG_LINES,
     MAX_POINTS,
     CommandAnswer,
@@ -44,6 +45,7 @@ from nbdist.panel.protocol import (
     SampleHistory,
 )
 from nbdist.panel.snapshot import ProfileViewCache
+from nbdist.session.metrics import UnsentPoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +181,7 @@ class PanelController:
     def __init__(self, view: PanelData, send: Send) -> None:
         """Start the threads."""
         self._view, self._session, self._send = view, view.session, send
-        self._new_points = UnsentCurvePoints(self._session.metrics)
+        self._new_points = UnsentPoints(self._session.metrics, max_names=MAX_CURVES)
         self._points_since_reset = 0
         """Of the curve that has got the most."""
         self._inbox: deque[tuple[object, object]] = deque(maxlen=MAX_INBOX)
@@ -332,7 +334,8 @@ class PanelController:
 
     def _send_reset(self) -> None:
         metrics = self._session.metrics
-        self._new_points, self._points_since_reset = UnsentCurvePoints(metrics), 0
+        self._new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
+        self._points_since_reset = 0
         series, buffer = pack_points(curve_history(metrics))
         self._sent_device_slots = self._view.devices.device_slots
         self._before = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)

@@ -1,11 +1,7 @@
-"""Curves of scalars: the mean over the ranks of each step, and downsampled histories.
-
-All values are in `Session.metrics`. What is kept here are the steps that wait for a rank.
-"""
+"""Curves of scalars: downsampled histories, and their binary form. Values: `Session.metrics`."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +13,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from nbdist.session.metrics import Metrics, StepMeans
+    from nbdist.session.metrics import Metrics
 
     Points = NDArray[np.float64]
     """Of shape (points, 3): step, Unix time in seconds, value."""
 
-RANK_WAIT_TIMEOUT_S = 0.4
-"""After this time a step is shown without the ranks that have not reported it."""
 MAX_TOTAL_POINTS = 60_000
 """Maximum number of points of all curves in one reset."""
 
@@ -32,49 +26,7 @@ def curve_history(metrics: Metrics) -> dict[str, Points]:
     """Return all curves, downsampled."""
     names = metrics.names[:MAX_CURVES]
     max_points = max(2, min(MAX_POINTS, MAX_TOTAL_POINTS // max(1, len(names))))
-    return {name: downsample(_points(metrics.mean_over_ranks(name)), max_points) for name in names}
-
-
-def _points(means: StepMeans) -> Points:
-    return np.column_stack([means.steps, means.times, means.values]).astype(float)
-
-
-class UnsentCurvePoints:
-    """Points that have not been sent to the page yet."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        """Start with the rows that arrive from now on."""
-        self.metrics = metrics
-        self._position = metrics.num_rows
-        """Number of rows of the metrics that were read."""
-        self._waiting: dict[str, dict[float, tuple[float, list[float]]]] = {}
-        """Name -> step that some ranks have not reported -> time of its first report, point."""
-
-    def take(self, *, now: float | None = None) -> dict[str, Points]:
-        """Return the new points of each curve: steps that are complete, changed or timed out.
-
-        Args:
-            now: monotonic time in seconds; infinity to wait for no rank.
-        """
-        now = time.monotonic() if now is None else now
-        recent, self._position = self.metrics.recent(self._position)
-        points: dict[str, list[list[float]]] = {}
-        for name in self.metrics.names[:MAX_CURVES]:
-            ready = points.setdefault(name, [])
-            waiting = self._waiting.setdefault(name, {})
-            if name in recent:
-                means = recent[name].mean_over_ranks()
-                for point, count in zip(_points(means).tolist(), means.num_ranks, strict=True):
-                    since, _ = waiting.pop(point[0], (now, point))
-                    if count >= self.metrics.world_size:
-                        ready.append(point)
-                    else:
-                        waiting[point[0]] = since, point
-            timed_out = [
-                step for step, (since, _) in waiting.items() if now - since >= RANK_WAIT_TIMEOUT_S
-            ]
-            ready += [waiting.pop(step)[1] for step in timed_out]
-        return {name: np.array(ready) for name, ready in points.items() if ready}
+    return {name: downsample(metrics.mean_over_ranks(name).points(), max_points) for name in names}
 
 
 def pack_points(series: Mapping[str, Points]) -> tuple[list[CurveSlice], bytes]:

@@ -206,6 +206,19 @@ class Cell:
             self.renderer.sink = screen
             self.detached = True
 
+    def replay(self, screen: OutputSink) -> None:
+        """Show the output again on `screen`; a running cell continues there."""
+        with self._lock:
+            self.renderer.replay(screen)
+            if not self.finished.is_set():
+                self.renderer.sink = screen
+                return
+            lines = [] if self.failure is None else [str(self.failure)]
+            if self.failure is None and self.errors and not self._ranks_with_shown_errors:
+                lines = self._error_lines()  # the notebook's cell has raised them
+            screen.write("stderr", "".join(f"{line}\n" for line in lines))
+            screen.flush()
+
     @property
     def has_no_pending_output(self) -> bool:
         """True if there is no pending output."""
@@ -285,18 +298,18 @@ class Cell:
             raise self.failure
         if self.errors:
             groups = tracebacks.group_errors(list(self.errors.values()))
-            advice = self.oom_advice_lines()
             causes = {
                 rank for group in groups if group.kind == groups[0].kind for rank in group.ranks
             }
             if causes <= self._ranks_with_shown_errors:
                 rendered = tracebacks.format_reminder(groups)
             else:
-                rendered = [*tracebacks.format_tracebacks(groups, ranks=self.ranks), *advice]
+                rendered = self._error_lines()
             error = CellError(
                 tracebacks.summarize_errors(groups), errors=self.errors, rendered=rendered
             )
-            error.add_note(strip_ansi("\n".join(rendered)))  # scripts print only the exception
+            # Scripts print only the exception.
+            error.add_note(strip_ansi("\n".join(self._error_lines())))
             raise error
 
     def show_errors(self) -> None:
@@ -306,6 +319,14 @@ class Cell:
             self.renderer.show_errors(
                 list(self.errors.values()), waiting=self.running, advice=self.oom_advice_lines()
             )
+
+    def _error_lines(self) -> list[str]:
+        """Return the tracebacks of all ranks and the advice."""
+        groups = tracebacks.group_errors(list(self.errors.values()))
+        return [
+            *tracebacks.format_tracebacks(groups, ranks=self.ranks),
+            *self.oom_advice_lines(),
+        ]
 
     def oom_advice_lines(self) -> list[str]:
         """Return the advice of the rank with the most memory in use."""

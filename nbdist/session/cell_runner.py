@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist import rank_sets as rank_names
-from nbdist.errors import CellInterrupted
+from nbdist.errors import CellInterrupted, SessionError
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import FinishedCellSink, RunningCellWriter
 from nbdist.protocol import messages
@@ -196,6 +196,19 @@ class CellRunner:
                 "Stopped waiting. The cell keeps running in the background; use"
                 " %nbdist interrupt to interrupt it."
             ) from None
+
+    def replay(self) -> None:
+        """Show the output of the running or the last cell again, below the current cell.
+
+        Raises:
+            SessionError: no cell has run on these ranks.
+        """
+        cell = self.running_cell or self.last_cell
+        if cell is None:
+            raise SessionError(
+                "No cell has run on these ranks yet, so there is no output to show again."
+            )
+        cell.replay(FinishedCellSink())
 
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""

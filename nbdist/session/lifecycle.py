@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import strategies
+from nbdist._version import __version__
 from nbdist.cluster.orphan_cleanup import kernel_descendants
 from nbdist.errors import (
     CellInterrupted,
@@ -36,6 +37,7 @@ from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
 from nbdist.session.termination import RunTermination
+from nbdist.session.tracking import TrackedRun, Tracker
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 
@@ -71,6 +73,7 @@ class SessionLifecycle:
         provider: provider of launchers on this machine.
         checkpoint_root: where checkpoints are saved; None for the default folder.
         requested: the given options of `strategies.SessionOptions`.
+        tracker: experiment tracker that gets the metrics, such as "tensorboard:runs".
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not support.
@@ -83,6 +86,7 @@ class SessionLifecycle:
         provider: LauncherProvider,
         checkpoint_root: str | os.PathLike[str] | None,
         requested: Mapping[str, Any],
+        tracker: str | None = None,
     ) -> None:
         self.lock = threading.RLock()
         """Held by the thread that uses the ranks; `interrupt` and `status` do not need it."""
@@ -102,6 +106,8 @@ class SessionLifecycle:
         self._pid = os.getpid()
         self._at_stop: list[Callable[[], object]] = []
         self._saves = checkpoints.BackgroundSaves(checkpoint_root)
+        self._tracker = None if tracker is None else Tracker.parse(tracker)
+        self._run: TrackedRun | None = None
         self._saving: dict[str, TrainingEvent] = {}
         """Events of saves that are not finished."""
         self._where = SessionCluster(requested)
@@ -353,6 +359,7 @@ class SessionLifecycle:
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
         self._mark_ready()
         self._termination.start()
+        self._start_tracked_run()
         self.started_at = self.started_at or time.time()
         current[0] = self
         return self
@@ -376,6 +383,36 @@ class SessionLifecycle:
         )
         self._check_checkpoint_root_async(new=self.started_at is None)
         return choice
+
+    def track_to(self, tracker: str | None) -> None:
+        """Write what `report()` sends to a new run of an experiment tracker, from now on.
+
+        Args:
+            tracker: tensorboard:DIR, trackio:PROJECT, wandb:PROJECT or mlflow:EXPERIMENT. None:
+                finish the run.
+
+        Raises:
+            OptionError: another value, or the tracker's package is not installed.
+        """
+        self._tracker = None if tracker is None else Tracker.parse(tracker)
+        if self.state in {"ready", "running"}:
+            self._start_tracked_run()
+
+    def _start_tracked_run(self) -> None:
+        """Finish the run of earlier ranks and start one, if metrics are tracked."""
+        if self._run is not None:
+            self._run.close(wait=False)
+        self._run = (
+            None
+            if self._tracker is None
+            else TrackedRun(self._tracker, self.metrics, self.events, self._tracked_config)
+        )
+
+    def _tracked_config(self) -> dict[str, Any] | None:
+        if self.undecided:
+            return None
+        ranks = {"ranks": self.world_size, "devices": self.place}
+        return {"nbdist": __version__, **ranks, **self.options.to_json()}
 
     def _check_checkpoint_root_async(self, *, new: bool) -> None:
         """Check in the background that checkpoints can be saved; warn below the cell if not."""
@@ -403,6 +440,9 @@ class SessionLifecycle:
         )
         self._termination.close()
         self._workers.close()
+        if self._run is not None:
+            self._run.close()
+            self._run = None
         self._fail_running_saves("the session was stopped")
         self._where.close()
         self.state = "stopped"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+import time
 from array import array
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +32,8 @@ TIME = "time"
 
 MAX_RECENT_STEPS = 1024
 """`Metrics.recent` returns a step in full if each rank has reported at most this many since."""
+RANK_WAIT_TIMEOUT_S = 0.4
+"""By default, `UnsentPoints` waits this long for the ranks that have not reported a step."""
 _SHOWN_ROWS = 10
 _EMPTY = "No metrics yet: call report(loss=loss) in a %%distribute cell"
 _log = logging.getLogger(__name__)
@@ -85,6 +88,12 @@ class StepMeans(NamedTuple):
     values: NDArray[np.float64]
     num_ranks: NDArray[np.int64]
     """Number of ranks that have reported the step."""
+
+    def points(self) -> NDArray[np.float64]:
+        """Return an array of shape (steps, 3): step, Unix time, value."""
+        import numpy as np
+
+        return np.column_stack([self.steps, self.times, self.values]).astype(float)
 
 
 class Metrics:
@@ -288,3 +297,59 @@ class Metrics:
             for step in shown
         ]
         return f"{len(steps)} steps, {ranks}", [[STEP, *names], *rows]
+
+
+class UnsentPoints:
+    """New means over ranks, for a reader that passes them on: the panel, or a tracker.
+
+    Starts with the rows that arrive after its creation.
+
+    Args:
+        metrics: the metrics to read.
+        max_names: read only this many names.
+        wait_s: after this time a step is passed on without the ranks that have not reported it.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        max_names: int | None = None,
+        wait_s: float = RANK_WAIT_TIMEOUT_S,
+    ) -> None:
+        self.metrics = metrics
+        self._max_names, self._wait_s = max_names, wait_s
+        self._position = metrics.num_rows
+        """Number of rows of the metrics that were read."""
+        self._waiting: dict[str, dict[float, tuple[float, list[float]]]] = {}
+        """Name -> step that some ranks have not reported -> time of its first report, point."""
+
+    def take(self, *, now: float | None = None) -> dict[str, NDArray[np.float64]]:
+        """Return the new points of each name: steps that are complete, changed or timed out.
+
+        A point is step, Unix time, mean.
+
+        Args:
+            now: monotonic time in seconds; infinity to wait for no rank.
+        """
+        import numpy as np
+
+        now = time.monotonic() if now is None else now
+        recent, self._position = self.metrics.recent(self._position)
+        points: dict[str, list[list[float]]] = {}
+        for name in self.metrics.names[: self._max_names]:
+            ready = points.setdefault(name, [])
+            waiting = self._waiting.setdefault(name, {})
+            if name in recent:
+                means = recent[name].mean_over_ranks()
+                for point, count in zip(means.points().tolist(), means.num_ranks, strict=True):
+                    since, _ = waiting.pop(point[0], (now, point))
+                    if count >= self.metrics.world_size:
+                        ready.append(point)
+                    else:
+                        waiting[point[0]] = since, point
+            timed_out = [
+                step for step, (since, _) in waiting.items() if now - since >= self._wait_s
+            ]
+            ready += [waiting.pop(step)[1] for step in timed_out]
+        return {name: np.array(ready) for name, ready in points.items() if ready}

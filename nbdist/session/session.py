@@ -55,7 +55,8 @@ class Session(ModelOperations):
         options: any other option of `%%distribute`, with underscores: see docs/options.md and
             `%%distribute -h`. Also checkpoints: where they are saved, a folder shared by all ranks
             or an fsspec URL ("s3://bucket/run"). Default: "checkpoints" in the working directory.
-            And deadline: as for `set_deadline`.
+            And deadline: as for `set_deadline`; and track: an experiment tracker that gets the
+            metrics, such as "tensorboard:runs".
 
     Raises:
         OptionError: a value that is not allowed, or that the backend does not support.
@@ -77,10 +78,11 @@ class Session(ModelOperations):
     ) -> None:
         named = {"backend": backend, "precision": precision, "offload": offload}
         options_given = {name: value for name, value in named.items() if value is not None}
-        checkpoint_root, deadline = options.pop("checkpoints", None), options.pop("deadline", None)
-        requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
+        checkpoint_root, tracker = options.pop("checkpoints", None), options.pop("track", None)
+        deadline = options.pop("deadline", None)
         at = deadline and parse_deadline(deadline)
-        super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested)
+        requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
+        super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested, tracker)
         self._termination.deadline = at
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
@@ -149,6 +151,17 @@ class Session(ModelOperations):
             CellInterrupted: the wait was interrupted; the cell keeps running.
         """
         return self._cells.wait(timeout_s)
+
+    def replay(self) -> None:
+        """Show the output of the running or the last cell again, below the current cell.
+
+        For a notebook whose page was closed while the cell ran. Progress bars are shown in their
+        last state. A cell that runs in the background continues its output here.
+
+        Raises:
+            SessionError: no cell has run on these ranks.
+        """
+        self._cells.replay()
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.

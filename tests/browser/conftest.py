@@ -58,18 +58,18 @@ def browser(chromium: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def open_notebook(
     browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Notebook]]:
+) -> Iterator[Callable[..., Notebook]]:
     """Starts a server, lab or notebook, and opens an empty notebook in it."""
     with contextlib.ExitStack() as servers:
 
-        def opened(kind: str) -> Notebook:
+        def opened(kind: str, *, server_side: bool = False) -> Notebook:
             if importlib.util.find_spec({"lab": "jupyterlab"}.get(kind, kind)) is None:
                 pytest.skip("there is no Jupyter here to look at: pip install -e '.[browser]'")
             folder = tmp_path_factory.mktemp(kind)
             root = folder / "work"
             root.mkdir()
             (root / NAME).write_text(json.dumps(EMPTY))
-            url = servers.enter_context(serve(kind, folder, root))
+            url = servers.enter_context(serve(kind, folder, root, server_side=server_side))
             return Notebook(browser.new_page(), url, kind, root / NAME)
 
         yield opened

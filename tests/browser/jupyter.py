@@ -32,6 +32,7 @@ FLAGS += ["--disable-background-networking", "--disable-component-update", "--di
 SERVER = ["--ip=127.0.0.1", "--no-browser", "--allow-root"]
 SERVER += ["--ServerApp.token=", "--ServerApp.password=", "--ServerApp.port_retries=0"]
 EXPOSE = {"lab": "LabApp", "notebook": "JupyterNotebookApp"}
+NBMODEL = "jupyter-server-nbmodel"
 ADDRESS = {"lab": "lab/tree", "notebook": "notebooks"}
 
 OF_NOTEBOOK = "Cannot read properties of undefined (reading 'schema')"
@@ -65,8 +66,11 @@ SUBSHELLS = """how => {
 }"""
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Everything that Jupyter writes goes below `folder`; one kernel, without news pop-ups."""
+def environment(folder: Path, *, server_side: bool = False) -> dict[str, str]:
+    """Everything that Jupyter writes goes below `folder`; one kernel, without news pop-ups.
+
+    With `server_side`, the server runs the cells (jupyter-server-nbmodel), else the page does.
+    """
     names = ["HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"]
     names += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
     env = {**os.environ, **{name: str(folder / name.lower()) for name in names}}
@@ -84,17 +88,25 @@ def environment(folder: Path) -> dict[str, str]:
     (settings / "notification.jupyterlab-settings").write_text(
         json.dumps({"fetchNews": "false", "checkForUpdates": False})
     )
+    config = Path(env["JUPYTER_CONFIG_DIR"])
+    (config / "labconfig").mkdir(parents=True)
+    (config / "labconfig" / "page_config.json").write_text(
+        json.dumps({"disabledExtensions": {f"@datalayer/{NBMODEL}": not server_side}})
+    )
+    served = {"jpserver_extensions": {NBMODEL.replace("-", "_"): server_side}}
+    (config / "jupyter_server_config.json").write_text(json.dumps({"ServerApp": served}))
     return env
 
 
 @contextlib.contextmanager
-def serve(kind: str, folder: Path, root: Path) -> Iterator[str]:
+def serve(kind: str, folder: Path, root: Path, *, server_side: bool = False) -> Iterator[str]:
     """A server on a free loopback port; yields its address.
 
     Args:
         kind: lab or notebook.
         folder: where it writes what is its own.
         root: where the notebooks are.
+        server_side: the server runs the cells, not the page.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,7 +116,8 @@ def serve(kind: str, folder: Path, root: Path) -> Iterator[str]:
     command += [f"--{EXPOSE[kind]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"]
     told = folder / "server.log"
     with told.open("w") as log:
-        server = subprocess.Popen(command, env=environment(folder), stdout=log, stderr=log)
+        env = environment(folder, server_side=server_side)
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
             _wait_for(url, server, told)
             yield url

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.unit.test_documents import fields_of
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
@@ -317,3 +320,50 @@ def test_unload_removes_everything(notebook: LiveKernel) -> None:
     assert "not found" in shown.text
     reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
     assert "--backend" not in reply["content"]["matches"]
+
+
+def test_status_as_json_is_one_document(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nreport(loss=0.5)")
+    document = json.loads(notebook.run("%nbdist status --json").text)
+    assert document["schema"] == "nbdist.status/1"
+    assert (document["state"], document["world_size"]) == ("ready", 2)
+    assert [rank["alive"] for rank in document["ranks"]] == [True, True]
+    assert set(document) - {"schema", "nbdist"} == fields_of("status") - {"schema", "nbdist"}
+
+
+LOOP = """%%distribute
+from tqdm import tqdm
+for _ in tqdm(range(3), desc="bar"): pass
+print("rank", rank)
+world_size
+"""
+
+
+def test_replay_shows_the_output_of_the_last_cell_again(notebook: LiveKernel) -> None:
+    shown, again = notebook.run(LOOP), notebook.run("%nbdist replay")
+    for text in (shown.text, again.text):
+        assert "rank 0" in text
+        assert "rank 1" in text
+        assert "[0-1] 2" in text
+        assert "bar: 100%" in text
+
+
+def test_replay_shows_the_error_again(notebook: LiveKernel) -> None:
+    notebook.run("%%distribute\nprint('before')\nraise ValueError('bad batch')")
+    again = notebook.run("%nbdist replay")
+    assert again.status == "ok"
+    assert "before" in again.text
+    assert "ValueError: bad batch" in again.text
+
+
+def test_replay_of_a_background_cell_continues_below(notebook: LiveKernel) -> None:
+    """With the second part of its output."""
+    notebook.run("import tempfile; flag = tempfile.mktemp()")
+    notebook.run(
+        "%%distribute --background --push flag\nimport time\nfrom pathlib import Path\n"
+        "print('first part')\nwhile not Path(flag).exists(): time.sleep(0.01)\nprint('second part')"
+    )
+    shown = notebook.run(
+        "import time\nfrom pathlib import Path\n%nbdist replay\nPath(flag).touch()\n%nbdist wait"
+    )
+    assert "second part" in shown.text

@@ -6,18 +6,18 @@ import struct
 import numpy as np
 
 from nbdist.panel import curves
-from nbdist.panel.curves import UnsentCurvePoints, curve_history, downsample, pack_points
+from nbdist.panel.curves import curve_history, downsample, pack_points
 from nbdist.panel.protocol import MAX_CURVES, MAX_POINTS
-from nbdist.session.metrics import Metrics
+from nbdist.session.metrics import RANK_WAIT_TIMEOUT_S, Metrics, UnsentPoints
 
-STEP_S = curves.RANK_WAIT_TIMEOUT_S * 2
+STEP_S = RANK_WAIT_TIMEOUT_S * 2
 
 
 def rows(*values: float | str, first: int = 0, name: str = "loss") -> list[dict[str, float | str]]:
     return [{"step": first + i, "time": 100.0 + i, name: v} for i, v in enumerate(values)]
 
 
-def new_values(new_points: UnsentCurvePoints, now: float, name: str = "loss") -> list[float]:
+def new_values(new_points: UnsentPoints, now: float, name: str = "loss") -> list[float]:
     return new_points.take(now=now)[name][:, 2].tolist()
 
 
@@ -27,7 +27,7 @@ def history(metrics: Metrics, name: str = "loss") -> list[float]:
 
 def test_a_step_is_the_mean_of_its_ranks() -> None:
     metrics = Metrics(2)
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 2.0))
     assert new_points.take(now=0) == {}  # rank 1 may still come
     metrics.add_rows(1, rows(3.0, 4.0))
@@ -37,7 +37,7 @@ def test_a_step_is_the_mean_of_its_ranks() -> None:
 
 def test_a_late_rank_corrects_its_step() -> None:
     metrics = Metrics(2)
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 1.0))
     new_points.take(now=0)
     new_points.take(now=STEP_S)
@@ -50,7 +50,7 @@ def test_a_panel_that_is_opened_late_has_the_history() -> None:
     metrics = Metrics(2)
     metrics.add_rows(0, rows(1.0, 2.0, 3.0))
     metrics.add_rows(1, rows(3.0, 4.0))
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     assert history(metrics) == [2.0, 3.0, 3.0]
     assert new_points.take(now=STEP_S) == {}
     metrics.add_rows(1, rows(5.0, first=2))
@@ -88,7 +88,7 @@ def test_a_history_has_at_most_the_points_of_a_reset() -> None:
 
 def test_steps_that_are_counted_again_replace() -> None:
     metrics = Metrics(1)
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 2.0, 3.0))
     new_points.take(now=0)
     metrics.add_rows(0, rows(7.0, first=1))
@@ -98,7 +98,7 @@ def test_steps_that_are_counted_again_replace() -> None:
 
 def test_two_hundred_names_and_no_more() -> None:
     metrics = Metrics(1)
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, [{"step": 0, "time": 1.0, **{f"n{i}": 1.0 for i in range(300)}}])
     metrics.add_rows(0, [{"step": i, "time": 1.0, "n0": 1.0} for i in range(3000)])
     assert len(new_points.take(now=0)) == MAX_CURVES
@@ -109,7 +109,7 @@ def test_two_hundred_names_and_no_more() -> None:
 
 def test_the_buffer_is_triples_of_little_endian_doubles() -> None:
     metrics = Metrics(1)
-    new_points = UnsentCurvePoints(metrics)
+    new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, [{"step": 3, "time": 9.5, "loss": 0.25, "acc": 0.5}])
     parts, buffer = pack_points(new_points.take(now=0))
     assert parts == [{"name": "loss", "points": 1}, {"name": "acc", "points": 1}]
