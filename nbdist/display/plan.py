@@ -75,7 +75,7 @@ def explanation(plan: PlanTable) -> list[str]:
         f"{best.variant}: {best.why}",
         f"  {heading(plan)}",
         f"  {used}: {memory_parts_text(best)}",
-        *(f"  {sentence}" for sentence in _summary_sentence(plan)),
+        *(f"  {sentence}" for sentence in (*_runner_up(plan), *_summary_sentence(plan))),
         *_best_of_other_backends(plan),
     ][:8]
 
@@ -86,15 +86,26 @@ def memory_parts_text(row: PlanRow) -> str:
     return ", ".join(memory_part_text(part, size) for part, size in largest if size)
 
 
+def _runner_up(plan: PlanTable) -> Iterator[str]:
+    """Name the runner-up and why it lost."""
+    if plan.runner_up is not None:
+        yield f"runner-up: {plan.runner_up.variant}: {plan.runner_up.why}"
+    elif plan.best is not None:
+        yield "runner-up: none, no other backend fits"
+
+
 def _summary_sentence(plan: PlanTable) -> Iterator[str]:
     """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
     best, request = plan.best, plan.question
     if best is None or best.cost is None:
         return
     cost, unit = best.cost, "tokens/s" if has_token_samples(plan) else "samples/s"
+    low, high = cost.range_s
+    slowest, fastest = (cost.tokens_per_s * cost.step_time_s / end for end in (high, low))
     yield (
-        f"about {cost.tokens_per_s:,.0f} {unit} (within {cost.uncertainty:.0%}),"
+        f"about {cost.tokens_per_s:,.0f} {unit} ({slowest:,.0f} to {fastest:,.0f}),"
         f" {format_seconds(cost.step_time_s)} per step"
+        f" ({format_seconds(low)} to {format_seconds(high)})"
     )
     if request.cluster.kind == "cuda" and has_token_samples(plan):
         batch = Workload(batch_size=best.batch_size, seq_len=request.seq_len)
@@ -134,7 +145,12 @@ def _join_with_and(items: Sequence[str]) -> str:
 def _best_of_other_backends(plan: PlanTable) -> Iterator[str]:
     """One line for each of the best rows of other backends."""
     best_key = _row_key(plan.best) if plan.best else None
-    different = [row for row in summary_rows(plan) if _row_key(row) != best_key]
+    named = (plan.best, plan.runner_up)
+    different = [
+        row
+        for row in summary_rows(plan)
+        if _row_key(row) != best_key and not any(each and _is_same_row(row, each) for each in named)
+    ]
     for row in different[:MAX_OTHER_ROWS]:
         yield f"  {row.variant}: {row.why}"
 
@@ -180,7 +196,8 @@ def render_text(plan: PlanTable) -> str:
     if hidden:
         shown += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
     if plan.best is not None:
-        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in _summary_sentence(plan))]
+        sentences = (*_runner_up(plan), *_summary_sentence(plan))
+        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in sentences)]
     shown += ["", "nothing fits; these changes would make it fit:"] if plan.advice else []
     shown += [f"  {sentence}" for sentence in plan.advice]
     return "\n".join(shown)
@@ -222,7 +239,7 @@ def render_html(plan: PlanTable) -> str:
         lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
         _table(plan, rows),
         legend(MEMORY_COLORS, used),
-        lines(_summary_sentence(plan)),
+        lines([*_runner_up(plan), *_summary_sentence(plan)]),
         all_rows,
         style="font-size:12px;line-height:1.35",
     )

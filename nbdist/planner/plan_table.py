@@ -170,6 +170,8 @@ class PlanTable:
     question: PlanInput
     rows: tuple[PlanRow, ...]
     best: PlanRow | None
-    """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""
+    """The simplest row that fits and is not surely slower; None if nothing fits."""
+    runner_up: PlanRow | None = None
+    """The row to use without the best one's backend; None if no other fits."""
     advice: tuple[str, ...] = ()
     """If nothing fits: the smallest changes that would help, one sentence each."""

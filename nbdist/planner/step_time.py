@@ -18,6 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+from nbdist.planner import measured_errors
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -100,7 +102,9 @@ class StepCost:
     """T*: tokens of a rank's micro-batch at which compute and communication take equally long;
     above it communication can be hidden. 0 on one device."""
     uncertainty: float
-    """Relative uncertainty: a measured time is expected within this fraction of `step_time_s`."""
+    """Relative uncertainty by the sources of the parts, before it is scaled to measured errors."""
+    range_s: measured_errors.Interval
+    """Measured step times are expected in this range."""
 
     @property
     def bound(self) -> StepBound:
@@ -152,6 +156,7 @@ class StepCostModel:
         tokens = steps * workload.num_tokens
         link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
         doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
+        error = measured_errors.interval("step time", self._cluster.kind, doubt / total)
         return StepCost(
             step_time_s=total,
             compute_s=compute,
@@ -165,6 +170,7 @@ class StepCostModel:
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
             uncertainty=doubt / total,
+            range_s=measured_errors.Interval(error.low * total, error.high * total),
         )
 
 

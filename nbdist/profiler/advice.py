@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.display.number_formatting import format_bytes, format_percent, format_speedup
+from nbdist.planner import measured_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
 MIN_GAIN = 0.05
 """Minimum predicted speedup of a recommendation. Repeated runs differ by as much."""
 _UNCERTAIN = 0.25
-"""Relative uncertainty of each part that changes. The planner's own predictions have 20 to 40 %;
-here only the ratio of two predictions is used."""
+"""Relative uncertainty of each part that changes, before it is scaled to measured errors."""
 _SHORTEST = 0.01
 """Lower bound of the predicted step time, as a share of the measured one."""
 
@@ -30,6 +31,8 @@ class Speedup:
     """Relative speedup; 0.35 is 35 % more samples per second."""
     low: float
     high: float
+    uncertainty: float = 0.0
+    """Relative uncertainty of the predicted time, by the parts that change."""
 
     @classmethod
     def from_times(cls, before_s: float, after_s: float, changed_s: float) -> Speedup:
@@ -41,11 +44,14 @@ class Speedup:
             changed_s: part of the time that changes, which is uncertain.
         """
         after_s = max(after_s, _SHORTEST * before_s)
-        late, early = _UNCERTAIN * changed_s, _UNCERTAIN * min(changed_s, after_s)
+        factor = before_s / after_s
+        uncertainty = math.log1p(_UNCERTAIN * changed_s / after_s)
+        error = measured_errors.interval("gain", "cpu", uncertainty)
         return cls(
-            faster=before_s / after_s - 1,
-            low=before_s / (after_s + late) - 1,
-            high=before_s / (after_s - early) - 1,
+            faster=factor - 1,
+            low=factor * error.low - 1,
+            high=factor * error.high - 1,
+            uncertainty=uncertainty,
         )
 
 
