@@ -15,7 +15,7 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from results import Row, middle
+from results import middle
 
 import nbdist
 
@@ -99,7 +99,7 @@ def drawn(dice: random.Random) -> tuple[dict[str, Any], int, int]:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "vocab_size": vocab,
-        "tie_word_embeddings": dice.random() < 0.5,  # noqa: PLR2004 - a coin
+        "tie_word_embeddings": dice.random() < 0.5,
     }
     return dice.choice([gpt2, llama]), batch_size, length
 
@@ -117,7 +117,7 @@ def cases(count: int, seed: int) -> Iterator[Case]:
                     shape, batch_size=batch_size, seq_len=length, world_size=2, precision="no"
                 )
                 best = plan.best
-                assert best is not None  # small models fit  # noqa: S101
+                assert best is not None  # small models fit
                 yield Case(
                     shape,
                     batch_size,

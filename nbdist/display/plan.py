@@ -14,6 +14,7 @@ from nbdist.display.elements import (
     legend,
     lines,
     text_bar,
+    text_table,
 )
 from nbdist.display.number_formatting import (
     format_count,
@@ -27,7 +28,7 @@ from nbdist.planner.step_time import threshold_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.planner.plan_table import PlanRow, PlanTable
+    from nbdist.planner.plan_table import Machine, MachineTable, PlanRow, PlanTable
 
 MAX_OTHER_ROWS = 3
 """Number of other backends that an explanation lists."""
@@ -275,3 +276,71 @@ def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
         )
         cells = [bar, format_gib(row.device_bytes), f"{row.tokens_per_s:,.0f}"]
     return html_row([row.variant + size, *cells, row.why], _TEXT_COLUMNS, style=style)
+
+
+# ---------------------------------------------------------------------------- machines
+
+_MACHINE_TEXT_COLUMNS = (0, 1)
+
+
+def render_machines_text(table: MachineTable) -> str:
+    """Return which machines are enough as text."""
+    rows = [_machine_columns(table), *map(_machine_cells, table.machines)]
+    shown = [f"  {line.rstrip()}" for line in text_table(rows, _MACHINE_TEXT_COLUMNS)]
+    return "\n".join([_machines_heading(table), *(shown if table.machines else []), *_notes(table)])
+
+
+def render_machines_html(table: MachineTable) -> str:
+    """Return which machines are enough as HTML."""
+    rows = [html_row(_machine_cells(machine), _MACHINE_TEXT_COLUMNS) for machine in table.machines]
+    return element(
+        "div",
+        element("div", element("b", _machines_heading(table))),
+        html_table(_machine_columns(table), rows, _MACHINE_TEXT_COLUMNS) if rows else "",
+        lines(_notes(table)),
+        style="font-size:12px;line-height:1.35",
+    )
+
+
+def _machines_heading(table: MachineTable) -> str:
+    request = table.request
+    sizes = ", ".join(map(str, request.batch_sizes))
+    length = f" x {request.seq_len}" if request.seq_len > 1 else ""
+    return (
+        f"smallest machines for {request.model.name}: micro-batch {sizes}{length} per GPU,"
+        f" {request.optimizer.name}"
+    )
+
+
+def _machine_columns(table: MachineTable) -> list[str]:
+    unit = "tokens" if table.request.seq_len > 1 else "samples"
+    return ["machine", "strategy", "GiB", "of", "step", f"{unit}/s", f"GPU-hours per 1e9 {unit}"]
+
+
+def _machine_cells(machine: Machine) -> list[str]:
+    request, row = machine.question, machine.row
+    size = f", micro-batch {row.batch_size}" if len(request.batch_sizes) > 1 else ""
+    range_s = row.cost.range_s if row.cost else (row.step_time_s, row.step_time_s)
+    low, high = (machine.gpu_hours * end / row.step_time_s for end in range_s)
+    return [
+        request.cluster.describe(),
+        f"{row.variant}{size}, {request.precision}",
+        format_gib(row.device_bytes),
+        format_gib(request.cluster.smallest_device.free_bytes),
+        format_seconds(row.step_time_s),
+        f"{row.tokens_per_s:,.0f}",
+        f"{machine.gpu_hours:,.0f} ({low:,.0f} to {high:,.0f})",
+    ]
+
+
+def _notes(table: MachineTable) -> list[str]:
+    notes = list(table.request.model.notes)
+    if table.too_small:
+        limit = "one node" if table.max_nodes == 1 else f"{table.max_nodes} nodes"
+        notes.append(f"does not fit on {limit} of eight: {', '.join(table.too_small)}")
+    notes += dict.fromkeys(
+        note for machine in table.machines for note in machine.question.cluster.notes
+    )
+    if table.request.fixed_options["offload"] == "none":
+        notes.append("without offload; --offload cpu fits on fewer GPUs with enough host memory")
+    return [f"note: {note}" for note in notes]

@@ -338,9 +338,7 @@ def _load_bytes(options: Options, request: PlanInput) -> int:
 # --------------------------------------------------------------------------- best row
 
 
-def _best_two(
-    rows: Sequence[PlanRow], request: PlanInput
-) -> tuple[PlanRow | None, PlanRow | None]:
+def _best_two(rows: Sequence[PlanRow], request: PlanInput) -> tuple[PlanRow | None, PlanRow | None]:
     """Return the row to use, and the one to use without its backend; None if there is none."""
     candidates = [row for row in rows if row.fits and not _is_unrequested(row, request)]
     best = _best(candidates, request)
