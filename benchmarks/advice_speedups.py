@@ -1,7 +1,7 @@
 """Whether advice keeps its word: what a profile predicts of each change, and what it brings.
 
-Each piece of advice is taken by itself: the loop is profiled as it is, with the change, and as it was
-again, and the speeds are compared per sample, as the profile does it itself. Loops are drawn.
+Each piece of advice is taken by itself: the loop is profiled as it is, with the change, and as it
+was again, and the speeds are compared per sample, as the profile does it. Loops are drawn.
 """
 
 from __future__ import annotations

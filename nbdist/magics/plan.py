@@ -107,11 +107,10 @@ def run_plan_command(
     plan_on_ranks = planner.find_machines if options.devices == ANY_DEVICES else planner.plan_model
     if options.model is None:
         return plan_on_ranks(_require_session(session), None, **arguments)
-    if options.model in names:
-        return plan_model(names[options.model], **arguments)
-    if session is not None and options.model.isidentifier():
+    if session is not None and options.model.isidentifier() and options.model not in names:
         return plan_on_ranks(session, options.model, **arguments)
-    return plan_model(options.model, **arguments)
+    found: Plan | MachinePlan = plan_model(names.get(options.model, options.model), **arguments)
+    return found
 
 
 def _require_session(session: Session | None) -> Session:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OFFLOAD_TARGETS = ("none", "cpu", "nvme:PATH")
 """Offload targets that are searched unless the user fixed one."""
+_CONFIGS = ("fsdp_config", "deepspeed_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ class PlanInput:
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user: assumptions, limiting devices, unsupported precision."""
         device = self.cluster.smallest_device
-        known = (*self.model.notes, *self.cluster.notes)
+        configs = {name: self.fixed_options.get(name) for name in _CONFIGS}
+        unplanned = strategies.Options.from_fields(configs).unplanned_note
+        known = (*self.model.notes, *self.cluster.notes, *([f"{unplanned}."] if unplanned else ()))
         if self.cluster.kind == "cpu" or self.precision in {"no", *device.flops}:
             return known
         supported = ", ".join(sorted({"fp16", "bf16", "fp8"} & set(device.flops)))

@@ -41,8 +41,8 @@ FREE_MEMORY_MARGIN = 0.05
 SAME_BACKEND_TOLERANCE = 0.03
 """Uncertainty of the comparison of two rows of one backend, whose errors are nearly the same."""
 PREFERENCE = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "fsdp1")
-"""Backends, simplest first. A later one must fit where an earlier one does not, or be faster by more
-than the uncertainty of the comparison. fsdp1 is chosen only if the user asks for it."""
+"""Backends, simplest first. A later one must fit where an earlier one does not, or be faster by
+more than the uncertainty of the comparison. fsdp1 is chosen only if the user asks for it."""
 MAX_SUGGESTED_RANKS = 1024
 SUGGESTED_LORA_RANK = 16
 NO_CHANGE_FITS = (

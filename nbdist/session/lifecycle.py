@@ -340,6 +340,7 @@ class SessionLifecycle:
                 raise CellInterrupted(msg) from None
             ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
             notes += [warning for node in self.nodes for warning in node.machine.warnings]
+            notes.append(choice.options.unplanned_note)
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
         self._mark_ready()
         self.started_at = self.started_at or time.time()

@@ -391,9 +391,7 @@ def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
     ranks = next(
         ranks
         for ranks in (16, 32, 64, 128)
-        if search.best_row(
-            question(batch_sizes=(1,), cluster=asked.cluster.with_num_ranks(ranks))
-        )
+        if search.best_row(question(batch_sizes=(1,), cluster=asked.cluster.with_num_ranks(ranks)))
     )
     assert f"{ranks} of these devices instead of 8" in advice
 
