@@ -15,9 +15,10 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from results import middle
+from results import Row, middle
 
 import nbdist
+from nbdist.planner.measured_errors import comparison_uncertainty
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,8 +66,8 @@ class Case(NamedTuple):
     length: int
     chosen: str
     predicted: dict[str, float]
+    ranges: dict[str, tuple[float, float]]
     measured: dict[str, float]
-    uncertainty: float
 
     @property
     def is_good(self) -> bool:
@@ -74,7 +75,35 @@ class Case(NamedTuple):
         fastest = min(self.measured, key=lambda name: self.measured[name])
         slower = self.measured[self.chosen] / self.measured[fastest] - 1
         simpler = BACKENDS.index(self.chosen) < BACKENDS.index(fastest)
-        return slower <= CLOSE or (simpler and slower <= self.uncertainty)
+        return slower <= CLOSE or (simpler and slower <= comparison_uncertainty("cpu"))
+
+    @property
+    def inside(self) -> int:
+        """Number of step times in the range that the plan shows."""
+        bounds = ((*self.ranges[name], self.measured[name]) for name in BACKENDS)
+        return sum(low <= seconds <= high for low, high, seconds in bounds)
+
+
+def measure() -> Iterator[Row]:
+    """Rows about the choices and the step times of drawn cases."""
+    found = list(cases(CASES, random.randrange(10**6)))  # noqa: S311 - a draw
+    yield Row(
+        name="choices within 5 % of the fastest, or simpler within the doubt",
+        value=sum(case.is_good for case in found),
+        unit=f"of {CASES}",
+        limit=CASES,
+        sense=">=",
+        detail=f"a comparison is uncertain by {comparison_uncertainty('cpu'):.0%}",
+    )
+    widths = [high / low for case in found for low, high in case.ranges.values()]
+    yield Row(
+        name="step times inside the range that was shown",
+        value=sum(case.inside for case in found) / len(widths),
+        unit=f"of {len(widths)}",
+        limit=0.8,
+        sense=">=",
+        detail=f"high over low is {middle(widths):.1f} (median)",
+    )
 
 
 def drawn(dice: random.Random) -> tuple[dict[str, Any], int, int]:
@@ -118,17 +147,18 @@ def cases(count: int, seed: int) -> Iterator[Case]:
                 )
                 best = plan.best
                 assert best is not None  # small models fit
+                costs = {name: plan.row(name).cost for name in BACKENDS}
                 yield Case(
                     shape,
                     batch_size,
                     length,
                     best.backend,
                     {name: plan.row(name).step_time_s for name in BACKENDS},
+                    {name: cost.range_s for name, cost in costs.items() if cost is not None},
                     {
                         name: middle([times[number] for turn, times in turns if turn == name])
                         for name in BACKENDS
                     },
-                    0.0,
                 )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-COVERAGE = 0.86
+COVERAGE = 0.9
 """Fraction of the entries inside a range: 80 % of other loops, and a reserve for small tables."""
 COMPARED = 0.8
 """Fraction of the pairs of predictions whose ratio has at most the stated error."""
@@ -34,11 +34,12 @@ class Interval(NamedTuple):
     high: float
 
 
-# Seconds per step. Entries of one line are of one model on one machine.
-_STEP_TIMES: Mapping[str, Sequence[Sequence[Entry]]] = MappingProxyType(
+# Seconds per step, by the kind of the devices and whether speeds were measured on them. Entries of
+# one line are of one model on one machine.
+_STEP_TIMES: Mapping[tuple[Kind, bool], Sequence[Sequence[Entry]]] = MappingProxyType(
     {
         # tests/unit/published_runs.py; two constants were fitted to eleven of them.
-        "cuda": (
+        ("cuda", False): (
             ((0.2, 0.99), (0.2, 1.01)),
             ((0.21, 1.03),),
             ((0.21, 0.99),),
@@ -51,8 +52,31 @@ _STEP_TIMES: Mapping[str, Sequence[Sequence[Entry]]] = MappingProxyType(
             ((0.2, 1.0), (0.2, 0.96), (0.2, 0.94), (0.2, 1.03), (0.2, 1), (0.2, 0.97), (0.2, 1.17)),
             ((0.2, 0.83), (0.2, 0.85)),
         ),
-        # CPU TABLE
-        "cpu": (((0.4, 0.7), (0.4, 1.4)), ((0.4, 1.0), (0.4, 2.0))),
+        # Two CPU ranks on a busy machine with two cores, fp32, benchmarks/plan_choice.py: nine
+        # models under ddp, fsdp2, zero1, zero2 and zero3, with speeds of the catalogue.
+        ("cpu", False): (
+            ((0.41, 1.21), (0.41, 1.56), (0.41, 1.16), (0.41, 1.16), (0.41, 1.38)),
+            ((1.60, 8.81), (1.28, 18.32), (1.35, 15.01), (1.33, 18.39), (0.90, 17.20)),
+            ((0.51, 6.29), (0.54, 12.22), (0.52, 11.75), (0.52, 10.73), (0.53, 16.69)),
+            ((0.47, 2.31), (0.48, 2.51), (0.48, 2.25), (0.48, 3.66), (0.48, 5.52)),
+            ((0.41, 1.13), (0.41, 1.08), (0.41, 1.21), (0.41, 1.10), (0.41, 2.44)),
+            ((0.51, 3.25), (0.53, 5.07), (0.51, 3.51), (0.51, 3.55), (0.52, 9.60)),
+            ((1.36, 7.92), (1.27, 14.99), (1.20, 3.61), (1.20, 2.47), (0.90, 7.67)),
+            ((0.52, 1.45), (0.52, 3.03), (0.52, 1.35), (0.52, 1.02), (0.52, 2.67)),
+            ((0.81, 5.22), (0.80, 10.44), (0.81, 2.50), (0.80, 3.31), (0.67, 7.69)),
+        ),
+        # The same steps, predicted with a calibration and a profile of that machine.
+        ("cpu", True): (
+            ((0.20, 0.69), (0.18, 0.95), (0.18, 0.69), (0.18, 0.68), (0.18, 0.82)),
+            ((0.83, 3.96), (0.80, 11.79), (0.87, 9.29), (0.87, 11.66), (0.61, 12.94)),
+            ((0.34, 1.66), (0.31, 4.04), (0.31, 3.38), (0.31, 3.08), (0.32, 5.35)),
+            ((0.31, 0.80), (0.27, 0.99), (0.27, 0.78), (0.27, 1.27), (0.27, 2.10)),
+            ((0.22, 0.60), (0.19, 0.62), (0.20, 0.70), (0.20, 0.63), (0.20, 1.35)),
+            ((0.33, 0.89), (0.30, 1.67), (0.30, 1.01), (0.30, 1.02), (0.31, 3.07)),
+            ((0.55, 2.53), (0.56, 6.02), (0.55, 1.48), (0.55, 1.01), (0.54, 4.95)),
+            ((0.26, 0.68), (0.24, 1.49), (0.25, 0.69), (0.25, 0.53), (0.25, 1.34)),
+            ((0.44, 1.40), (0.42, 3.76), (0.46, 0.95), (0.46, 1.28), (0.40, 3.64)),
+        ),
     }
 )
 # Speed after a change that a profile advises, relative to before: two CPU ranks of a busy machine
@@ -60,27 +84,38 @@ _STEP_TIMES: Mapping[str, Sequence[Sequence[Entry]]] = MappingProxyType(
 _GAINS: Sequence[Entry] = ((0.1, 0.9), (0.1, 1.1))
 
 
+def _step_times(kind: Kind, *, measured: bool) -> Sequence[Sequence[Entry]]:
+    # No GPU was measured both ways.
+    return _STEP_TIMES.get((kind, measured)) or _STEP_TIMES[kind, False]
+
+
 @cache
-def _scales(prediction: Prediction, kind: Kind) -> Interval:
+def _scales(prediction: Prediction, kind: Kind, *, measured: bool) -> Interval:
     """Return the bounds of the logarithmic errors, in units of the stated uncertainty."""
-    entries = _GAINS if prediction == "gain" else itertools.chain(*_STEP_TIMES[kind])
-    scores = sorted(math.log(ratio) / stated for stated, ratio in entries)
+    entries = (
+        _GAINS if prediction == "gain" else itertools.chain(*_step_times(kind, measured=measured))
+    )
+    scores = sorted(math.log(ratio) / math.log1p(stated) for stated, ratio in entries)
     outside = (1 - COVERAGE) / 2
     # The ranks of split conformal prediction: n errors cover n + 1 places for the next one.
     low = max(0, math.floor(outside * (len(scores) + 1)) - 1)
     return Interval(scores[low], scores[len(scores) - 1 - low])
 
 
-def interval(prediction: Prediction, kind: Kind, stated: float) -> Interval:
+def interval(
+    prediction: Prediction, kind: Kind, stated: float, *, measured: bool = False
+) -> Interval:
     """Return the range of a prediction, as factors.
 
     Args:
         prediction: what was predicted.
         kind: kind of the devices.
         stated: uncertainty of the prediction by its parts.
+        measured: True if it uses speeds that were measured on these devices.
     """
-    low, high = _scales(prediction, kind)
-    return Interval(math.exp(min(0.0, low) * stated), math.exp(max(0.0, high) * stated))
+    low, high = _scales(prediction, kind, measured=measured)
+    scale = math.log1p(stated)
+    return Interval(math.exp(min(0.0, low) * scale), math.exp(max(0.0, high) * scale))
 
 
 @cache
@@ -91,7 +126,7 @@ def comparison_uncertainty(kind: Kind) -> float:
     """
     errors = sorted(
         abs(math.log(one / other))
-        for entries in _STEP_TIMES[kind]
+        for entries in _step_times(kind, measured=False)
         for (_, one), (_, other) in itertools.combinations(entries, 2)
     )
     return math.expm1(errors[math.ceil(COMPARED * len(errors)) - 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ MIN_GAIN = 0.05
 """Minimum predicted speedup of a recommendation. Repeated runs differ by as much."""
 _UNCERTAIN = 0.25
 """Relative uncertainty of each part that changes, before it is scaled to measured errors."""
+_REPEATED = 0.02
+"""Relative difference of the speeds of two runs of the same loop."""
 _SHORTEST = 0.01
 """Lower bound of the predicted step time, as a share of the measured one."""
 
@@ -45,7 +46,7 @@ class Speedup:
         """
         after_s = max(after_s, _SHORTEST * before_s)
         factor = before_s / after_s
-        uncertainty = math.log1p(_UNCERTAIN * changed_s / after_s)
+        uncertainty = _REPEATED + _UNCERTAIN * changed_s / after_s
         error = measured_errors.interval("gain", "cpu", uncertainty)
         return cls(
             faster=factor - 1,
