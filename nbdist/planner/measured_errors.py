@@ -24,7 +24,6 @@ COMPARED = 0.8
 
 Entry = tuple[float, float]
 Prediction = Literal["step time", "gain"]
-Kind = Literal["cuda", "cpu"]
 
 
 class Interval(NamedTuple):
@@ -36,7 +35,7 @@ class Interval(NamedTuple):
 
 # Seconds per step, by the kind of the devices and whether speeds were measured on them. Entries of
 # one line are of one model on one machine.
-_STEP_TIMES: Mapping[tuple[Kind, bool], Sequence[Sequence[Entry]]] = MappingProxyType(
+_STEP_TIMES: Mapping[tuple[str, bool], Sequence[Sequence[Entry]]] = MappingProxyType(
     {
         # tests/unit/published_runs.py; two constants were fitted to eleven of them.
         ("cuda", False): (
@@ -80,22 +79,41 @@ _STEP_TIMES: Mapping[tuple[Kind, bool], Sequence[Sequence[Entry]]] = MappingProx
     }
 )
 # Speed after a change that a profile advises, relative to before: two CPU ranks of a busy machine
-# with two cores, benchmarks/advice_speedups.py. There are none of GPUs, so their ranges are these.
-_GAINS: Sequence[Entry] = ((0.1, 0.9), (0.1, 1.1))
+# with two cores, benchmarks/advice_speedups.py. There are none of GPUs, so their ranges are not
+# scaled.
+_GAINS: Mapping[str, Sequence[Entry]] = MappingProxyType(
+    {
+        "cpu": (
+            (0.35, 1.43),
+            (0.29, 1.11),
+            (0.24, 0.61),
+            (0.74, 1.75),
+            (0.46, 1.6),
+            (0.38, 2.84),
+            (0.25, 1.18),
+        )
+    }
+)
 
 
-def _step_times(kind: Kind, *, measured: bool) -> Sequence[Sequence[Entry]]:
+def _step_times(kind: str, *, measured: bool) -> Sequence[Sequence[Entry]]:
     # No GPU was measured both ways.
     return _STEP_TIMES.get((kind, measured)) or _STEP_TIMES[kind, False]
 
 
+def _scale(stated: float) -> float:
+    # A tiny step on CPU ranks has a larger uncertainty than itself.
+    return math.log1p(min(stated, 1.0))
+
+
 @cache
-def _scales(prediction: Prediction, kind: Kind, *, measured: bool) -> Interval:
+def _scales(prediction: Prediction, kind: str, *, measured: bool) -> Interval:
     """Return the bounds of the logarithmic errors, in units of the stated uncertainty."""
-    entries = (
-        _GAINS if prediction == "gain" else itertools.chain(*_step_times(kind, measured=measured))
-    )
-    scores = sorted(math.log(ratio) / math.log1p(stated) for stated, ratio in entries)
+    steps = _step_times(kind, measured=measured)
+    entries = _GAINS.get(kind, ()) if prediction == "gain" else list(itertools.chain(*steps))
+    scores = sorted(math.log(ratio) / _scale(stated) for stated, ratio in entries)
+    if not scores:
+        return Interval(-1.0, 1.0)
     outside = (1 - COVERAGE) / 2
     # The ranks of split conformal prediction: n errors cover n + 1 places for the next one.
     low = max(0, math.floor(outside * (len(scores) + 1)) - 1)
@@ -103,7 +121,7 @@ def _scales(prediction: Prediction, kind: Kind, *, measured: bool) -> Interval:
 
 
 def interval(
-    prediction: Prediction, kind: Kind, stated: float, *, measured: bool = False
+    prediction: Prediction, kind: str, stated: float, *, measured: bool = False
 ) -> Interval:
     """Return the range of a prediction, as factors.
 
@@ -114,12 +132,12 @@ def interval(
         measured: True if it uses speeds that were measured on these devices.
     """
     low, high = _scales(prediction, kind, measured=measured)
-    scale = math.log1p(stated)
+    scale = _scale(stated)
     return Interval(math.exp(min(0.0, low) * scale), math.exp(max(0.0, high) * scale))
 
 
 @cache
-def comparison_uncertainty(kind: Kind) -> float:
+def comparison_uncertainty(kind: str) -> float:
     """Return how far the ratio of two predictions for one model and machine is from the measured.
 
     It is the error that 80 % of the pairs in the table stay below.

@@ -18,8 +18,8 @@ MIN_GAIN = 0.05
 """Minimum predicted speedup of a recommendation. Repeated runs differ by as much."""
 _UNCERTAIN = 0.25
 """Relative uncertainty of each part that changes, before it is scaled to measured errors."""
-_REPEATED = 0.02
-"""Relative difference of the speeds of two runs of the same loop."""
+_REPEATED = {"cuda": 0.02, "cpu": 0.2}
+"""Relative difference of the speeds of two runs of the same loop, by the kind of the devices."""
 _SHORTEST = 0.01
 """Lower bound of the predicted step time, as a share of the measured one."""
 
@@ -35,19 +35,25 @@ class Speedup:
     uncertainty: float = 0.0
     """Relative uncertainty of the predicted time, by the parts that change."""
 
+    @property
+    def at_least(self) -> float:
+        """Speedup if the parts that change take longer by their uncertainty, without noise."""
+        return (1 + self.faster) / (1 + self.uncertainty) - 1
+
     @classmethod
-    def from_times(cls, before_s: float, after_s: float, changed_s: float) -> Speedup:
+    def from_times(cls, kind: str, before_s: float, after_s: float, changed_s: float) -> Speedup:
         """Create from times for the same samples.
 
         Args:
+            kind: kind of the devices.
             before_s: measured time.
             after_s: predicted time.
             changed_s: part of the time that changes, which is uncertain.
         """
         after_s = max(after_s, _SHORTEST * before_s)
         factor = before_s / after_s
-        uncertainty = _REPEATED + _UNCERTAIN * changed_s / after_s
-        error = measured_errors.interval("gain", "cpu", uncertainty)
+        uncertainty = _UNCERTAIN * changed_s / after_s
+        error = measured_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
         return cls(
             faster=factor - 1,
             low=factor * error.low - 1,
@@ -60,7 +66,7 @@ def speedup_without(profile: ProfileData, seconds: float) -> Speedup:
     """Return the speedup if every step takes so many seconds less (more, if negative)."""
     step = profile.step_s
     saved = min(seconds, step)
-    return Speedup.from_times(step, step - saved, abs(saved))
+    return Speedup.from_times(profile.kind, step, step - saved, abs(saved))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ class Advice:
     @property
     def is_worthwhile(self) -> bool:
         """True if the predicted speedup is large enough, even at its lower bound."""
-        return self.gain.faster >= MIN_GAIN and self.gain.low >= MIN_GAIN / 2
+        return self.gain.faster >= MIN_GAIN and self.gain.at_least >= MIN_GAIN / 2
 
     @property
     def text(self) -> str:
