@@ -113,9 +113,9 @@ def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> Machine
             num_nodes=nodes,
         )
         cluster = cluster if nodes == 1 else with_default_network(cluster)
-        asked = replace(request, cluster=cluster)
-        row = search.best_row(asked)
-        return None if row is None else Machine(question=asked, row=row)
+        question = replace(request, cluster=cluster)
+        row = search.best_row(question)
+        return None if row is None else Machine(question=question, row=row)
 
     for count in _COUNTS:
         if (smallest := machine(count)) is not None:

@@ -3,7 +3,7 @@
 An entry is (stated, ratio): the uncertainty that the prediction stated from its parts, and the
 measured value divided by the predicted one. A range scales the stated uncertainty so that it holds
 `COVERAGE` of the entries, on both sides separately. The loops that check the ranges are others:
-`benchmarks/advice_speedups.py` and `benchmarks/plan_choice.py` draw them anew.
+`benchmarks/advice_speedups.py` and `benchmarks/plan_choice.py` draw new ones.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def comparison_uncertainty(kind: str) -> float:
     It is the error that 80 % of the pairs in the table stay below.
     """
     errors = sorted(
-        abs(math.log(one / other))
+        abs(math.log(first / second))
         for entries in _step_times(kind, measured=False)
-        for (_, one), (_, other) in itertools.combinations(entries, 2)
+        for (_, first), (_, second) in itertools.combinations(entries, 2)
     )
     return math.expm1(errors[math.ceil(COMPARED * len(errors)) - 1])

@@ -373,8 +373,8 @@ def _best(fitting: Sequence[PlanRow], request: PlanInput) -> PlanRow | None:
 
 def _is_unrequested(row: PlanRow, request: PlanInput) -> bool:
     """True for a legacy backend that the user did not ask for, by name or by its config."""
-    asked = {"backend", "fsdp_config"} & request.fixed_options.keys()
-    return row.options.strategy.is_legacy and not asked
+    requested = {"backend", "fsdp_config"} & request.fixed_options.keys()
+    return row.options.strategy.is_legacy and not requested
 
 
 def _comparison_doubt(row: PlanRow, other: PlanRow, request: PlanInput) -> float:
@@ -414,7 +414,7 @@ def _explain_row(
 
 
 def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
-    """Say why a row that fits lost against the best one."""
+    """Return why a row that fits lost against the best one."""
     slower = best.tokens_per_s / row.tokens_per_s
     doubt = _comparison_doubt(row, best, request)
     if abs(math.log(slower)) < math.log1p(_ONE_PERCENT):

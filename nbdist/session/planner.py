@@ -121,7 +121,7 @@ def _describe(
     kind: Literal["cuda", "cpu"],
     quick: bool = False,
 ) -> messages.ModelReply:
-    """Let rank 0 describe a model, as it computes on such devices."""
+    """Return how rank 0 describes a model, as it computes on such devices."""
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
         line.show("nbdist: inspecting the model (tracing an unknown one takes some seconds)")
