@@ -3,7 +3,7 @@
     python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
     python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
-    python benchmarks [plan_published] [plan_calibrated] [plan_adapters] [loading]
+    python benchmarks [plan_published] [plan_calibrated] [plan_choice] [plan_adapters] [loading]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -29,6 +29,7 @@ import nodes
 import open_panel
 import plan_adapters
 import plan_calibrated
+import plan_choice
 import plan_engines
 import plan_fsdp
 import plan_published
@@ -81,6 +82,7 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "plan_traced": plan_traced.measure,
     "plan_published": plan_published.measure,
     "plan_calibrated": plan_calibrated.measure,
+    "plan_choice": plan_choice.measure,
     "plan_adapters": plan_adapters.measure,
 }
 

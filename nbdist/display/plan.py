@@ -14,6 +14,7 @@ from nbdist.display.elements import (
     legend,
     lines,
     text_bar,
+    text_table,
 )
 from nbdist.display.number_formatting import (
     format_count,
@@ -27,7 +28,7 @@ from nbdist.planner.step_time import threshold_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.planner.plan_table import PlanRow, PlanTable
+    from nbdist.planner.plan_table import Machine, MachineTable, PlanRow, PlanTable
 
 MAX_OTHER_ROWS = 3
 """Number of other backends that an explanation lists."""
@@ -75,7 +76,7 @@ def explanation(plan: PlanTable) -> list[str]:
         f"{best.variant}: {best.why}",
         f"  {heading(plan)}",
         f"  {used}: {memory_parts_text(best)}",
-        *(f"  {sentence}" for sentence in _summary_sentence(plan)),
+        *(f"  {sentence}" for sentence in (*_runner_up(plan), *_summary_sentence(plan))),
         *_best_of_other_backends(plan),
     ][:8]
 
@@ -86,15 +87,26 @@ def memory_parts_text(row: PlanRow) -> str:
     return ", ".join(memory_part_text(part, size) for part, size in largest if size)
 
 
+def _runner_up(plan: PlanTable) -> Iterator[str]:
+    """Name the runner-up and why it lost."""
+    if plan.runner_up is not None:
+        yield f"runner-up: {plan.runner_up.variant}: {plan.runner_up.why}"
+    elif plan.best is not None:
+        yield "runner-up: none, no other backend fits"
+
+
 def _summary_sentence(plan: PlanTable) -> Iterator[str]:
     """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
     best, request = plan.best, plan.question
     if best is None or best.cost is None:
         return
     cost, unit = best.cost, "tokens/s" if has_token_samples(plan) else "samples/s"
+    low, high = cost.range_s
+    slowest, fastest = (cost.tokens_per_s * cost.step_time_s / end for end in (high, low))
     yield (
-        f"about {cost.tokens_per_s:,.0f} {unit} (within {cost.uncertainty:.0%}),"
+        f"about {cost.tokens_per_s:,.0f} {unit} ({slowest:,.0f} to {fastest:,.0f}),"
         f" {format_seconds(cost.step_time_s)} per step"
+        f" ({format_seconds(low)} to {format_seconds(high)})"
     )
     if request.cluster.kind == "cuda" and has_token_samples(plan):
         batch = Workload(batch_size=best.batch_size, seq_len=request.seq_len)
@@ -134,7 +146,12 @@ def _join_with_and(items: Sequence[str]) -> str:
 def _best_of_other_backends(plan: PlanTable) -> Iterator[str]:
     """One line for each of the best rows of other backends."""
     best_key = _row_key(plan.best) if plan.best else None
-    different = [row for row in summary_rows(plan) if _row_key(row) != best_key]
+    named = (plan.best, plan.runner_up)
+    different = [
+        row
+        for row in summary_rows(plan)
+        if _row_key(row) != best_key and not any(each and _is_same_row(row, each) for each in named)
+    ]
     for row in different[:MAX_OTHER_ROWS]:
         yield f"  {row.variant}: {row.why}"
 
@@ -180,7 +197,8 @@ def render_text(plan: PlanTable) -> str:
     if hidden:
         shown += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
     if plan.best is not None:
-        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in _summary_sentence(plan))]
+        sentences = (*_runner_up(plan), *_summary_sentence(plan))
+        shown += ["", plan.best.command, *(f"  {sentence}" for sentence in sentences)]
     shown += ["", "nothing fits; these changes would make it fit:"] if plan.advice else []
     shown += [f"  {sentence}" for sentence in plan.advice]
     return "\n".join(shown)
@@ -222,7 +240,7 @@ def render_html(plan: PlanTable) -> str:
         lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
         _table(plan, rows),
         legend(MEMORY_COLORS, used),
-        lines(_summary_sentence(plan)),
+        lines([*_runner_up(plan), *_summary_sentence(plan)]),
         all_rows,
         style="font-size:12px;line-height:1.35",
     )
@@ -258,3 +276,71 @@ def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
         )
         cells = [bar, format_gib(row.device_bytes), f"{row.tokens_per_s:,.0f}"]
     return html_row([row.variant + size, *cells, row.why], _TEXT_COLUMNS, style=style)
+
+
+# ---------------------------------------------------------------------------- machines
+
+_MACHINE_TEXT_COLUMNS = (0, 1)
+
+
+def render_machines_text(table: MachineTable) -> str:
+    """Return which machines are enough as text."""
+    rows = [_machine_columns(table), *map(_machine_cells, table.machines)]
+    shown = [f"  {line.rstrip()}" for line in text_table(rows, _MACHINE_TEXT_COLUMNS)]
+    return "\n".join([_machines_heading(table), *(shown if table.machines else []), *_notes(table)])
+
+
+def render_machines_html(table: MachineTable) -> str:
+    """Return which machines are enough as HTML."""
+    rows = [html_row(_machine_cells(machine), _MACHINE_TEXT_COLUMNS) for machine in table.machines]
+    return element(
+        "div",
+        element("div", element("b", _machines_heading(table))),
+        html_table(_machine_columns(table), rows, _MACHINE_TEXT_COLUMNS) if rows else "",
+        lines(_notes(table)),
+        style="font-size:12px;line-height:1.35",
+    )
+
+
+def _machines_heading(table: MachineTable) -> str:
+    request = table.request
+    sizes = ", ".join(map(str, request.batch_sizes))
+    length = f" x {request.seq_len}" if request.seq_len > 1 else ""
+    return (
+        f"smallest machines for {request.model.name}: micro-batch {sizes}{length} per GPU,"
+        f" {request.optimizer.name}"
+    )
+
+
+def _machine_columns(table: MachineTable) -> list[str]:
+    unit = "tokens" if table.request.seq_len > 1 else "samples"
+    return ["machine", "strategy", "GiB", "of", "step", f"{unit}/s", f"GPU-hours per 1e9 {unit}"]
+
+
+def _machine_cells(machine: Machine) -> list[str]:
+    request, row = machine.question, machine.row
+    size = f", micro-batch {row.batch_size}" if len(request.batch_sizes) > 1 else ""
+    range_s = row.cost.range_s if row.cost else (row.step_time_s, row.step_time_s)
+    low, high = (machine.gpu_hours * end / row.step_time_s for end in range_s)
+    return [
+        request.cluster.describe(),
+        f"{row.variant}{size}, {request.precision}",
+        format_gib(row.device_bytes),
+        format_gib(request.cluster.smallest_device.free_bytes),
+        format_seconds(row.step_time_s),
+        f"{row.tokens_per_s:,.0f}",
+        f"{machine.gpu_hours:,.0f} ({low:,.0f} to {high:,.0f})",
+    ]
+
+
+def _notes(table: MachineTable) -> list[str]:
+    notes = list(table.request.model.notes)
+    if table.too_small:
+        limit = "one node" if table.max_nodes == 1 else f"{table.max_nodes} nodes"
+        notes.append(f"does not fit on {limit} of eight: {', '.join(table.too_small)}")
+    notes += dict.fromkeys(
+        note for machine in table.machines for note in machine.question.cluster.notes
+    )
+    if table.request.fixed_options["offload"] == "none":
+        notes.append("without offload; --offload cpu fits on fewer GPUs with enough host memory")
+    return [f"note: {note}" for note in notes]

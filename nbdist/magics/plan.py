@@ -10,6 +10,7 @@ from IPython.core.error import UsageError
 from nbdist import strategies
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments as magics_arguments
+from nbdist.planner import ANY_DEVICES
 from nbdist.planner import plan as plan_model
 from nbdist.session import planner
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from IPython.core.magic_arguments import MagicArgumentParser
 
+    from nbdist.planner.machines import MachinePlan
     from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.result import Plan
     from nbdist.session.session import Session
@@ -55,8 +57,11 @@ def plan_parser() -> MagicArgumentParser:
     add(
         "--devices",
         metavar="WORDS",
-        help="such as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; default: this machine's",
+        help="such as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; any: which machine is"
+        " enough; default: this machine's",
     )
+    add("--max-nodes", type=int, metavar="N", help="with --devices any: at most N nodes; default 4")
+    add("--only", metavar="LIST", help="with --devices any: only these GPUs, such as T4,L4,A10")
     add("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: one per device")
     add("--batch-size", metavar="LIST", help="micro-batch size per rank, or several: 1,2,4")
     add("--seq-len", type=int, metavar="N", help="tokens per sample")
@@ -85,7 +90,7 @@ def plan_parser() -> MagicArgumentParser:
 
 def run_plan_command(
     options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
-) -> Plan | MeasuredComparison:
+) -> Plan | MachinePlan | MeasuredComparison:
     """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
 
     Args:
@@ -103,13 +108,13 @@ def run_plan_command(
     if options.check:
         return planner.compare_with_measured(_require_session(session))
     arguments = _arguments(options)
+    plan_on_ranks = planner.find_machines if options.devices == ANY_DEVICES else planner.plan_model
     if options.model is None:
-        return planner.plan_model(_require_session(session), None, **arguments)
-    if options.model in names:
-        return plan_model(names[options.model], **arguments)
-    if session is not None and options.model.isidentifier():
-        return planner.plan_model(session, options.model, **arguments)
-    return plan_model(options.model, **arguments)
+        return plan_on_ranks(_require_session(session), None, **arguments)
+    if session is not None and options.model.isidentifier() and options.model not in names:
+        return plan_on_ranks(session, options.model, **arguments)
+    found: Plan | MachinePlan = plan_model(names.get(options.model, options.model), **arguments)
+    return found
 
 
 def _require_session(session: Session | None) -> Session:
@@ -125,6 +130,8 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     given = {
         "devices": options.devices,
         "world_size": options.nproc,
+        "max_nodes": options.max_nodes,
+        "only": options.only,
         "seq_len": options.seq_len,
         "precision": options.precision,
         "optimizer": options.optimizer,

@@ -8,13 +8,32 @@ of a model), built by `models.analytic` (formulas of decoders) or `models.traced
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
+    from nbdist.planner.machines import MachinePlan
     from nbdist.planner.result import Plan
+
+ANY_DEVICES = "any"
+"""Devices of a plan that asks which machine is enough."""
+
+
+@overload
+def plan(
+    model: object,
+    devices: Literal["any"],
+    *,
+    max_nodes: int | None = None,
+    only: str | Sequence[str] | None = None,
+    **arguments: Any,
+) -> MachinePlan: ...
+
+
+@overload
+def plan(model: object, devices: str | ClusterSpec | None = None, *_: Any, **__: Any) -> Plan: ...
 
 
 def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module needs
@@ -30,8 +49,10 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     lora: int | None = None,
     target_modules: str | Sequence[str] | None = None,
     quantize: str | None = None,
+    max_nodes: int | None = None,
+    only: str | Sequence[str] | None = None,
     **fixed: Any,
-) -> Plan:
+) -> Plan | MachinePlan:
     """Predict memory and speed of every strategy on these devices, and pick one.
 
     Downloads nothing, does not run the model author's code and needs no GPU. torch is used only
@@ -42,6 +63,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             `nn.Module`, or a size such as "7b".
         devices: "8xH100-80GB,nvlink", "2x24GB,pcie", or for several machines
             "2x(8xH100-80GB,nvlink),400Gb/s". Default: the GPUs of this machine, or CPU ranks.
+            "any" searches the smallest number of each common GPU on which the model fits.
         world_size: number of ranks. Default: one per device.
         batch_size: samples per rank and micro-batch, or several sizes to compare.
         seq_len: tokens per sample. Default: the model's maximum, at most 2048.
@@ -55,6 +77,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             one regular expression, or "all-linear". Default: PEFT's for the model's type.
         quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
             "int8"; needs lora.
+        max_nodes: with devices="any", the largest number of nodes of eight GPUs. Default: 4.
+        only: with devices="any", the GPUs to search, such as "T4,L4,A10".
         fixed: options of `%%distribute` to hold fixed instead of searching, such as
             offload="cpu", activation_checkpointing=True, accumulate=4.
 
@@ -62,14 +86,25 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         PlanError: the model, the devices or a number is invalid.
         OptionError: an unknown option, or an invalid value.
     """
-    from nbdist.planner import build_model_spec, optimizers, search
+    from nbdist.errors import PlanError
+    from nbdist.planner import build_model_spec, machines, optimizers, search
     from nbdist.planner.plan_table import PlanInput
     from nbdist.planner.target_devices import print_progress, resolve_cluster
 
     several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
     batch_sizes = tuple(_positive_int("batch_size", size) for size in several)
     batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
-    cluster = resolve_cluster(devices, _optional_positive_int("world_size", world_size))
+    nodes = _optional_positive_int("max_nodes", max_nodes) or machines.DEFAULT_MAX_NODES
+    is_any = devices == ANY_DEVICES
+    if is_any and world_size is not None:
+        message = 'world_size is searched with devices="any". Omit it, or name the devices.'
+        raise PlanError(message)
+    if not is_any and (max_nodes, only) != (None, None):
+        message = 'max_nodes and only need devices="any".'
+        raise PlanError(message)
+    cluster = resolve_cluster(
+        machines.TYPICAL if is_any else devices, _optional_positive_int("world_size", world_size)
+    )
     settled = search.validate_options(fixed, precision, cluster)
     spec, length = build_model_spec.load_model_spec(
         model,
@@ -83,19 +118,20 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     spec = build_model_spec.adapt(
         spec, _optional_positive_int("lora", lora), target_modules, quantize
     )
-    return search.search_plan(
-        PlanInput(
-            model=spec,
-            cluster=cluster,
-            batch_sizes=batch_sizes,
-            seq_len=length,
-            precision=settled.pop("precision"),
-            optimizer=optimizers.optimizer_for_device(
-                optimizers.find_optimizer(optimizer), cluster.kind
-            ),
-            fixed_options=settled,
-        )
+    request = PlanInput(
+        model=spec,
+        cluster=cluster,
+        batch_sizes=batch_sizes,
+        seq_len=length,
+        precision=settled.pop("precision"),
+        optimizer=optimizers.optimizer_for_device(
+            optimizers.find_optimizer(optimizer), cluster.kind
+        ),
+        fixed_options=settled,
     )
+    if is_any:
+        return machines.find_machines(request, nodes, only)
+    return search.search_plan(request)
 
 
 _MOST = 10**7

@@ -132,6 +132,8 @@ class MeasuredComparison:
     """Measurements by rank."""
     output_bytes: int = 0
     """Predicted bytes of logits that a cell's variable keeps alive (`out = model(**batch)`)."""
+    unplanned_note: str = ""
+    """Settings of the engine's config that the prediction ignores."""
     num_calibration_runs: int = 0
     """Number of sessions in the memory calibration."""
 
@@ -167,6 +169,7 @@ class MeasuredComparison:
         return (
             f"rank {self.rank}{', the fullest,' if several else ''} in step {step}; predicted peak:"
             f" {self.peak_moment}{logits if has_output else ''}{others if extra else ''}"
+            f"{self.unplanned_note and f'; {self.unplanned_note}'}"
         )
 
     def _repr_html_(self) -> str:
@@ -236,6 +239,7 @@ def compare_plan_with_measurements(
             workload_from_measurement(setup, fullest)
         ).output_bytes,
         num_calibration_runs=overhead.runs,
+        unplanned_note=options.unplanned_note,
     )
 
 

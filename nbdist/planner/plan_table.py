@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OFFLOAD_TARGETS = ("none", "cpu", "nvme:PATH")
 """Offload targets that are searched unless the user fixed one."""
+_CONFIGS = ("fsdp_config", "deepspeed_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,9 @@ class PlanInput:
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user: assumptions, limiting devices, unsupported precision."""
         device = self.cluster.smallest_device
-        known = (*self.model.notes, *self.cluster.notes)
+        configs = {name: self.fixed_options.get(name) for name in _CONFIGS}
+        unplanned = strategies.Options.from_fields(configs).unplanned_note
+        known = (*self.model.notes, *self.cluster.notes, *([f"{unplanned}."] if unplanned else ()))
         if self.cluster.kind == "cpu" or self.precision in {"no", *device.flops}:
             return known
         supported = ", ".join(sorted({"fp16", "bf16", "fp8"} & set(device.flops)))
@@ -170,6 +173,36 @@ class PlanTable:
     question: PlanInput
     rows: tuple[PlanRow, ...]
     best: PlanRow | None
-    """The fastest row that fits, or the simplest within 3 % of it; None if nothing fits."""
+    """The simplest row that fits and is not surely slower; None if nothing fits."""
+    runner_up: PlanRow | None = None
+    """The row to use without the best one's backend; None if no other fits."""
     advice: tuple[str, ...] = ()
     """If nothing fits: the smallest changes that would help, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """GPUs of one kind on which a model fits, and the strategy to use there."""
+
+    question: PlanInput
+    row: PlanRow
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours per billion tokens; samples for a model without tokens."""
+        return self.question.world_size * _BILLION / self.row.tokens_per_s / _SECONDS_PER_HOUR
+
+
+_BILLION, _SECONDS_PER_HOUR = 1e9, 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineTable:
+    """Machines that are enough for a model."""
+
+    request: PlanInput
+    machines: tuple[Machine, ...]
+    """The smallest of each GPU, fewest GPU-hours first."""
+    too_small: tuple[str, ...]
+    """GPUs of which `max_nodes` nodes are not enough."""
+    max_nodes: int

@@ -1,21 +1,22 @@
 """Searches all strategies and options: memory and cost of each, and which one to use.
 
 `search` makes a row for each backend and offload, with and without activation checkpointing, at
-each requested micro-batch; about 30 rows per micro-batch. The best row is the fastest that fits
-with a margin; if a simpler row is within 3 % of it, the simplest is chosen. Every row explains why
-it was chosen or not. If nothing fits, single changes are searched that would help.
+each requested micro-batch; about 30 rows per micro-batch. The best row is the simplest that fits
+with a margin, unless another is faster by more than the uncertainty of the comparison. Every row
+explains why it was chosen or not. If nothing fits, single changes are searched that would help.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
 from nbdist.display.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import memory, step_time
+from nbdist.planner import measured_errors, memory, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
 
 FREE_MEMORY_MARGIN = 0.05
 """Fraction of a row's memory that must stay free in addition: the memory model's error."""
-SIMPLER_PLAN_TOLERANCE = 0.03
-"""Fraction of the fastest row's speed that a simpler row may lose."""
+SAME_BACKEND_TOLERANCE = 0.03
+"""Uncertainty of the comparison of two rows of one backend, whose errors are nearly the same."""
+PREFERENCE = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "fsdp1")
+"""Backends, simplest first. A later one must fit where an earlier one does not, or be faster by
+more than the uncertainty of the comparison. fsdp1 is chosen only if the user asks for it."""
 MAX_SUGGESTED_RANKS = 1024
 SUGGESTED_LORA_RANK = 16
 NO_CHANGE_FITS = (
@@ -46,6 +50,7 @@ NO_CHANGE_FITS = (
     f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
     " devices."
 )
+_ONE_PERCENT = 0.01
 _IN_PERCENT = 1.2
 """Speed ratios below this are shown in percent."""
 
@@ -62,15 +67,16 @@ def search_plan(request: PlanInput) -> Plan:
         refused = [row.why for row in rows if not _refusal(row.options, request)]
         if refused:
             raise PlanError(refused[0])
-    best = _best(rows)
-    top_speed = max((row.tokens_per_s for row in rows if row.fits), default=0.0)
+    best, runner_up = _best_two(rows, request)
     advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
+    explained = {
+        id(row): replace(row, why=_explain_row(row, best, runner_up, request)) for row in rows
+    }
     return Plan(
         question=request,
-        rows=tuple(replace(row, why=_explain_row(row, best, request, top_speed)) for row in rows),
-        best=None
-        if best is None
-        else replace(best, why=_explain_row(best, best, request, top_speed)),
+        rows=tuple(explained.values()),
+        best=explained.get(id(best)),
+        runner_up=explained.get(id(runner_up)),
         advice=advice,
     )
 
@@ -112,9 +118,9 @@ def evaluate_rows(request: PlanInput) -> list[PlanRow]:
     return [row for options in _variants(request) for row in _rows(request, options, learned)]
 
 
-def fastest_row(request: PlanInput) -> PlanRow | None:
+def best_row(request: PlanInput) -> PlanRow | None:
     """Return the best row of a request, or None if nothing fits."""
-    return _best(evaluate_rows(request))
+    return _best_two(evaluate_rows(request), request)[0]
 
 
 def _variants(request: PlanInput) -> Iterator[Options]:
@@ -332,54 +338,92 @@ def _load_bytes(options: Options, request: PlanInput) -> int:
 # --------------------------------------------------------------------------- best row
 
 
-def _best(rows: Sequence[PlanRow]) -> PlanRow | None:
-    """The fastest row that fits, or the simplest of those nearly as fast."""
-    fitting = [row for row in rows if row.fits]
+def _best_two(rows: Sequence[PlanRow], request: PlanInput) -> tuple[PlanRow | None, PlanRow | None]:
+    """Return the row to use, and the one to use without its backend; None if there is none."""
+    candidates = [row for row in rows if row.fits and not _is_unrequested(row, request)]
+    best = _best(candidates, request)
+    others = [row for row in candidates if best is None or row.backend != best.backend]
+    return best, _best(others, request)
+
+
+def _best(fitting: Sequence[PlanRow], request: PlanInput) -> PlanRow | None:
+    """Return the simplest row that the fastest does not surely beat."""
     if not fitting:
         return None
-    min_speed = max(row.tokens_per_s for row in fitting) * (1 - SIMPLER_PLAN_TOLERANCE)
-    nearly_as_fast = [row for row in fitting if row.tokens_per_s >= min_speed]
-    return min(nearly_as_fast, key=lambda row: (_complexity(row), -row.tokens_per_s))
+    fastest = max(fitting, key=lambda row: row.tokens_per_s)
+    as_fast = [
+        row
+        for row in fitting
+        if fastest.tokens_per_s <= row.tokens_per_s * (1 + _comparison_doubt(row, fastest, request))
+    ]
+    simplest = min(as_fast, key=_complexity)
+    # Of the same backend, the fastest variant.
+    same = [row for row in as_fast if _complexity(row) == _complexity(simplest)]
+    top = max(row.tokens_per_s for row in same)
+    nearly = [row for row in same if top <= row.tokens_per_s * (1 + SAME_BACKEND_TOLERANCE)]
+    return min(
+        nearly,
+        key=lambda row: (
+            row.options.replicate_across != "none",
+            not row.options.reshard_after_forward,
+            -row.tokens_per_s,
+        ),
+    )
 
 
-_ORDER = [
-    strategy.name
-    for strategy in sorted(strategies.STRATEGIES.values(), key=lambda strategy: strategy.is_legacy)
-]
+def _is_unrequested(row: PlanRow, request: PlanInput) -> bool:
+    """True for a legacy backend that the user did not ask for, by name or by its config."""
+    requested = {"backend", "fsdp_config"} & request.fixed_options.keys()
+    return row.options.strategy.is_legacy and not requested
+
+
+def _comparison_doubt(row: PlanRow, other: PlanRow, request: PlanInput) -> float:
+    """Return the uncertainty of the ratio of two rows' speeds."""
+    if row.backend == other.backend:
+        return SAME_BACKEND_TOLERANCE
+    return measured_errors.comparison_uncertainty(request.cluster.kind)
 
 
 def _complexity(row: PlanRow) -> tuple[int, ...]:
-    """Sort key: undesirable options, worst first, then the order of the table."""
+    """Sort key: undesirable options, worst first, then the preference among backends."""
     options = row.options
     return (
         options.offload != "none",
         options.offload_params,
         options.activation_checkpointing,
-        _ORDER.index(options.backend),
-        options.replicate_across != "none",
-        not options.reshard_after_forward,
+        PREFERENCE.index(options.backend),
     )
 
 
-def _explain_row(row: PlanRow, best: PlanRow | None, request: PlanInput, top: float) -> str:
-    """Explain why a row was chosen or not; `top` is the speed of the fastest that fits."""
+def _explain_row(
+    row: PlanRow, best: PlanRow | None, runner_up: PlanRow | None, request: PlanInput
+) -> str:
+    """Explain why a row was chosen or not."""
     if row.why:
         return row.why
-    if not row.fits or best is None:
+    if not row.fits:
         return _shortage(row, request)
-    return _comparison(row, best, request, top) + _host_memory_text(row, request)
+    if best is None or (_is_unrequested(row, request)):
+        return f"fits, but is superseded: used only with --backend {row.backend}"
+    host = _host_memory_text(row, request)
+    if row is not best:
+        return _comparison(row, best, request) + host
+    if runner_up is None or row.tokens_per_s >= runner_up.tokens_per_s:
+        return f"the fastest that fits; {row.bound}-bound{host}"
+    return f"simplest within the uncertainty of the comparison; {row.bound}-bound{host}"
 
 
-def _comparison(row: PlanRow, best: PlanRow, request: PlanInput, top: float) -> str:
-    """Compare a row that fits with the best one."""
-    if row is best:
-        near = (
-            "" if row.tokens_per_s >= top else f"simplest within {SIMPLER_PLAN_TOLERANCE:.0%} of "
-        )
-        return f"{near}the fastest that fits; {row.bound}-bound"
+def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
+    """Return why a row that fits lost against the best one."""
     slower = best.tokens_per_s / row.tokens_per_s
-    if slower < 1 + SIMPLER_PLAN_TOLERANCE:
+    doubt = _comparison_doubt(row, best, request)
+    if abs(math.log(slower)) < math.log1p(_ONE_PERCENT):
         return "fits, equally fast, less simple"
+    if slower < 1:
+        return (
+            f"fits, {1 / slower - 1:.0%} faster by prediction, which is within the uncertainty of"
+            f" {doubt:.0%}; less simple"
+        )
     much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
     return f"fits, {much} slower: {_reason(row, best, request)}"
 
@@ -432,19 +476,19 @@ def suggest_changes(request: PlanInput) -> Iterator[str]:
     size = before = min(request.batch_sizes)
     while size > 1:
         size //= 2
-        row = fastest_row(replace(request, batch_sizes=(size,)))
+        row = best_row(replace(request, batch_sizes=(size,)))
         if row is not None:
             accumulate = -(-before // size) * row.options.accumulate
             yield f"micro-batch {size} with --accumulate {accumulate}: {_fits_with(row)}"
             break
     for change, changed in _single_changes(request):
-        row = fastest_row(changed)
+        row = best_row(changed)
         if row is not None:
             yield f"{change}: {_fits_with(row)}"
     ranks = request.world_size
     while ranks * 2 <= MAX_SUGGESTED_RANKS:
         ranks *= 2
-        row = fastest_row(replace(request, cluster=request.cluster.with_num_ranks(ranks)))
+        row = best_row(replace(request, cluster=request.cluster.with_num_ranks(ranks)))
         if row is not None:
             yield f"{ranks} of these devices instead of {request.world_size}: {_fits_with(row)}"
             return

@@ -18,6 +18,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+from nbdist.planner import measured_errors
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -63,6 +65,10 @@ _ONE_PERCENT = 0.01
 _LINK_DOUBT, _MEASURED_LINK_DOUBT, _REST_DOUBT = 0.4, 0.25, 0.4
 """Relative uncertainty of the parts of a step: exposed communication by the catalogue, or as
 measured on this machine; optimizer and offload."""
+_OVERHEAD_DOUBT_S: Mapping[str, float] = MappingProxyType({"cuda": 0.0, "cpu": 0.01})
+"""Seconds of Python and of small kernels per step that a prediction may lack. On CPU ranks, where
+they are most of the step of a tiny model, it makes the ranges of benchmarks/plan_choice.py
+narrowest."""
 
 _BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -100,7 +106,9 @@ class StepCost:
     """T*: tokens of a rank's micro-batch at which compute and communication take equally long;
     above it communication can be hidden. 0 on one device."""
     uncertainty: float
-    """Relative uncertainty: a measured time is expected within this fraction of `step_time_s`."""
+    """Relative uncertainty by the sources of the parts, before it is scaled to measured errors."""
+    range_s: measured_errors.Interval
+    """Measured step times are expected in this range."""
 
     @property
     def bound(self) -> StepBound:
@@ -152,6 +160,13 @@ class StepCostModel:
         tokens = steps * workload.num_tokens
         link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
         doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
+        doubt += _OVERHEAD_DOUBT_S[self._cluster.kind]
+        error = measured_errors.interval(
+            "step time",
+            self._cluster.kind,
+            doubt / total,
+            measured=bool(device.measured_date(precision)),
+        )
         return StepCost(
             step_time_s=total,
             compute_s=compute,
@@ -165,6 +180,7 @@ class StepCostModel:
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
             uncertainty=doubt / total,
+            range_s=measured_errors.Interval(error.low * total, error.high * total),
         )
 
 

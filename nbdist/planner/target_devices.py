@@ -93,7 +93,7 @@ def parse_devices(text: str) -> ClusterSpec:
         message = f"Cannot parse devices {_quote(text)}: {wrong}."
         raise PlanError(message)
     node = _parse_machines(",".join([first, *inside]))
-    _check_size(nodes * node.world_size, text)
+    check_size(nodes * node.world_size, text)
     return _apply_link_and_memory(
         replace(node, devices=node.devices * nodes, num_nodes=nodes), outside, text
     )
@@ -107,20 +107,20 @@ def _parse_machines(text: str) -> ClusterSpec:
             message = f"CPU ranks do not take {more[0]!r} (devices {_quote(text)})."
             raise PlanError(f"{message} Remove {more[0]!r}.")
         ranks = _count(cpu[1], text)
-        _check_size(ranks, text)
+        check_size(ranks, text)
         return cpu_cluster(ranks)
     counted = _COUNTED.fullmatch(first)
     assert counted is not None  # its last group matches anything  # noqa: S101
     outer, inner, name = counted.groups()
     nodes, count = (_count(outer, text), _count(inner, text)) if inner else (1, _count(outer, text))
-    _check_size(nodes * count, text)
+    check_size(nodes * count, text)
     if _COUNT.match(name):
         message = (
             f"Cannot parse devices {_quote(text)}: {first} has three numbers. Give the number of"
             " machines and the GPUs of one machine. Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
         raise PlanError(message)
-    device, notes = _find_device(name, text)
+    device, notes = find_device(name, text)
     cluster = ClusterSpec(
         devices=(device,) * (nodes * count),
         link=default_link(device, nodes * count),
@@ -161,7 +161,7 @@ def _apply_link_and_memory(cluster: ClusterSpec, more: Sequence[str], text: str)
     return cluster if has_network else cluster_spec.with_default_network(cluster)
 
 
-def _find_device(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
+def find_device(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
     """Return the device of a name, or a typical one with that memory."""
     if memory := _MEMORY.fullmatch(name.strip()):
         size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
@@ -180,7 +180,7 @@ def _split_items(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def _check_size(count: int, text: str) -> None:
+def check_size(count: int, text: str) -> None:
     """Check the number of devices.
 
     Raises:

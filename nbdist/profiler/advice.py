@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.display.number_formatting import format_bytes, format_percent, format_speedup
+from nbdist.planner import measured_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 MIN_GAIN = 0.05
 """Minimum predicted speedup of a recommendation. Repeated runs differ by as much."""
 _UNCERTAIN = 0.25
-"""Relative uncertainty of each part that changes. The planner's own predictions have 20 to 40 %;
-here only the ratio of two predictions is used."""
+"""Relative uncertainty of each part that changes, before it is scaled to measured errors."""
+_REPEATED = {"cuda": 0.02, "cpu": 0.2}
+"""Relative difference of the speeds of two runs of the same loop, by the kind of the devices."""
 _SHORTEST = 0.01
 """Lower bound of the predicted step time, as a share of the measured one."""
 
@@ -30,22 +32,33 @@ class Speedup:
     """Relative speedup; 0.35 is 35 % more samples per second."""
     low: float
     high: float
+    uncertainty: float = 0.0
+    """Relative uncertainty of the predicted time, by the parts that change."""
+
+    @property
+    def at_least(self) -> float:
+        """Speedup if the parts that change take longer by their uncertainty, without noise."""
+        return (1 + self.faster) / (1 + self.uncertainty) - 1
 
     @classmethod
-    def from_times(cls, before_s: float, after_s: float, changed_s: float) -> Speedup:
+    def from_times(cls, kind: str, before_s: float, after_s: float, changed_s: float) -> Speedup:
         """Create from times for the same samples.
 
         Args:
+            kind: kind of the devices.
             before_s: measured time.
             after_s: predicted time.
             changed_s: part of the time that changes, which is uncertain.
         """
         after_s = max(after_s, _SHORTEST * before_s)
-        late, early = _UNCERTAIN * changed_s, _UNCERTAIN * min(changed_s, after_s)
+        factor = before_s / after_s
+        uncertainty = _UNCERTAIN * changed_s / after_s
+        error = measured_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
         return cls(
-            faster=before_s / after_s - 1,
-            low=before_s / (after_s + late) - 1,
-            high=before_s / (after_s - early) - 1,
+            faster=factor - 1,
+            low=factor * error.low - 1,
+            high=factor * error.high - 1,
+            uncertainty=uncertainty,
         )
 
 
@@ -53,7 +66,7 @@ def speedup_without(profile: ProfileData, seconds: float) -> Speedup:
     """Return the speedup if every step takes so many seconds less (more, if negative)."""
     step = profile.step_s
     saved = min(seconds, step)
-    return Speedup.from_times(step, step - saved, abs(saved))
+    return Speedup.from_times(profile.kind, step, step - saved, abs(saved))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +92,7 @@ class Advice:
     @property
     def is_worthwhile(self) -> bool:
         """True if the predicted speedup is large enough, even at its lower bound."""
-        return self.gain.faster >= MIN_GAIN and self.gain.low >= MIN_GAIN / 2
+        return self.gain.faster >= MIN_GAIN and self.gain.at_least >= MIN_GAIN / 2
 
     @property
     def text(self) -> str:

@@ -129,7 +129,7 @@ def _other_backends(planner: CalibratedPlanner) -> Iterator[Advice]:
             now, backend=name, replicate_across="none", fsdp_config=None, deepspeed_config=None
         )
         for advice in _switch(planner, other):
-            if advice.gain.low >= min_speedup:
+            if advice.gain.at_least >= min_speedup:
                 yield advice
 
 
@@ -426,7 +426,7 @@ def _speedup_if_halved(profile: ProfileData, seconds: float) -> Speedup:
     An estimate, not a measurement: the range is from a quarter to three quarters.
     """
     step = profile.step_s
-    return Speedup.from_times(step, step - seconds / 2, seconds)
+    return Speedup.from_times(profile.kind, step, step - seconds / 2, seconds)
 
 
 def _config_advice(

@@ -115,7 +115,7 @@ def _more_workers(profile: ProfileData) -> Iterator[Advice]:
     while loader.num_workers < count <= max_workers:
         left = max(0.0, _UNEVEN * fetch / count - rest) + _NEVER_FETCHED_AHEAD * fetch / count
         left = min(data, max(left, shared))
-        options.append((count, Speedup.from_times(step, rest + left, data - left)))
+        options.append((count, Speedup.from_times(profile.kind, step, rest + left, data - left)))
         count *= 2
     best = max((gain.faster for _, gain in options), default=0.0)
     if best <= 0:

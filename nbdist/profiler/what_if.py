@@ -191,7 +191,9 @@ class CalibratedPlanner:
         parts = {name: seconds / sample_ratio for name, seconds in whole.items()}
         before = self._profile.parts
         changed = sum(abs(seconds - before[name]) for name, seconds in parts.items())
-        gain = Speedup.from_times(sum(before.values()), sum(parts.values()), changed)
+        gain = Speedup.from_times(
+            self._profile.kind, sum(before.values()), sum(parts.values()), changed
+        )
         return StepPrediction(raw, gain, parts)
 
     def _parts(

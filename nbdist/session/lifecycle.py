@@ -356,6 +356,7 @@ class SessionLifecycle:
             if self.started_at is None:
                 newest = self.checkpoints.newest(within_s=NEWEST_S)
                 notes += [checkpoints.resume_hint(newest)]
+            notes.append(choice.options.unplanned_note)
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
         self._mark_ready()
         self._termination.start()

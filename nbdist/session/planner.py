@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
+    from nbdist.planner.machines import MachinePlan
     from nbdist.planner.measured_comparison import MeasuredComparison, MeasuredMemory
     from nbdist.planner.result import Plan
     from nbdist.profiler.profile import Profile
@@ -96,18 +97,41 @@ def plan_model(
         if "devices" in arguments
         else cluster_spec(session)
     )
+    description = _describe(session, name, arguments, kind=cluster.kind, quick=quick)
+    own = {} if "devices" in arguments else {"world_size": session.world_size}
+    return plan_described_model(session, description, {**own, **arguments, "devices": cluster})
+
+
+def find_machines(
+    session: SessionWithModel, name: str | None = None, **arguments: Any
+) -> MachinePlan:
+    """Return which machines are enough for a model of the ranks; arguments as in `plan_model`."""
+    from nbdist.planner import plan
+
+    description = _describe(session, name, arguments, kind="cuda")
+    found: MachinePlan = plan(**_arguments(session, description, arguments, "cuda"))
+    return found
+
+
+def _describe(
+    session: SessionWithModel,
+    name: str | None,
+    arguments: Mapping[str, Any],
+    *,
+    kind: Literal["cuda", "cpu"],
+    quick: bool = False,
+) -> messages.ModelReply:
+    """Return how rank 0 describes a model, as it computes on such devices."""
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
         line.show("nbdist: inspecting the model (tracing an unknown one takes some seconds)")
-        description = session.model_spec(
+        return session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
             seq_len=arguments.get("seq_len"),
-            kind=cluster.kind,
+            kind=kind,
             quick=quick,
         )
-    own = {} if "devices" in arguments else {"world_size": session.world_size}
-    return plan_described_model(session, description, {**own, **arguments, "devices": cluster})
 
 
 def plan_running_model(session: SessionView, reply: messages.ModelReply) -> Plan:
@@ -128,20 +152,32 @@ def plan_described_model(
     session: SessionView, reply: messages.ModelReply, arguments: Mapping[str, Any]
 ) -> Plan:
     """Plan a model as rank 0 describes it; `arguments` override the session's settings."""
+    from nbdist.planner import plan
+
+    planned: Plan = plan(**_arguments(session, reply, arguments, arguments["devices"].kind))
+    return planned
+
+
+def _arguments(
+    session: SessionView,
+    reply: messages.ModelReply,
+    arguments: Mapping[str, Any],
+    kind: Literal["cuda", "cpu"],
+) -> dict[str, Any]:
+    """Return the arguments of `nbdist.plan`, by default the session's settings."""
     from nbdist.planner import build_model_spec, measured_comparison
-    from nbdist.planner import plan as planned
 
     own = {
+        "model": build_model_spec.spec_from_json(reply["spec"]),
         "batch_size": reply["batch_size"],
         "seq_len": reply["seq_len"],
         "precision": session.options.precision or "no",
     }
     if "optimizer" not in arguments:
-        kind = arguments["devices"].kind
         own["optimizer"] = measured_comparison.resolve_optimizer(reply["optimizer"], kind).name
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    return planned(build_model_spec.spec_from_json(reply["spec"]), **{**own, **arguments})
+    return {**own, **arguments}
 
 
 def cluster_spec(session: SessionView) -> ClusterSpec:

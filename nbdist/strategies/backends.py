@@ -13,7 +13,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
+from nbdist.strategies.config_files import (
+    abbreviate,
+    read_deepspeed_config,
+    read_fsdp_config,
+    unplanned_settings,
+)
 from nbdist.strategies.option_arguments import option, parse_clip_norm, strip_quotes
 
 if TYPE_CHECKING:
@@ -162,6 +167,14 @@ class Options:
             (self.strategy.engine, self.strategy.level), ("", "")
         )
         return str((self.fsdp_config or {}).get(key)).upper() != gathered_value
+
+    @property
+    def unplanned_note(self) -> str:
+        """Sentence that names the settings that the planner ignores; "" if there are none."""
+        keys = ", ".join(unplanned_settings(self.fsdp_config, self.deepspeed_config))
+        return (
+            f"Not planned, so memory and speed may differ from predictions: {keys}" if keys else ""
+        )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Options:

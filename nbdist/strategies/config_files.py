@@ -52,6 +52,129 @@ _FSDP_FILE_NAMES = {
 }
 
 
+# Keys of a DeepSpeed config (deepspeed 0.19.8, runtime/config.py and runtime/zero/config.py).
+_DEEPSPEED_PLANNED = frozenset(
+    {
+        "aio",
+        "bf16",
+        "dump_state",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "memory_breakdown",
+        "scheduler",
+        "steps_per_print",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "wall_clock_breakdown",
+        "zero_allow_untested_optimizer",
+        "zero_optimization",
+    }
+)
+"""Sections that the planner reads, or that change neither memory nor speed."""
+_ZERO_PLANNED = frozenset(
+    {
+        "contiguous_gradients",
+        "ignore_unused_parameters",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "reduce_bucket_size",
+        "stage",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "sub_group_size",
+    }
+)
+"""The same of the section zero_optimization."""
+_FSDP_NOT_PLANNED = frozenset(
+    {
+        "auto_wrap_policy",
+        "backward_prefetch",
+        "forward_prefetch",
+        "ignored_modules",
+        "limit_all_gathers",
+        "min_num_params",
+        "mixed_precision_policy",
+        "transformer_cls_names_to_wrap",
+    }
+)
+"""Keys of an fsdp_config that change memory or speed, and that the planner does not read."""
+_ZERO_REFUSED = {
+    "cpu_offload": "Use offload cpu",
+    "cpu_offload_param": "Use offload_params with offload cpu",
+    **dict.fromkeys(
+        (
+            "mics_hierarchical_params_gather",
+            "mics_shard_size",
+            "zenflow",
+            "zero_hpz_partition_size",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        ),
+        "Remove it",
+    ),
+}
+_SECTIONS_REFUSED = frozenset(
+    {
+        "compression_training",
+        "elasticity",
+        "hybrid_engine",
+        "pipeline",
+        "quantize_training",
+        "sequence_parallel_size",
+        "tensor_parallel",
+    }
+)
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
+"""Types of DeepSpeed's 1-bit optimizers (runtime/config.py)."""
+
+
+def _is_off(value: object) -> bool:
+    """True if a refused key does nothing with this value."""
+    is_default = type(value) is int and value in {-1, 0, 1}  # of groups and sizes
+    return is_default or value is None or value is False or value == "auto"
+
+
+def unplanned_settings(
+    fsdp_config: Mapping[str, Any] | None, deepspeed_config: Mapping[str, Any] | None
+) -> list[str]:
+    """Return the keys of validated configs that predictions of memory and speed ignore."""
+    fsdp, deepspeed = fsdp_config or {}, deepspeed_config or {}
+    keys = sorted(_FSDP_NOT_PLANNED & fsdp.keys())
+    if str(fsdp.get("sharding_strategy", "")).upper() == "NO_SHARD":
+        keys.append("sharding_strategy NO_SHARD")
+    zero = deepspeed.get("zero_optimization") or {}
+    keys += sorted(deepspeed.keys() - _DEEPSPEED_PLANNED)
+    keys += [f"zero_optimization.{key}" for key in sorted(zero.keys() - _ZERO_PLANNED)]
+    return [abbreviate(key).strip("'") for key in keys]
+
+
+def _refuse_unsupported(content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
+    """Raise for settings whose training state nbdist can neither plan nor move."""
+    found = [(key, "Remove it") for key in sorted(_SECTIONS_REFUSED & content.keys())]
+    found += [
+        (f"zero_optimization.{key}", action)
+        for key, action in _ZERO_REFUSED.items()
+        if not _is_off(zero.get(key))
+    ]
+    optimizer = content.get("optimizer")
+    kind = str(optimizer.get("type")) if isinstance(optimizer, dict) else ""
+    if kind.lower() in _ONE_BIT:
+        found.append((f"optimizer type {kind}", "Use Adam or AdamW"))
+    for name, action in found:
+        raise OptionError(
+            f"The deepspeed_config has {name}, which nbdist can neither plan, save nor switch."
+            f" {action}."
+        )
+
+
 def load_config(config: str | Path) -> JsonObject:
     """Load the value of --fsdp-config or --deepspeed-config: inline JSON, or a JSON or YAML file.
 
@@ -130,6 +253,11 @@ def read_fsdp_config(
             f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
             f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
+    if "HYBRID" in str(plain.get("sharding_strategy", "")).upper():
+        raise OptionError(
+            f"sharding_strategy {abbreviate(plain['sharding_strategy'])} in the fsdp_config is not"
+            " supported. Use fsdp2 with replicate_across nodes."
+        )
     file_version = plain.pop("fsdp_version", None)
     if file_version is not None and str(file_version) != str(version):
         named = str(file_version)[:_SHOWN]
@@ -180,6 +308,7 @@ def read_deepspeed_config(
     for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
         if not isinstance(section, dict):
             raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
+    _refuse_unsupported(content, zero)
     file_stage = zero.get("stage", "auto")
     if file_stage not in ("auto", stage):
         named = str(file_stage)[:_SHOWN]

@@ -232,9 +232,8 @@ def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     one, config = advised(profile("fsdp2", busy))
     assert "200 all_gathers of 20 KiB per step take 30 % of it" in one.why
     assert config["min_num_params"] == 10_000_000
-    assert (one.gain.low, one.gain.faster, one.gain.high) == pytest.approx(
-        (1 / 0.925 - 1, 1 / 0.85 - 1, 1 / 0.775 - 1)
-    )
+    assert one.gain.faster == pytest.approx(1 / 0.85 - 1)
+    assert one.gain.low < one.gain.faster < one.gain.high
     small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000_000}
     _, config = advised(profile("fsdp2", busy, fsdp_config=small))
     assert config["min_num_params"] == 20_000_000

@@ -14,7 +14,7 @@ from nbdist import strategies
 from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
-from nbdist.planner import search
+from nbdist.planner import measured_errors, search
 from nbdist.planner.plan_table import PlanInput
 
 if TYPE_CHECKING:
@@ -56,13 +56,45 @@ def eight() -> Plan:
 # ---- the choice
 
 
-def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent(
-    eight: Plan,
-) -> None:
+def test_the_best_row_is_the_simplest_that_is_not_surely_slower(eight: Plan) -> None:
     assert eight.best is not None
-    top = max(row.tokens_per_s for row in eight.rows if row.fits)
-    assert eight.best.tokens_per_s >= top * (1 - search.SIMPLER_PLAN_TOLERANCE)
+    fitting = [row for row in eight.rows if row.fits]
+    top = max(row.tokens_per_s for row in fitting)
+    doubt = measured_errors.comparison_uncertainty("cuda")
+    assert eight.best.tokens_per_s * (1 + doubt) >= top
     assert eight.best.options.offload == "none"
+    for row in fitting:
+        if row.backend == "ddp":
+            assert row.tokens_per_s * (1 + doubt) < top or eight.best.backend == "ddp"
+
+
+def test_a_tiny_model_on_cpu_ranks_gets_ddp_although_others_are_predicted_faster() -> None:
+    shape = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
+    plan = nbdist.plan(shape | {"n_positions": 64}, devices="2xcpu", precision="no")
+    assert max(plan.rows, key=lambda row: row.tokens_per_s).backend != "ddp"
+    assert plan.best is not None
+    assert plan.best.backend == "ddp"
+    assert "simplest within the uncertainty" in plan.best.why
+
+
+def test_fsdp1_is_chosen_only_if_it_is_asked_for() -> None:
+    plan, asked = (
+        nbdist.plan(SMALL, devices="8xA100-80GB,nvlink", seq_len=512, **given)
+        for given in ({}, {"backend": "fsdp1"})
+    )
+    assert "used only with --backend fsdp1" in plan.row("fsdp1").why
+    assert asked.best is not None
+    assert asked.best.backend == "fsdp1"
+
+
+def test_the_explanation_names_the_runner_up_and_why_it_lost(eight: Plan) -> None:
+    assert eight.best is not None
+    assert eight.runner_up is not None
+    assert eight.runner_up.backend != eight.best.backend
+    named = f"runner-up: {eight.runner_up.variant}: {eight.runner_up.why}"
+    assert named in str(eight)
+    assert any(named in line for line in eight.explanation())
+    assert "runner-up: none" in str(nbdist.plan(SMALL, devices="2x24GB", backend="ddp"))
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, SMALL])
@@ -70,10 +102,9 @@ def test_the_best_row_is_the_fastest_that_fits_or_a_simpler_one_within_3_percent
 def test_the_fastest_is_called_so_and_a_simpler_one_is_not(model: Any, devices: str) -> None:
     plan = nbdist.plan(model, devices=devices, batch_size=1, seq_len=512)
     assert plan.best is not None
-    top = max(row.tokens_per_s for row in plan.rows if row.fits)
-    fastest = plan.best.tokens_per_s == top
-    words = "the fastest that fits" if fastest else "simplest within 3% of the fastest that fits"
-    assert plan.best.why.startswith(f"{words}; ")
+    top = max(row.tokens_per_s for row in plan.rows if row.fits and row.backend != "fsdp1")
+    said = plan.best.why.startswith("the fastest that fits; ")
+    assert said or plan.best.tokens_per_s < top
 
 
 def test_a_small_model_that_fits_everywhere_gets_the_simplest_backend() -> None:
@@ -348,7 +379,7 @@ def test_each_advice_was_computed_and_does_fit() -> None:
     asked = question()
     for sentence in search.suggest_changes(asked):
         assert "fits with" in sentence
-    bigger = search.fastest_row(
+    bigger = search.best_row(
         question(cluster=asked.cluster.with_num_ranks(64), batch_sizes=asked.batch_sizes)
     )
     assert bigger is None or bigger.fits
@@ -360,9 +391,7 @@ def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
     ranks = next(
         ranks
         for ranks in (16, 32, 64, 128)
-        if search.fastest_row(
-            question(batch_sizes=(1,), cluster=asked.cluster.with_num_ranks(ranks))
-        )
+        if search.best_row(question(batch_sizes=(1,), cluster=asked.cluster.with_num_ranks(ranks)))
     )
     assert f"{ranks} of these devices instead of 8" in advice
 

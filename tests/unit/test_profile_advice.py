@@ -342,7 +342,7 @@ def test_one_unit_on_cpu_ranks_is_advised_for_its_memory_and_says_what_it_costs(
     one = advised(found, "FSDP units")
     step_s = found.step_s
     assert one.gain.faster == pytest.approx(step_s / (step_s + 0.03 * 7 / 8) - 1)
-    assert one.gain.low < one.gain.faster < one.gain.high < 0
+    assert one.gain.low < one.gain.faster < 0
     assert one.gain_text == "reduces the peak memory by 3.5 MiB, and is about 16 % slower"
     assert '"min_num_params": 131072' in one.line
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import nbdist
 from nbdist.errors import OptionError
 from nbdist.strategies import (
     BACKENDS,
@@ -277,3 +278,41 @@ def test_an_unreadable_config_file_is_refused(
         load_config(file)
     with pytest.raises(OptionError, match="Cannot read"):
         load_config(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"cpu_offload": True}}, "cpu_offload"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
+    ],
+)
+def test_settings_that_change_the_training_state_are_refused_by_name(
+    config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(OptionError, match=f"{named}, which nbdist can neither plan") as caught:
+        checked(backend="zero3", deepspeed_config=config)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_of_zeropp_that_are_off_are_accepted() -> None:
+    zero = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}
+    assert checked(backend="zero3", deepspeed_config={"zero_optimization": zero})
+
+
+def test_settings_that_are_not_planned_are_named() -> None:
+    config = {"activation_checkpointing": {}, "zero_optimization": {"reduce_scatter": False}}
+    zero = checked(backend="zero2", deepspeed_config=config)
+    names = "activation_checkpointing, zero_optimization.reduce_scatter"
+    assert zero.unplanned_note.endswith(f": {names}")
+    plan = nbdist.plan("350m", devices="2x24GB", backend="zero3", deepspeed_config=config)
+    assert f"{zero.unplanned_note}." in str(plan)
+    fsdp = checked(backend="fsdp2", fsdp_config={"fsdp_forward_prefetch": True})
+    assert fsdp.unplanned_note.endswith(": forward_prefetch")
+    assert not checked(backend="zero3", deepspeed_config={"bf16": {}}).unplanned_note
+    with pytest.raises(OptionError, match="Use fsdp2 with replicate_across nodes"):
+        checked(backend="fsdp1", fsdp_config={"sharding_strategy": "HYBRID_SHARD"})

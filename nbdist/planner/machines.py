@@ -1,0 +1,128 @@
+"""Answers which machine is enough: the smallest number of each GPU on which a model fits."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nbdist.display import plan as display
+from nbdist.errors import PlanError
+from nbdist.planner import search, target_devices
+from nbdist.planner.cluster_spec import (
+    DEFAULT_GPUS_PER_NODE,
+    ClusterSpec,
+    default_link,
+    with_default_network,
+)
+from nbdist.planner.plan_table import Machine, MachineTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nbdist.planner.gpu_catalog import DeviceSpec
+    from nbdist.planner.plan_table import PlanInput
+
+DEFAULT_MAX_NODES = 4
+TYPICAL = "A100-80GB"
+"""Device whose kind and capabilities the model is described for."""
+_COUNTS = (1, 2, 4, DEFAULT_GPUS_PER_NODE)
+_COMMON = (
+    "T4-16GB",
+    "L4-24GB",
+    "A10-24GB",
+    "RTX4090-24GB",
+    "V100-32GB",
+    "A6000-48GB",
+    "L40S-48GB",
+    "A100-40GB",
+    "A100-80GB",
+    "H100-80GB",
+    "H200-141GB",
+    "B200-180GB",
+)
+"""GPUs to search unless the user names some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachinePlan(MachineTable):
+    """The smallest machine of each GPU on which a model fits, fewest GPU-hours first."""
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return display.render_machines_text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML."""
+        return display.render_machines_html(self)
+
+
+def find_machines(
+    request: PlanInput, max_nodes: int, only: str | Sequence[str] | None
+) -> MachinePlan:
+    """Search the smallest machine of each GPU, with the strategy that a plan chooses there.
+
+    Offload is left out unless the request fixes it, since the host memory is unknown.
+
+    Args:
+        request: the model and the fixed options; its cluster is ignored.
+        max_nodes: largest number of nodes, of eight GPUs each.
+        only: GPUs to search, as a list or separated by commas.
+
+    Raises:
+        PlanError: an unknown GPU, or a model that no backend supports.
+    """
+    target_devices.check_size(max_nodes * DEFAULT_GPUS_PER_NODE, f"max_nodes {max_nodes}")
+    request = replace(request, fixed_options={"offload": "none", **request.fixed_options})
+    devices = _devices(only)
+    machines = [_smallest(request, device, max_nodes) for device in devices]
+    found = [machine for machine in machines if machine is not None]
+    return MachinePlan(
+        request=request,
+        machines=tuple(sorted(found, key=lambda machine: machine.gpu_hours)),
+        too_small=tuple(
+            device.name
+            for device, machine in zip(devices, machines, strict=True)
+            if machine is None
+        ),
+        max_nodes=max_nodes,
+    )
+
+
+def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
+    names = only.split(",") if isinstance(only, str) else only
+    names = _COMMON if names is None else [str(name).strip() for name in names]
+    if not all(names) or not names:
+        message = f'only must name GPUs, such as "T4,L4,A10", got {only!r}.'
+        raise PlanError(message)
+    found = [target_devices.find_device(name, ",".join(names))[0] for name in names]
+    return list({device.name: device for device in found}.values())
+
+
+def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> Machine | None:
+    """Return the machine with the fewest of these GPUs; None if the largest is too small."""
+    if request.precision == "bf16" and not device.has_bf16:
+        request = replace(request, precision="fp16")
+
+    def machine(count: int, nodes: int = 1) -> Machine | None:
+        cluster = ClusterSpec(
+            devices=(device,) * (count * nodes),
+            link=default_link(device, count),
+            num_nodes=nodes,
+        )
+        cluster = cluster if nodes == 1 else with_default_network(cluster)
+        question = replace(request, cluster=cluster)
+        row = search.best_row(question)
+        return None if row is None else Machine(question=question, row=row)
+
+    for count in _COUNTS:
+        if (smallest := machine(count)) is not None:
+            return smallest
+    # Each node takes a part of what is sharded, so more nodes fit more.
+    nodes = range(2, max_nodes + 1)
+    index = bisect.bisect_left(
+        nodes, 1, key=lambda number: machine(DEFAULT_GPUS_PER_NODE, number) is not None
+    )
+    return machine(DEFAULT_GPUS_PER_NODE, nodes[index]) if index < len(nodes) else None
