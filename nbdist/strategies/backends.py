@@ -13,7 +13,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import OptionError
-from nbdist.strategies.config_files import abbreviate, read_deepspeed_config, read_fsdp_config
+from nbdist.strategies.config_files import (
+    abbreviate,
+    load_config,
+    read_deepspeed_config,
+    read_fsdp_config,
+)
 from nbdist.strategies.option_arguments import option, parse_clip_norm, strip_quotes
 
 if TYPE_CHECKING:
@@ -102,7 +107,7 @@ class Options:
         metavar="FILE",
         help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
         type=strip_quotes,
-        is_config_file=True,
+        load=load_config,
         can_be_unset=True,
     )
     deepspeed_config: Mapping[str, Any] | None = option(
@@ -110,7 +115,7 @@ class Options:
         metavar="FILE",
         help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
         type=strip_quotes,
-        is_config_file=True,
+        load=load_config,
         can_be_unset=True,
     )
     replicate_across: str = option(
