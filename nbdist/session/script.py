@@ -273,7 +273,11 @@ def _requirements(script: Script, session: SessionLifecycle, *, with_nbdist: boo
     modules |= {"deepspeed"} if session.options.strategy.engine == "deepspeed" else set()
     modules |= {"nbdist"} if with_nbdist else set()
     names = sorted({distributions[name][0] for name in modules if name in distributions})
-    return "".join(f"{name}=={importlib.metadata.version(name).partition("+")[0]}\n" for name in names)
+    # Without "+cpu", which only torch's own index has.
+    versions = [importlib.metadata.version(name).partition("+")[0] for name in names]
+    return "".join(
+        f"{name}=={version}\n" for name, version in zip(names, versions, strict=True)
+    )
 
 
 def _commands(session: SessionLifecycle) -> dict[str, str]:
