@@ -22,9 +22,8 @@ from nbdist.errors import CellSyntaxError, NbdistError, OptionError, SessionErro
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
-from nbdist.session import cell_history
+from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
-from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, current_session
 

@@ -158,7 +158,7 @@ def _notebook_request() -> tuple[str | None, Mapping[str, Any]]:
     """Return id and metadata of the request that runs in the notebook; (None, {}) in a script."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    parent = getattr(shell, "get_parent", dict)() or {}
+    parent: Mapping[str, Any] = getattr(shell, "get_parent", dict)() or {}
     return parent.get("header", {}).get("msg_id"), parent.get("metadata", {})
 
 

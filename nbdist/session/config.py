@@ -18,6 +18,7 @@ from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.session import device_placement as session_placement
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,8 @@ def expand_config_file(options: Mapping[str, Any]) -> dict[str, Any]:
         options = {**options, "config": strategies.load_accelerate_config(os.fspath(file))}
     expanded, ignored = strategies.merge_config_file(options)
     if ignored:
-        print(f"nbdist: no effect in a session: {', '.join(ignored)} of the config file")
+        with StatusLine() as line:
+            line.show(f"nbdist: no effect in a session: {', '.join(ignored)} of the config file")
     return expanded
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.session.cell_history import CellHistory, CellRun
-    from nbdist.session.script_source import Script
     from nbdist.session.lifecycle import SessionLifecycle
+    from nbdist.session.script_source import Script
 
 RUNTIME_SOURCE = Path(__file__).parents[1] / "worker" / "script_runtime.py"
 """Copied to runtime.py; it does not import nbdist."""
@@ -68,11 +68,10 @@ class WrittenScript:
     def __str__(self) -> str:
         """Return folder, notes and commands."""
         width = max(map(len, self.commands))
-        numbers = ", ".join(map(str, self.cells))
+        cells = f"cell{'s' * (len(self.cells) > 1)} {', '.join(map(str, self.cells))}"
         return "\n".join(
             [
-                f"nbdist: wrote {self.folder}/ from cell{'s' * (len(self.cells) > 1)} {numbers}:"
-                f" {', '.join(self.files)}",
+                f"nbdist: wrote {self.folder}/ from {cells}: {', '.join(self.files)}",
                 *(f"nbdist: {note}" for note in self.notes),
                 f"  {'in':<{width}}  cd {shlex.quote(str(self.folder))}",
                 *(f"  {name:<{width}}  {line}" for name, line in self.commands.items()),
@@ -130,8 +129,8 @@ def write_script(
     target.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (target / name).write_text(text, encoding="utf-8")
-    numbers = tuple(run.number for run, _ in runs)
-    return WrittenScript(target, tuple(sorted(files)), numbers, commands, tuple(notes))
+    written = tuple(run.number for run, _ in runs)
+    return WrittenScript(target, tuple(sorted(files)), written, commands, tuple(notes))
 
 
 # -- the cells
@@ -160,18 +159,12 @@ def choose_cells(
     placed: list[tuple[int, CellRun, list[str]]] = []
     for cell_id, runs in by_id.items():
         good = [run for run in runs if not run.error]
-        last = runs[-1]
         if cell_id in cell_history.deleted_cells:
-            left_out.append(f"cell {last.number}, which was deleted from the notebook")
+            left_out.append(f"cell {runs[-1].number}, which was deleted from the notebook")
         elif not good:
-            left_out.append(f"cell {last.number}, which failed with {last.error}")
+            left_out.append(f"cell {runs[-1].number}, which failed with {runs[-1].error}")
         else:
-            notes = []
-            if len(good) > 1:
-                notes.append(f"Ran {len(good)} times in the notebook; this is the last text.")
-            if last.error:
-                notes.append(f"Its last run failed with {last.error}; this text ran before.")
-            placed.append((history.runs.index(good[0]), good[-1], notes))
+            placed.append((history.runs.index(good[0]), good[-1], _notes(runs, good)))
     if not placed:
         named = f" with the tag {tag!r}" if tag else ""
         raise OptionError(
@@ -179,6 +172,16 @@ def choose_cells(
             " write. Run the cells of the script first."
         )
     return [(run, notes) for _, run, notes in sorted(placed, key=lambda item: item[0])], left_out
+
+
+def _notes(runs: Sequence[CellRun], good: Sequence[CellRun]) -> list[str]:
+    """Return comments on a cell that ran several times."""
+    notes = []
+    if len(good) > 1:
+        notes.append(f"Ran {len(good)} times in the notebook; this is the last text.")
+    if runs[-1].error:
+        notes.append(f"Its last run failed with {runs[-1].error}; this text ran before.")
+    return notes
 
 
 def _numbered(history: CellHistory, cells: str | Sequence[int]) -> list[CellRun]:
@@ -262,8 +265,9 @@ def _config_files(session: SessionLifecycle, *, with_nbdist: bool) -> dict[str, 
         files[_DEEPSPEED_FILE] = json.dumps(config, indent=2) + "\n"
     runtime = RUNTIME_SOURCE.read_text(encoding="utf-8")
     if with_nbdist:
-        given = json.loads(json.dumps(options.to_json()))
-        runtime = _WITH_NBDIST.format(options=repr(given))
+        defaults = strategies.Options().to_json() | {"backend": None, "precision": None}
+        given = {k: v for k, v in options.to_json().items() if v != defaults[k]}
+        runtime = _WITH_NBDIST.format(options=json.loads(json.dumps(given)))
     return files | {"runtime.py": runtime}
 
 
@@ -275,9 +279,7 @@ def _requirements(script: Script, session: SessionLifecycle, *, with_nbdist: boo
     names = sorted({distributions[name][0] for name in modules if name in distributions})
     # Without "+cpu", which only torch's own index has.
     versions = [importlib.metadata.version(name).partition("+")[0] for name in names]
-    return "".join(
-        f"{name}=={version}\n" for name, version in zip(names, versions, strict=True)
-    )
+    return "".join(f"{name}=={version}\n" for name, version in zip(names, versions, strict=True))
 
 
 def _commands(session: SessionLifecycle) -> dict[str, str]:

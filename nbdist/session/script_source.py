@@ -266,7 +266,7 @@ def _show_last_value(code: str, tree: ast.Module) -> str:
     return "\n".join([*lines[: last.lineno - 1], f"print({value})"])
 
 
-# -- imports
+# -- the place of imports
 
 
 def _hoist_imports(blocks: Sequence[_Block]) -> set[str]:
@@ -375,7 +375,7 @@ def _imported_modules(source: str) -> set[str]:
     }
 
 
-# -- predefined names
+# -- names
 
 
 def _used_names(blocks: Sequence[_Block]) -> set[str]:

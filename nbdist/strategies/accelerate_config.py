@@ -27,8 +27,17 @@ _ENGINES = {
 }
 """distributed_type of the file -> engine."""
 _READ = frozenset(
-    "compute_environment deepspeed_config distributed_type dynamo_config fsdp_config gpu_ids"
-    " mixed_precision num_processes use_cpu".split()
+    {
+        "compute_environment",
+        "deepspeed_config",
+        "distributed_type",
+        "dynamo_config",
+        "fsdp_config",
+        "gpu_ids",
+        "mixed_precision",
+        "num_processes",
+        "use_cpu",
+    }
 )
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "command_file": (),
@@ -60,8 +69,15 @@ _FSDP_DONE = frozenset({"cpu_ram_efficient_loading", "sync_module_states"})
 _FSDP_ALONE = frozenset({"activation_checkpointing_offload"})
 """Keys of fsdp_config that have no effect in a session."""
 _DEEPSPEED_KEYS = frozenset(
-    "gradient_accumulation_steps gradient_clipping offload_optimizer_device"
-    " offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero_stage".split()
+    {
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "offload_optimizer_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_device",
+        "offload_param_nvme_path",
+        "zero_stage",
+    }
 )
 _DEEPSPEED_DONE = frozenset({"deepspeed_config_file", "zero3_save_16bit_model"})
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from IPython.display import display
+from torch.distributed.rendezvous import rendezvous
 
 from nbdist import checkpoint
 from nbdist.protocol.operations import ExportRequest, LoadRequest
@@ -31,11 +33,14 @@ from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.report import Reporter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from accelerate import Accelerator
 
 FLUSH_S = 10.0
 """Time that the end of the script waits for copies of reported device tensors."""
 MAX_SHARD_SIZE = "5GB"
+PRINT_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,12 @@ def start(options: dict[str, Any]) -> ScriptNames:
     hardware = Hardware(
         kind="cuda" if on_gpu else "cpu",
         bf16=on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
-        fp8=options["precision"] == "fp8",
+        fp8=options.get("precision") == "fp8",
         world_size=world_size,
         nodes=world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
     )
-    chosen = Options.from_json(options).validate(hardware)
-    store, *_ = next(torch.distributed.rendezvous("env://"))
+    chosen = Options.from_fields(options).validate(hardware)
+    store, *_ = next(rendezvous("env://"))
     process_group.create_default_group(store, on_gpu=on_gpu)
     accelerator = accelerator_patch.patch_accelerator(chosen, hardware)
     reporter = Reporter(MetricsFile(Path("metrics") / f"rank{rank}.jsonl").append)
@@ -118,18 +123,19 @@ def export(folder: str, context: RankContext) -> None:
 
 
 class MetricsFile:
-    """A file of rows as JSON lines; rank 0 also prints the last row of each batch."""
+    """A file of rows as JSON lines; rank 0 also prints a row every few seconds."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
-        self._prints = path.name == "rank0.jsonl"
+        self._next_print_s = 0.0 if path.name == "rank0.jsonl" else math.inf
 
     def append(self, rows: list[dict[str, float]]) -> None:
         """Write rows; the reporter never calls this concurrently."""
         self._file.writelines(json.dumps(row) + "\n" for row in rows)
         self._file.flush()
-        if self._prints:
+        if time.monotonic() >= self._next_print_s:
+            self._next_print_s = time.monotonic() + PRINT_INTERVAL_S
             values = [f"{k} {v:.4g}" for k, v in rows[-1].items() if k not in {"step", "time"}]
             print(f"step {rows[-1]['step']:.0f}: {', '.join(values)}", flush=True)  # noqa: T201
 
