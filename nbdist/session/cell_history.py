@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -130,10 +131,10 @@ class CellHistory:
     def _add(self, part: Command | RankCode, number: int | None = None) -> None:
         if self.runs:
             _ = self.runs[-1].error
-        request, metadata = _notebook_request()
+        request, metadata, count = _notebook_request()
         if request is None or request != self._request:
             cell_id = str(metadata.get("cellId") or f"run {next(self._unnamed)}")
-            count = number or max((run.number for run in self.runs), default=0) + 1
+            count = number or count or max((run.number for run in self.runs), default=0) + 1
             self.runs.append(
                 CellRun(cell_id=cell_id, number=count, tags=tuple(metadata.get("tags") or ()))
             )
@@ -154,12 +155,14 @@ def note_notebook_cell(info: object) -> None:
     deleted_cells.discard(getattr(info, "cell_id", None) or "")
 
 
-def _notebook_request() -> tuple[str | None, Mapping[str, Any]]:
-    """Return id and metadata of the request that runs in the notebook; (None, {}) in a script."""
+def _notebook_request() -> tuple[str | None, Mapping[str, Any], int]:
+    """Return id, metadata and number of the cell that runs in the notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     parent: Mapping[str, Any] = getattr(shell, "get_parent", dict)() or {}
-    return parent.get("header", {}).get("msg_id"), parent.get("metadata", {})
+    # IPython 9.18 increments execution_count before the cell runs, older versions after it.
+    count = len(shell.user_ns["_ih"]) - 1 if parent else 0
+    return parent.get("header", {}).get("msg_id"), parent.get("metadata", {}), count
 
 
 def _literal(value: object) -> str:
@@ -168,7 +171,7 @@ def _literal(value: object) -> str:
         return ""
     if isinstance(value, (str, list, tuple, dict)) and len(value) > MAX_LITERAL:
         return ""
-    text = repr(value)
+    text = json.dumps(value) if isinstance(value, str) else repr(value)
     try:
         return text if len(text) <= MAX_LITERAL and ast.literal_eval(text) == value else ""
     except (ValueError, SyntaxError):

@@ -114,7 +114,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             report = self._switch(then, requested, reset_optimizer=reset)
         change = operations_switch.describe_change(report.before, report.after)
         self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
-        self.history.add_command("switch", change)
+        self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
         return report
 
     def _switch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import symtable
 import sys
@@ -126,7 +127,7 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
             if len(part.ranks) < part.world_size:
                 comments.append(f"Runs on {rank_sets.describe_ranks(part.ranks)} only.")
         elif part.kind == "switch":
-            comments.append(f"The notebook switched here: {part.name}. This script has one engine.")
+            comments.append(f"The notebook switched here, {part.name}; the script does not.")
             continue
         elif part.kind == "push" and not part.is_literal:
             script.to_provide.append(
@@ -143,8 +144,8 @@ def _command_line(command: Command) -> str:
     if command.kind == "push":
         return f"{command.name} = {command.text}  # pushed from the notebook"
     if command.kind == "load":
-        return f"# The notebook loaded a checkpoint here: load({command.name!r})"
-    return f"{command.kind}({command.name!r})  # %nbdist {command.kind}"
+        return f"# The notebook loaded a checkpoint here: load({json.dumps(command.name)})"
+    return f"{command.kind}({json.dumps(command.name)})  # %nbdist {command.kind}"
 
 
 def _on_ranks(part: RankCode, source: str) -> str:
@@ -193,13 +194,13 @@ def _to_python(code: str, number: int, script: Script) -> str:
     if "get_ipython()" in transformed and "get_ipython()" not in code:
         code = _without_magics(transformed, number, script)
     try:
-        tree = ast.parse(code)
+        compile(code, "cell", "exec", dont_inherit=True)
     except SyntaxError:
         raise OptionError(
             f"Cell {number} uses await outside of a function, which a script cannot. Put it into an"
             " async function that asyncio.run() calls, or leave the cell out with --cells."
         ) from None
-    return _show_last_value(code, tree).strip("\n")
+    return _show_last_value(code, ast.parse(code)).strip("\n")
 
 
 def _without_magics(source: str, number: int, script: Script) -> str:
@@ -227,8 +228,10 @@ def _without_magics(source: str, number: int, script: Script) -> str:
 
 
 def _innermost_statements(tree: ast.AST) -> list[ast.stmt]:
-    """Return the statements that contain no other."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    """Return the statements that contain no other, in their order."""
+    nodes = sorted(
+        (node for node in ast.walk(tree) if isinstance(node, ast.stmt)), key=lambda n: n.lineno
+    )
     return [
         node
         for node in nodes
