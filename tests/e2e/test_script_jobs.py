@@ -86,8 +86,11 @@ def same_losses_in_a_job(backend: str, folder: Path, **options: Any) -> None:
         assert train(session) == losses
 
 
-def test_a_job_has_the_losses_of_the_session(tmp_path: Path) -> None:
-    same_losses_in_a_job("fsdp2", tmp_path / "job")
+def test_a_job_has_the_losses_of_the_session(session: Session, tmp_path: Path) -> None:
+    losses = train(session)
+    session.script(tmp_path / "job")
+    launch(tmp_path / "job")
+    assert written(tmp_path / "job") == losses
 
 
 @pytest.mark.nightly
