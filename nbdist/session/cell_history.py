@@ -161,7 +161,7 @@ def _notebook_request() -> tuple[str | None, Mapping[str, Any], int]:
     shell = ipython.get_ipython() if ipython else None
     parent: Mapping[str, Any] = getattr(shell, "get_parent", dict)() or {}
     # IPython 9.18 increments execution_count before the cell runs, older versions after it.
-    count = len(shell.user_ns["_ih"]) - 1 if parent else 0
+    count = len(shell.user_ns["_ih"]) - 1 if shell and parent else 0
     return parent.get("header", {}).get("msg_id"), parent.get("metadata", {}), count
 
 

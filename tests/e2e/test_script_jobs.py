@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbformat
@@ -20,6 +19,7 @@ from tests.notebooks.run_notebook import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 MODEL = """
 from torch import nn
@@ -48,7 +48,7 @@ def launch(folder: Path, command: str = "", **variables: str) -> None:
     """Run a written script with two processes and without nbdist on the path."""
     words = command or "accelerate.commands.launch --config_file accelerate.yaml train.py"
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    ran = subprocess.run(  # noqa: S603 - the command of the test
+    ran = subprocess.run(
         [sys.executable, "-m", *words.split()],
         cwd=folder,
         env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables,
