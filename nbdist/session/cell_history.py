@@ -1,4 +1,4 @@
-"""What a session ran since its ranks were started, for `%nbdist script`.
+"""Records what a session runs on its ranks, for `%nbdist script`.
 
 A notebook cell is one `CellRun`: the code for the ranks, and the pushes, saves, exports, loads and
 switches that it made. JupyterLab and VS Code name the cell in the metadata of their request, so

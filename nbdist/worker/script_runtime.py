@@ -1,4 +1,4 @@
-"""What a notebook gave this script: report(), save(), load(), export(). Written by nbdist.
+"""Provides report(), save(), load() and export() to a script that nbdist wrote.
 
 Needs torch and accelerate only. Importing it applies accelerate.yaml, which lies beside it, if the
 script was started by torchrun, srun or mpirun instead of `accelerate launch`; without a GPU it
