@@ -13,6 +13,7 @@ from nbdist import strategies
 from nbdist.errors import OptionError
 from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
+from nbdist.session.config import expand_config_file
 
 
 class SessionArgumentsDecorator(ArgDecorator):
@@ -43,13 +44,15 @@ def session_options(line: argparse.Namespace) -> dict[str, Any]:
     """Return the session options that the line sets; others stay unchanged.
 
     Raises:
-        OptionError: a config file that cannot be read.
+        OptionError: a config file that cannot be read, or that contradicts another option.
     """
-    return {
-        name: argument.read(value)
-        for name, argument in strategies.ARGUMENTS.items()
-        if (value := getattr(line, name, None)) is not None
-    }
+    return expand_config_file(
+        {
+            name: argument.read(value)
+            for name, argument in strategies.ARGUMENTS.items()
+            if (value := getattr(line, name, None)) is not None
+        }
+    )
 
 
 def command_parser(name: str, description: str) -> MagicArgumentParser:
@@ -95,6 +98,27 @@ def export_parser() -> MagicArgumentParser:
     )
     parser.add_argument(
         "--model", metavar="NAME", help="variable of the model, if several are prepared"
+    )
+    return parser
+
+
+def script_parser() -> MagicArgumentParser:
+    """Return the parser of `%nbdist script`."""
+    parser = command_parser(
+        "script", "Write the cells that ran, and the engine, as a folder that any launcher can run."
+    )
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
+    parser.add_argument(
+        "--cells", metavar="LIST", help="numbers of the cells, such as 3,5-7; default: all that ran"
+    )
+    parser.add_argument("--tag", metavar="NAME", help="only cells with this tag")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files in DIR; other files in it stay"
+    )
+    parser.add_argument(
+        "--with-nbdist",
+        action="store_true",
+        help="use nbdist's engines and checkpoints in the script; default: if a cell imports it",
     )
     return parser
 

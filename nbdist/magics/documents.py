@@ -1,6 +1,6 @@
 """`--json` of `%nbdist status`, `plan`, `profile` and `checkpoints`: one JSON document each.
 
-docs/graduate.md lists the fields. The number in `schema` changes if a field is removed or changes
+docs/json.md lists the fields. The number in `schema` changes if a field is removed or changes
 its meaning.
 """
 

@@ -23,8 +23,8 @@ from nbdist.errors import CellSyntaxError, NbdistError, OptionError, ProfileErro
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
+from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
-from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.session import Session, apply_options, current_session
 from nbdist.session.termination import parse_deadline
@@ -270,6 +270,7 @@ class NbDist(Magics):
         log --stacks    current stack of every thread of each rank
         doctor          problems of this machine; --run: of this training; --json
         export DIR      write the model as a from_pretrained folder; -h for its options
+        script DIR      write the cells as train.py, with accelerate.yaml and a Slurm job
         switch NAME     switch the prepared models to another backend; -h for its options
         save NAME       write a checkpoint in the background; -h for its options
         load NAME       load a checkpoint into the prepared models, under any backend and world size
@@ -461,6 +462,20 @@ class NbDist(Magics):
             )
         )
 
+    @command("script", arguments.script_parser, required="folder")
+    def script_command(self, options: argparse.Namespace) -> None:
+        """Write the cells that ran as a script."""
+        session = current_session() or self.ended or self.require_session()
+        print(
+            session.script(
+                options.folder,
+                cells=options.cells,
+                tag=options.tag,
+                overwrite=options.overwrite,
+                with_nbdist=options.with_nbdist,
+            )
+        )
+
     @command("save", arguments.save_parser, required="name")
     def save_command(self, options: argparse.Namespace) -> None:
         """Write a checkpoint in the background."""
@@ -600,6 +615,7 @@ def register_magics(ipython: InteractiveShell) -> None:
     ipython.register_magics(create_magics(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
     ipython.input_transformers_cleanup.append(transform_distribute_comment)
+    ipython.events.register("pre_run_cell", cell_history.note_notebook_cell)
     machine = discovery.discover_machine()
     print(
         f"nbdist {__version__} \N{MIDDLE DOT} {machine.describe()} \N{MIDDLE DOT}"
@@ -638,6 +654,7 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     ipython.configurables.remove(magics)
     ipython.Completer.custom_matchers.remove(MATCHER)
     ipython.input_transformers_cleanup.remove(transform_distribute_comment)
+    ipython.events.unregister("pre_run_cell", cell_history.note_notebook_cell)
     magics.launcher_provider.close()
     if current_session() is not None:
         print("nbdist: the ranks keep running; nbdist.session().stop() ends them")

@@ -8,6 +8,7 @@ caches the answer while the session keeps its nodes.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import strategies
@@ -17,6 +18,7 @@ from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.session import device_placement as session_placement
+from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +36,22 @@ DISTRIBUTION_OPTIONS = tuple(name for name, item in _CLUSTER_ARGUMENTS.items() i
 """Options for the distribution of ranks over cluster nodes."""
 FIXED_OPTIONS = tuple(name for name in OPTION_NAMES if name not in DISTRIBUTION_OPTIONS)
 """Those that cannot change during a session."""
+
+
+def expand_config_file(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the option `config` by the options in that file; print what has no effect.
+
+    Raises:
+        OptionError: a file or a value that a session does not support, or contradictory options.
+    """
+    file = options.get("config")
+    if isinstance(file, (str, os.PathLike)):
+        options = {**options, "config": strategies.load_accelerate_config(os.fspath(file))}
+    expanded, ignored = strategies.merge_config_file(options)
+    if ignored:
+        with StatusLine() as line:
+            line.show(f"nbdist: no effect in a session: {', '.join(ignored)} of the config file")
+    return expanded
 
 
 def merge_options(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from nbdist.hardware import discovery
 from nbdist.output.rank_log import RankLogTail
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
+from nbdist.session.cell_history import CellHistory
 from nbdist.session.cell_runner import CellRunner
 from nbdist.session.config import FIXED_OPTIONS, SessionCluster, SessionConfig
 from nbdist.session.device_placement import check_usable, mixed_gpus_warning
@@ -88,6 +89,7 @@ class SessionLifecycle:
         requested: Mapping[str, Any],
         tracker: str | None = None,
     ) -> None:
+        requested = config.expand_config_file(requested)
         self.lock = threading.RLock()
         """Held by the thread that uses the ranks; `interrupt` and `status` do not need it."""
         self.num_restarts = 0
@@ -95,6 +97,7 @@ class SessionLifecycle:
         self.operation = CurrentOperation()
         """The current long operation besides cells, and its progress."""
         self.events = TrainingEvents()
+        self.history = CellHistory()
         self.started_at: float | None = None
         """Unix time of the first start, in seconds."""
         self.sent_values: dict[str, Any] = {}
@@ -146,6 +149,7 @@ class SessionLifecycle:
 
     def _options_with(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the requested options with changes applied; the location cannot change."""
+        changes = config.expand_config_file(changes)
         self._where.check_changes(changes)
         stays = {name: value for name, value in changes.items() if name not in FIXED_OPTIONS}
         return config.merge_options(self._requested_options, stays)
@@ -486,6 +490,7 @@ class SessionLifecycle:
         self._fail_running_saves("the ranks were restarted")
         self.state, self._cells.last_cell = "new", None
         self._saving.clear()
+        self.history.clear()
         self.events.reset(TrainingEvent(0, "restart", f"new ranks: {self.describe()}"))
         return self.start()
 

@@ -50,7 +50,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         """
         self._ensure_free()
         self.start()
-        return push_pull.push_variables(values, range(self.world_size), self._workers)
+        moved = push_pull.push_variables(values, range(self.world_size), self._workers)
+        self.history.add_pushes(values)
+        return moved
 
     @exclusive_for_current_ranks
     def pull(self, *names: str, rank: int = 0, as_numpy: bool = False) -> Any:
@@ -110,13 +112,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         doing = f"{self.backend} -> {then.options.backend}"
         with self.operation.track("switching", doing):
             report = self._switch(then, requested, reset_optimizer=reset)
-        self.events.add(
-            TrainingEvent(
-                self.metrics.last_step,
-                "switch",
-                operations_switch.describe_change(report.before, report.after),
-            )
-        )
+        change = operations_switch.describe_change(report.before, report.after)
+        self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
+        self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
         return report
 
     def _switch(
@@ -234,6 +232,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             save = self._saves.start_save(request, self._workers, self.world_size)
             if wait:
                 save.wait_shown()
+        self.history.add_command("save", name)
         return save
 
     @exclusive_for_current_ranks
@@ -282,6 +281,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 reset_optimizer=reset_optimizer,
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", last))
+        self.history.add_command("load", last)
         return report
 
     def resume(self) -> LoadReport | ForeignReport:
@@ -341,7 +341,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            return operations_export.export(self._workers, self.world_size, request)
+            report = operations_export.export(self._workers, self.world_size, request)
+        self.history.add_command("export", request.folder)
+        return report
 
     @exclusive_for_current_ranks
     def load_foreign(
@@ -367,6 +369,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         self.start()
         with self.operation.track("loading", f"loading {path}"):
-            return import_checkpoint.import_checkpoint(
+            report = import_checkpoint.import_checkpoint(
                 self._workers, self.world_size, path, trust=trust, model=model
             )
+        self.history.add_command("load", str(path))
+        return report

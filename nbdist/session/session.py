@@ -19,6 +19,7 @@ from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.session.progress import StatusLine
+from nbdist.session.script import WrittenScript, write_script
 from nbdist.session.termination import parse_deadline
 
 if TYPE_CHECKING:
@@ -131,7 +132,10 @@ class Session(ModelOperations):
         self.start()
         if options is not None:
             self._profiler.arm(options)
-        with self._termination.save_after_cell():
+        with (
+            self._termination.save_after_cell(),
+            self.history.record_code(code, chosen, self.world_size, count) as ran,
+        ):
             cell = self._cells.run(
                 code,
                 chosen,
@@ -141,7 +145,9 @@ class Session(ModelOperations):
                 count=count,
                 checkpoints=self._saves.root_for_ranks,
             )
-        return CellResult(cell)
+        result = CellResult(cell)
+        ran.result = result if background else None
+        return result
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the running cell or the last background cell; return False on timeout.
@@ -207,6 +213,43 @@ class Session(ModelOperations):
             OptionError: none of these, or in the past.
         """
         self._termination.deadline = None if deadline is None else parse_deadline(deadline)
+
+    def script(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        cells: str | Sequence[int] | None = None,
+        tag: str | None = None,
+        overwrite: bool = False,
+        with_nbdist: bool = False,
+    ) -> WrittenScript:
+        """Write the cells that ran, and the engine, as a folder that any launcher can run.
+
+        The folder has train.py, accelerate.yaml, ds_config.json for DeepSpeed, requirements.txt,
+        submit.sbatch, and README.md with the commands. Of a cell that ran several times the last
+        text counts, at the place where it first ran; cells that failed or were deleted are left
+        out. Comments in train.py list what differs from the notebook.
+
+        Args:
+            folder: a new or empty folder.
+            cells: numbers of the cells, "3,5-7" or a sequence. Default: all since the ranks were
+                started.
+            tag: only cells with this tag, in front ends that send tags, such as JupyterLab.
+            overwrite: replace files in a folder that is not empty; others stay.
+            with_nbdist: the script uses nbdist's engines and checkpoints; it does so anyway if a
+                cell imports nbdist.
+
+        Raises:
+            OptionError: a folder that is not empty, or cells that cannot be written.
+        """
+        return write_script(
+            self,
+            folder,
+            cells=cells,
+            tag=tag,
+            overwrite=overwrite,
+            with_nbdist=with_nbdist,
+        )
 
     # -- the profiler
 

@@ -4,10 +4,17 @@ backends         Options, Hardware, and a Strategy for each backend
 session_options  every option of a session, declared once
 arguments        how an option is written on a line
 config_files     --fsdp-config and --deepspeed-config
+accelerate_config  Accelerate's config file, read for --config and written by %nbdist script
 """
 
 from __future__ import annotations
 
+from nbdist.strategies.accelerate_config import (
+    load_accelerate_config,
+    merge_config_file,
+    write_accelerate_config,
+    write_deepspeed_config,
+)
 from nbdist.strategies.backends import (
     ALIASES,
     BACKENDS,
@@ -38,5 +45,9 @@ __all__ = [
     "SessionOptions",
     "Strategy",
     "canonical_backend",
+    "load_accelerate_config",
     "load_config",
+    "merge_config_file",
+    "write_accelerate_config",
+    "write_deepspeed_config",
 ]

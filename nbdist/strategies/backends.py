@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbdist.errors import OptionError
 from nbdist.strategies.config_files import (
     abbreviate,
+    load_config,
     read_deepspeed_config,
     read_fsdp_config,
     unplanned_settings,
@@ -107,7 +108,7 @@ class Options:
         metavar="FILE",
         help="your own FSDP settings with Accelerate's names: a file or '{...}' inline",
         type=strip_quotes,
-        is_config_file=True,
+        load=load_config,
         can_be_unset=True,
     )
     deepspeed_config: Mapping[str, Any] | None = option(
@@ -115,7 +116,7 @@ class Options:
         metavar="FILE",
         help="your own DeepSpeed config: a JSON or YAML file, or '{...}' inline",
         type=strip_quotes,
-        is_config_file=True,
+        load=load_config,
         can_be_unset=True,
     )
     replicate_across: str = option(

@@ -176,10 +176,21 @@ def _refuse_unsupported(content: Mapping[str, Any], zero: Mapping[str, Any]) -> 
 
 
 def load_config(config: str | Path) -> JsonObject:
-    """Load the value of --fsdp-config or --deepspeed-config: inline JSON, or a JSON or YAML file.
+    """Load the value of --fsdp-config or --deepspeed-config.
+
+    In an Accelerate config file the `fsdp_config` section is used.
+
+    Raises:
+        OptionError: as `load_mapping`.
+    """
+    content = load_mapping(config)
+    return _check_mapping(content.get("fsdp_config", content), config)
+
+
+def load_mapping(config: str | Path) -> JsonObject:
+    """Load inline JSON, or a JSON or YAML file.
 
     Text that starts with a brace is JSON, anything else a path. YAML is read with the safe loader.
-    In an Accelerate config file the `fsdp_config` section is used.
 
     Raises:
         OptionError: the file cannot be read, is neither JSON nor YAML, or is not a mapping.
@@ -206,13 +217,16 @@ def load_config(config: str | Path) -> JsonObject:
         if is_yaml:
             problem = f"is not YAML: {' '.join(str(error).split())}. Correct the file."
         raise OptionError(f"The config file {str(file)!r} {problem}") from error
-    section = content.get("fsdp_config", content) if isinstance(content, dict) else content
-    if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
-        kind = type(section).__name__
+    return _check_mapping(content, config)
+
+
+def _check_mapping(content: Any, config: str | Path) -> JsonObject:
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        kind = type(content).__name__
         raise OptionError(
             f"The config file {str(config)!r} must contain a mapping with string keys, got {kind}."
         )
-    return section
+    return content
 
 
 def abbreviate(config: object) -> str:

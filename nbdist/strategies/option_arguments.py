@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.strategies.config_files import load_config
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -42,8 +40,8 @@ class Argument:
     """Converts the text of a line, as argparse's argument of this name."""
     values: tuple[str, ...] = ()
     """Values that tab completion offers."""
-    is_config_file: bool = False
-    """The value is a file or inline JSON, and becomes its content."""
+    load: Callable[[str], Any] | None = None
+    """Loads the file that the value names, or parses its inline JSON."""
     can_be_unset: bool = False
     """"none" as the value removes an earlier one."""
     can_switch: bool = True
@@ -64,7 +62,7 @@ class Argument:
         """
         if self.can_be_unset and value == "none":
             return None
-        return load_config(value) if self.is_config_file and value else value
+        return self.load(value) if self.load and value else value
 
 
 def option(default: Any, **declaration: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nbdist.strategies.accelerate_config import load_accelerate_config
 from nbdist.strategies.backends import Options
-from nbdist.strategies.option_arguments import arguments_of, option
+from nbdist.strategies.option_arguments import arguments_of, option, strip_quotes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,14 @@ class SessionOptions(Options):
         scope="ranks",
         help="choose the backend at accelerator.prepare() from model and machine, and explain it",
         can_switch=False,
+    )
+    config: Mapping[str, Any] | None = option(
+        None,
+        scope="ranks",
+        metavar="FILE",
+        help="Accelerate's config file or a DeepSpeed JSON, from which options are taken",
+        type=strip_quotes,
+        load=load_accelerate_config,
     )
     nproc: int | None = option(
         None,

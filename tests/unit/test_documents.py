@@ -1,4 +1,4 @@
-"""`--json`: one document, with the fields that docs/graduate.md lists."""
+"""`--json`: one document, with the fields that docs/json.md lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbdist.session.checkpoints import Checkpoints
 from tests.unit import small_checkpoints
 from tests.unit.profile_figures import both, profile
 
-DOCUMENTED = (Path(__file__).parents[2] / "docs" / "graduate.md").read_text()
+DOCUMENTED = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
 
 
 def fields_of(kind: str) -> set[str]:

@@ -82,7 +82,9 @@ def test_no_other_module_assigns_attributes_of_a_library() -> None:
     found = {
         str(path.relative_to(ROOT)): names
         for path in sorted(ROOT.rglob("*.py"))
-        if (names := assigned(ast.parse(path.read_text()))) and "tracing" not in path.parts
+        # A copy of script_runtime.py runs without nbdist, so it cannot use library_patches.
+        if "tracing" not in path.parts and path.name != "script_runtime.py"
+        if (names := assigned(ast.parse(path.read_text())))
     }
     # A counter of torch's, which names the next group.
     assert found == {"worker/process_group.py": {"distributed_c10d._world.group_count"}}

@@ -1,0 +1,437 @@
+"""Builds the source of train.py from the cells of a session.
+
+Magics are commented out, imports move to the top where nothing can depend on their place, and the
+names that `%%distribute` predefines are made from an Accelerator.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import symtable
+import sys
+import tokenize
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from IPython.core.inputtransformer2 import TransformerManager
+
+from nbdist import rank_sets
+from nbdist.errors import OptionError
+from nbdist.session.cell_history import RankCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nbdist.session.cell_history import CellRun, Command
+
+RUNTIME = "runtime"
+"""Module beside train.py with report(), save() and what else a notebook provides."""
+_FROM_RUNTIME = ("display", "export", "load", "report", "save", "send")
+_FROM_ACCELERATOR = {
+    "rank": "process_index",
+    "local_rank": "local_process_index",
+    "world_size": "num_processes",
+    "device": "device",
+}
+"""Predefined names, and the attribute of Accelerator and PartialState with their value."""
+_BODY_MAGICS = frozenset({"capture", "prun", "time"})
+"""Cell magics whose body is run as it is."""
+_PLACE_MATTERS = re.compile(r"environ|putenv|sys\.path|chdir|set_start_method|sys\.modules")
+"""After a cell with one of these, an import may depend on its place."""
+_INDENT = "    "
+
+
+@dataclass(slots=True)
+class Script:
+    """Source of a script, and what a reader should know about it."""
+
+    source: str = ""
+    left_out: list[str] = field(default_factory=list)
+    to_provide: list[str] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)
+    """Top-level packages that it imports."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """Code of one cell, with comments above it."""
+
+    notes: list[str]
+    source: str
+    number: int
+
+
+def build_script(
+    runs: Sequence[tuple[CellRun, list[str]]],
+    *,
+    docstring: str,
+    arguments: str = "",
+    setup: str = "",
+    left_out: Sequence[str] = (),
+    runtime_has_accelerator: bool = False,
+) -> Script:
+    """Return the script of these cells.
+
+    Args:
+        runs: the cells in their order, each with notes for a comment.
+        docstring: of the module.
+        arguments: of `Accelerator(...)`.
+        setup: call of the runtime module that applies options of the session.
+        left_out: what else is not in the script.
+        runtime_has_accelerator: import `accelerator` from the runtime module.
+
+    Raises:
+        OptionError: code that only a notebook can run.
+    """
+    script = Script(left_out=list(left_out))
+    blocks = [_block(run, notes, script) for run, notes in runs]
+    blocks = [block for block in blocks if block.source or block.notes]
+    imports = _hoist_imports(blocks)
+    used = _used_names(blocks)
+    from_runtime = used.intersection(_FROM_RUNTIME) | ({"setup"} if setup else set())
+    if runtime_has_accelerator and used.intersection(["accelerator", *_FROM_ACCELERATOR]):
+        from_runtime.add("accelerator")
+    accelerator = _predefined_lines(used, arguments, imports, is_made="accelerator" in from_runtime)
+    imports.add(
+        f"from {RUNTIME} import {', '.join(sorted(from_runtime))}"
+        if from_runtime
+        else f"import {RUNTIME}  # noqa: F401 - applies accelerate.yaml"
+    )
+    parts = [f'"""{docstring}"""', *_comment_list("Not in this script:", script.left_out)]
+    parts += _comment_list("Set these variables, which the notebook pushed:", script.to_provide)
+    parts += ["\n".join(_sorted_imports(imports)), "\n".join(filter(None, [setup, *accelerator]))]
+    parts += [
+        "\n".join([f"# Cell {block.number}", *(f"# {note}" for note in block.notes), block.source])
+        for block in blocks
+    ]
+    script.source = "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
+    script.modules = _imported_modules(script.source)
+    compile(script.source, "train.py", "exec")
+    return script
+
+
+def _comment_list(title: str, items: Sequence[str]) -> list[str]:
+    return ["\n".join([f"# {title}", *(f"# - {item}" for item in items)])] if items else []
+
+
+def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
+    """Return one cell as part of a script."""
+    lines: list[str] = []
+    comments = list(notes)
+    for part in run.parts:
+        if isinstance(part, RankCode):
+            source = _on_ranks(part, _to_python(part.code, run.number, script))
+            if len(part.ranks) < part.world_size:
+                comments.append(f"Runs on {rank_sets.describe_ranks(part.ranks)} only.")
+        elif part.kind == "switch":
+            comments.append(f"The notebook switched here, {part.name}; the script does not.")
+            continue
+        elif part.kind == "push" and not part.is_literal:
+            script.to_provide.append(
+                f"{part.name} = ...  ({part.text}, used from cell {run.number})"
+            )
+            continue
+        else:
+            source = _command_line(part)
+        lines.append(source)
+    return _Block(comments, "\n".join(lines).strip("\n"), run.number)
+
+
+def _command_line(command: Command) -> str:
+    if command.kind == "push":
+        return f"{command.name} = {command.text}  # pushed from the notebook"
+    if command.kind == "load":
+        return f"# The notebook loaded a checkpoint here: load({json.dumps(command.name)})"
+    return f"{command.kind}({json.dumps(command.name)})  # %nbdist {command.kind}"
+
+
+def _on_ranks(part: RankCode, source: str) -> str:
+    """Return code below a condition if it ran on some ranks only."""
+    if len(part.ranks) == part.world_size or not source.strip():
+        return source
+    ranks = part.ranks
+    test = f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
+    inside = _string_lines(source)
+    body = [
+        line if number in inside or not line.strip() else _INDENT + line
+        for number, line in enumerate(source.splitlines(), start=1)
+    ]
+    has_code = bool(ast.parse(source).body)
+    return "\n".join([f"if {test}:", *body, *([] if has_code else [f"{_INDENT}pass"])])
+
+
+def _string_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that begin inside of a string."""
+    starts: list[int] = []
+    inside: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "STRING":
+            inside.update(range(token.start[0] + 1, token.end[0] + 1))
+        elif name in {"FSTRING_START", "TSTRING_START"}:  # from Python 3.12 on
+            starts.append(token.start[0])
+        elif name in {"FSTRING_END", "TSTRING_END"}:
+            inside.update(range(starts.pop() + 1, token.end[0] + 1))
+    return inside
+
+
+# -- magics
+
+
+def _to_python(code: str, number: int, script: Script) -> str:
+    """Return a cell's code as Python, with magics as comments."""
+    code = re.sub(r"\A# %%distribute[^\n]*\n", "", code)
+    if code.lstrip().startswith("%%"):
+        first, _, body = code.lstrip().partition("\n")
+        script.left_out.append(f"{first.strip()} of cell {number}")
+        if first[2:].split()[0] not in _BODY_MAGICS:
+            return ""
+        code = body
+    transformed = TransformerManager().transform_cell(code)
+    if "get_ipython()" in transformed and "get_ipython()" not in code:
+        code = _without_magics(transformed, number, script)
+    try:
+        compile(code, "cell", "exec", dont_inherit=True)
+    except SyntaxError:
+        raise OptionError(
+            f"Cell {number} uses await outside of a function, which a script cannot. Put it into an"
+            " async function that asyncio.run() calls, or leave the cell out with --cells."
+        ) from None
+    return _show_last_value(code, ast.parse(code)).strip("\n")
+
+
+def _without_magics(source: str, number: int, script: Script) -> str:
+    """Replace the statements that IPython made of magics by comments."""
+    lines = source.splitlines()
+    tree = ast.parse(source, type_comments=False)
+    for statement in _innermost_statements(tree):
+        call = next((node for node in ast.walk(statement) if _magic_name(node)), None)
+        if call is None:
+            continue
+        text = _magic_text(call)
+        indent = " " * statement.col_offset
+        comment = f"{indent}# {text}"
+        replaced = [comment, f"{indent}pass"] if indent else [comment]
+        if text.startswith("%time ") and isinstance(statement, ast.Expr):
+            replaced = [indent + text.removeprefix("%time ")]
+        else:
+            script.left_out.append(f"{text} of cell {number}")
+        end = statement.end_lineno or statement.lineno
+        rest = [""] * (end - statement.lineno - len(replaced) + 1)
+        lines[statement.lineno - 1 : end] = ["\n".join(replaced), *rest][
+            : end - statement.lineno + 1
+        ]
+    return "\n".join(lines)
+
+
+def _innermost_statements(tree: ast.AST) -> list[ast.stmt]:
+    """Return the statements that contain no other, in their order."""
+    nodes = sorted(
+        (node for node in ast.walk(tree) if isinstance(node, ast.stmt)), key=lambda n: n.lineno
+    )
+    return [
+        node
+        for node in nodes
+        if not any(isinstance(child, ast.stmt) for child in ast.walk(node) if child is not node)
+    ]
+
+
+def _magic_name(node: ast.AST) -> str:
+    """Return the method of get_ipython() that a call is of; "" for other nodes."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return ""
+    return node.func.attr if ast.unparse(node.func.value) == "get_ipython()" else ""
+
+
+def _magic_text(call: ast.AST) -> str:
+    """Return a magic as the user wrote it."""
+    words = [str(arg.value) for arg in getattr(call, "args", []) if isinstance(arg, ast.Constant)]
+    name = _magic_name(call)
+    if name == "run_line_magic":
+        return f"%{' '.join(words).strip()}"
+    return f"!{' '.join(words)}" if name in {"system", "getoutput"} else f"{name}({words})"
+
+
+def _show_last_value(code: str, tree: ast.Module) -> str:
+    """Print the value that the notebook shows below the cell; a call is left as it is."""
+    last = tree.body[-1] if tree.body else None
+    quiet = (ast.Call, ast.Constant, ast.Await, ast.Yield)
+    if not isinstance(last, ast.Expr) or isinstance(last.value, quiet):
+        return code
+    value = ast.get_source_segment(code, last.value) or ""
+    lines = code.splitlines()
+    shown = "\n".join(lines[last.lineno - 1 : last.end_lineno])
+    if code.rstrip().endswith(";") or shown.strip() != value:
+        return code
+    return "\n".join([*lines[: last.lineno - 1], f"print({value})"])
+
+
+# -- the place of imports
+
+
+def _hoist_imports(blocks: Sequence[_Block]) -> set[str]:
+    """Move imports out of the blocks where their place has no effect; return their lines."""
+    tables = [symtable.symtable(block.source, "cell", "exec") for block in blocks]
+    assigned = {
+        symbol.get_name()
+        for table in tables
+        for symbol in table.get_symbols()
+        if symbol.is_assigned()
+    } | {name for block in blocks for name in _global_names(block.source)}
+    targets: dict[str, set[str]] = {}
+    for block in blocks:
+        for node in ast.walk(ast.parse(block.source)):
+            for name, line in _bindings(node):
+                targets.setdefault(name, set()).add(line)
+    fixed = assigned | {name for name, lines in targets.items() if len(lines) > 1}
+    hoisted: set[str] = set()
+    for block in blocks:
+        moved = [
+            node
+            for node in ast.parse(block.source).body
+            if (bindings := _bindings(node))
+            and fixed.isdisjoint(name for name, _ in bindings)
+            and _stands_alone(node, block.source)
+        ]
+        if _PLACE_MATTERS.search(block.source):
+            break
+        hoisted |= {line for node in moved for _, line in _bindings(node)}
+        lines = block.source.splitlines()
+        for node in reversed(moved):
+            del lines[node.lineno - 1 : node.end_lineno]
+        block.source = "\n".join(lines).strip("\n")
+    return hoisted
+
+
+def _bindings(node: ast.AST) -> list[tuple[str, str]]:
+    """Return the names that an import binds, each with an import line for it alone."""
+    if isinstance(node, ast.Import):
+        return [
+            (alias.asname or alias.name.split(".")[0], ast.unparse(ast.Import([alias])))
+            for alias in node.names
+        ]
+    if isinstance(node, ast.ImportFrom) and not any(alias.name == "*" for alias in node.names):
+        return [
+            (
+                alias.asname or alias.name,
+                ast.unparse(ast.ImportFrom(node.module, [alias], node.level)),
+            )
+            for alias in node.names
+        ]
+    return []
+
+
+def _global_names(source: str) -> set[str]:
+    nodes = ast.walk(ast.parse(source))
+    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+
+
+def _stands_alone(node: ast.stmt, source: str) -> bool:
+    """Return whether an import has its lines for itself, without a comment."""
+    text = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
+    return text.strip() == (ast.get_source_segment(source, node) or "") and "#" not in text
+
+
+def _sorted_imports(lines: Iterable[str]) -> list[str]:
+    """Return import lines in the order of isort, those from one module merged."""
+    groups: list[dict[str, set[str]]] = [{}, {}, {}, {}]
+    for line in lines:
+        node = ast.parse(line).body[0]
+        if isinstance(node, ast.ImportFrom):
+            key = f"from {'.' * node.level}{node.module or ''} import "
+            module, names = node.module or "", {ast.unparse(alias) for alias in node.names}
+        else:
+            module, key, names = line.split()[1], line, set()
+        top = module.split(".")[0]
+        place = 1 if top in sys.stdlib_module_names else 2
+        place = 0 if top == "__future__" else 3 if top == RUNTIME else place
+        groups[place].setdefault(key, set()).update(names)
+    sections = [
+        [_import_line(key, sorted(group[key])) for key in sorted(group, key=_import_order)]
+        for group in groups
+    ]
+    joined: list[str] = []
+    for section in filter(None, sections):
+        joined += ["", *section] if joined else section
+    return joined
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    return line.startswith("from"), line
+
+
+def _import_line(key: str, names: list[str]) -> str:
+    line = key + ", ".join(names)
+    if len(line) <= 100 or not names:  # noqa: PLR2004 - the usual width of a line
+        return line
+    return "\n".join([f"{key}(", *(f"{_INDENT}{name}," for name in names), ")"])
+
+
+def _imported_modules(source: str) -> set[str]:
+    return {
+        name.split()[1].split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for _, name in _bindings(node)
+    }
+
+
+# -- names
+
+
+def _used_names(blocks: Sequence[_Block]) -> set[str]:
+    """Return the names that the code reads before it binds them itself."""
+    bound: set[str] = set()
+    used: set[str] = set()
+    for block in blocks:
+        tree = ast.parse(block.source)
+        loaded = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+        }
+        used |= loaded - bound - _bound_first(tree)
+        table = symtable.symtable(block.source, "cell", "exec")
+        bound |= {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+    return used
+
+
+def _bound_first(tree: ast.Module) -> set[str]:
+    """Return the names that top-level statements bind before any statement reads them."""
+    bound: set[str] = set()
+    read: set[str] = set()
+    for statement in tree.body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        read |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        stored |= {name for name, _ in _bindings(statement)}
+        bound |= stored - read
+    return bound
+
+
+def _predefined_lines(
+    used: set[str], arguments: str, imports: set[str], *, is_made: bool
+) -> list[str]:
+    """Return the lines that make the predefined names; add the imports that they need."""
+    if "torch" in used or "torch." in arguments:
+        imports.add("import torch")
+    lines: list[str] = []
+    names = [name for name in _FROM_ACCELERATOR if name in used]
+    if is_made:
+        pass
+    elif "accelerator" in used:
+        imports.add("from accelerate import Accelerator")
+        if "Plugin" in arguments:
+            imports.add("from accelerate import FullyShardedDataParallelPlugin")
+            imports.add(f"from torch.distributed.fsdp import {_policy(arguments)}")
+        lines = [f"accelerator = Accelerator({arguments})"]
+    elif names:
+        imports.add("from accelerate import PartialState")
+    source = "accelerator" if is_made or "accelerator" in used else "PartialState()"
+    return lines + [f"{name} = {source}.{_FROM_ACCELERATOR[name]}" for name in names]
+
+
+def _policy(arguments: str) -> str:
+    return "MixedPrecisionPolicy" if "MixedPrecisionPolicy" in arguments else "MixedPrecision"

@@ -1,0 +1,147 @@
+"""Runs a script that `%nbdist script --with-nbdist` wrote as cells of a session run.
+
+`runtime.py` beside the script calls ``start`` in each process that accelerate, torchrun or Slurm
+started: the same engines, checkpoints and `nbdist.generate`, without a notebook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from IPython.display import display
+from torch.distributed.rendezvous import rendezvous
+
+from nbdist import checkpoint
+from nbdist.protocol.operations import ExportRequest, LoadRequest
+from nbdist.strategies import Hardware, Options
+from nbdist.worker import process_group
+from nbdist.worker.engines import accelerator_patch, trainer
+from nbdist.worker.operations import RankContext
+from nbdist.worker.operations import export as export_operation
+from nbdist.worker.operations import load as load_operation
+from nbdist.worker.operations.save import CheckpointSaver
+from nbdist.worker.report import Reporter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accelerate import Accelerator
+
+FLUSH_S = 10.0
+"""Time that the end of the script waits for copies of reported device tensors."""
+MAX_SHARD_SIZE = "5GB"
+PRINT_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptNames:
+    """The names that a script gets from its runtime module."""
+
+    accelerator: Accelerator
+    report: Callable[..., None]
+    save: Callable[..., None]
+    load: Callable[[str], None]
+    export: Callable[[str], None]
+
+
+def start(options: dict[str, Any]) -> ScriptNames:
+    """Set up this process as a rank with these options of a session."""
+    for name in [*os.environ]:
+        if name.startswith(("ACCELERATE_", "FSDP_")):  # the session's options decide
+            del os.environ[name]
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = os.environ["NBDIST_RANK"] = os.environ.get("RANK", "0")
+    on_gpu = torch.cuda.is_available()
+    hardware = Hardware(
+        kind="cuda" if on_gpu else "cpu",
+        bf16=on_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        fp8=options.get("precision") == "fp8",
+        world_size=world_size,
+        nodes=world_size // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+    chosen = Options.from_fields(options).validate(hardware)
+    store, *_ = next(rendezvous("env://"))
+    process_group.create_default_group(store, on_gpu=on_gpu)
+    accelerator = accelerator_patch.patch_accelerator(chosen, hardware)
+    reporter = Reporter(MetricsFile(Path("metrics") / f"rank{rank}.jsonl").append)
+    trainer.install(reporter)
+    saver = CheckpointSaver("", Path.cwd(), lambda _: None, lambda: sys.stderr.write)
+    atexit.register(saver.wait)
+    atexit.register(reporter.flush, FLUSH_S)
+    context = RankContext(
+        variables=vars(sys.modules["__main__"]),
+        predefined={},
+        initial_environ=dict(os.environ),
+        reporter=reporter,
+        on_phase=lambda _: None,
+        begin_save=saver.begin,
+        barrier=None,
+        folder=Path(tempfile.mkdtemp(prefix="nbdist-script-")),
+    )
+    atexit.register(context.folder.rmdir)
+    return ScriptNames(
+        accelerator,
+        reporter.report,
+        saver.save,
+        lambda name: load(name, saver, context),
+        lambda folder: export(folder, context),
+    )
+
+
+def load(name: str, saver: CheckpointSaver, context: RankContext) -> None:
+    """Load the checkpoint NAME of the folder `checkpoints`, after the models are prepared."""
+    saver.wait()
+    process_group.verify_group()  # all ranks have finished the save
+    root = checkpoint.parse_location("checkpoints", Path.cwd())
+    with checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest):
+        request = LoadRequest(
+            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=False
+        )
+        load_operation.load(request, context)
+
+
+def export(folder: str, context: RankContext) -> None:
+    """Write the prepared model as a `from_pretrained` folder."""
+    request = ExportRequest(
+        folder=str(Path(folder).absolute()),
+        dtype=None,
+        max_shard_size=MAX_SHARD_SIZE,
+        overwrite=True,
+        model=None,
+    )
+    export_operation.export(request, context)
+
+
+class MetricsFile:
+    """A file of rows as JSON lines; rank 0 also prints a row every few seconds."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._next_print_s = 0.0 if path.name == "rank0.jsonl" else math.inf
+
+    def append(self, rows: list[dict[str, float]]) -> None:
+        """Write rows; the reporter never calls this concurrently."""
+        self._file.writelines(json.dumps(row) + "\n" for row in rows)
+        self._file.flush()
+        if time.monotonic() >= self._next_print_s:
+            self._next_print_s = time.monotonic() + PRINT_INTERVAL_S
+            values = [f"{k} {v:.4g}" for k, v in rows[-1].items() if k not in {"step", "time"}]
+            print(f"step {rows[-1]['step']:.0f}: {', '.join(values)}", flush=True)  # noqa: T201
+
+
+def send(name: str, value: object) -> None:
+    """Do nothing: there is no notebook to send a variable to."""
+
+
+__all__ = ["ScriptNames", "display", "send", "start"]

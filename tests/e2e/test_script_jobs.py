@@ -1,0 +1,158 @@
+"""A session becomes a job with the same losses, and the job's config a session with the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from nbdist import OptionError, Session
+from tests import engines
+from tests.notebooks.run_notebook import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MODEL = """
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=scale)
+data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+TRAIN = """
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    report(loss=loss)
+"""
+NOTEBOOKS = ("01_first_cell", "02_every_backend", "03_trainer", "05_switch", "09_fine_tune")
+Rows = dict[int, list[float]]
+
+
+def launch(folder: Path, command: str = "", **variables: str) -> None:
+    """Run a written script with two processes and without nbdist on the path."""
+    words = command or "accelerate.commands.launch --config_file accelerate.yaml train.py"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, "-m", *words.split()],
+        cwd=folder,
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+def written(folder: Path, name: str = "loss") -> Rows:
+    """Return what report() of a script wrote, by rank."""
+    files = sorted((folder / "metrics").glob("rank*.jsonl"))
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return {rank: [row[name] for row in of if name in row] for rank, of in enumerate(rows)}
+
+
+def train(session: Session) -> Rows:
+    session.push(scale=0.01)
+    session.run(MODEL)
+    session.run(TRAIN)
+    return session.metrics.by_rank("loss")
+
+
+def same_losses_in_a_job(backend: str, folder: Path, **options: Any) -> None:
+    """Train in a session, in the job written from it, and in a session with the job's config."""
+    with Session(nproc=2, backend=backend, **options) as session:
+        losses = train(session)
+        session.script(folder)
+        chosen = session.options
+    launch(folder)
+    assert written(folder) == losses
+    with Session(config=folder / "accelerate.yaml", clip=options.get("clip")) as session:
+        assert (session.backend, session.world_size) == (chosen.backend, 2)
+        assert train(session) == losses
+
+
+def test_a_job_has_the_losses_of_the_session(session: Session, tmp_path: Path) -> None:
+    losses = train(session)
+    session.script(tmp_path / "job")
+    launch(tmp_path / "job")
+    assert written(tmp_path / "job") == losses
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", engines.each())
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clip": 0.5}, {"precision": "bf16"}],
+    ids=["plain", "clip", "bf16"],
+)
+def test_every_engine_and_option_has_the_same_losses_in_a_job(
+    backend: str, options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    same_losses_in_a_job(backend, tmp_path / "job", **options)
+
+
+def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path) -> None:
+    session.run("x = 1")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(OptionError, match=r"is not empty\. Use another, or add --overwrite\.$"):
+        session.script(tmp_path)
+    files = session.script(tmp_path, overwrite=True).files
+    assert {"train.py", "accelerate.yaml", "submit.sbatch", "README.md"} <= {*files}
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp1", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_has_its_losses_in_a_job(name: str, backend: str, tmp_path: Path) -> None:
+    """Notebooks that train with a Trainer print its losses; the others report them."""
+    client = NotebookClient(
+        with_script(name, backend, tmp_path),
+        timeout=600,
+        allow_errors=True,
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    launch(tmp_path / "job", PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
+    in_notebook = json.loads((tmp_path / "metrics.json").read_text())
+    for metric in {"loss", "pretraining", "straight"} & in_notebook.keys():
+        losses = {int(rank): values for rank, values in in_notebook[metric].items()}
+        if (tmp_path / "job" / "metrics").exists() and any(written(tmp_path / "job", metric)[0]):
+            assert written(tmp_path / "job", metric) == losses
+
+
+def with_script(name: str, backend: str, folder: Path) -> nbformat.NotebookNode:
+    """Return a notebook under one backend that writes its script and metrics before it stops."""
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    first = next(cell for cell in cells if cell.source.startswith("%%distribute"))
+    for cell in cells:
+        cell.source = re.sub(r"^(%%distribute.*) --backend \S+", r"\1", cell.source)
+        cell.source = re.sub(r"^%nbdist switch .*", "", cell.source)
+    first.source = first.source.replace("%%distribute", f"%%distribute --backend {backend}", 1)
+    kept = [c for c in cells if "run_cell_magic" not in c.source and "plt" not in c.source]
+    kept[-1].source = (
+        f"import json, math, nbdist\n%nbdist script {folder}/job\n"
+        "found = nbdist.session().metrics\n"
+        "values = {n: {r: [v for v in of if not math.isnan(v)]"
+        " for r, of in found.by_rank(n).items()} for n in found.names}\n"
+        f"json.dump(values, open('{folder}/metrics.json', 'w'))\n%nbdist stop"
+    )
+    notebook.cells = kept
+    return notebook

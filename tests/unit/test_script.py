@@ -1,0 +1,160 @@
+"""`%nbdist script`: which cells a script has, and what they become as Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbdist import OptionError
+from nbdist.session import cell_history
+from nbdist.session.cell_history import CellHistory, CellRun, Command, RankCode
+from nbdist.session.script import choose_cells
+from nbdist.session.script_source import Script, build_script
+
+TRAINING = """
+import torch.nn.functional as F
+from torch import nn
+
+model = accelerator.prepare(nn.Linear(2, 1))
+report(loss=F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)))
+"""
+
+
+def cell(code: str, number: int = 1, *, ranks: tuple[int, ...] = (0, 1), **fields: str) -> CellRun:
+    error = fields.get("error", "")
+    part = RankCode(code=code, ranks=ranks, world_size=2, error=error)
+    return CellRun(cell_id=fields.get("cell_id", f"id {number}"), number=number, parts=[part])
+
+
+def script(*runs: CellRun) -> Script:
+    return build_script([(run, []) for run in runs], docstring="A script.")
+
+
+def history(*runs: CellRun) -> CellHistory:
+    found = CellHistory()
+    found.runs.extend(runs)
+    return found
+
+
+def chosen(*runs: CellRun) -> list[str]:
+    return [run.code[0].code for run, _ in choose_cells(history(*runs))[0]]
+
+
+def test_a_script_reads_as_if_written_by_hand() -> None:
+    assert script(cell("# %%distribute --backend fsdp\n" + TRAINING, 3)).source == (
+        '"""A script."""\n\n'
+        "import torch\n"
+        "import torch.nn.functional as F\n"
+        "from accelerate import Accelerator\n"
+        "from torch import nn\n\n"
+        "from runtime import report\n\n"
+        "accelerator = Accelerator()\n\n"
+        "# Cell 3\n"
+        "model = accelerator.prepare(nn.Linear(2, 1))\n"
+        "report(loss=F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)))\n"
+    )
+
+
+def test_magics_are_commented_out_and_listed() -> None:
+    code = "!pip install peft\nif True:\n    %env A=1\nfiles = !ls\n%time train()\nx = 1"
+    result = script(cell(code, 4))
+    assert result.left_out == [
+        f"{magic} of cell 4" for magic in ("!pip install peft", "%env A=1", "!ls")
+    ]
+    assert "# !pip install peft\nif True:\n    # %env A=1\n    pass\n" in result.source
+    assert "\ntrain()\nx = 1\n" in result.source
+    assert "# Not in this script:\n# - !pip install peft of cell 4\n" in result.source
+
+
+def test_the_body_of_a_timed_cell_is_kept_and_a_shell_script_is_not() -> None:
+    assert "train()" in script(cell("%%time\ntrain()")).source
+    assert "echo" not in script(cell("%%bash\necho hello"), cell("x = 1", 2)).source
+
+
+def test_a_cell_of_some_ranks_becomes_a_condition() -> None:
+    source = script(cell('text = """a\nb"""\nprint(text)', ranks=(0,))).source
+    assert "# Runs on rank 0 only.\nif rank == 0:\n" in source
+    assert '    text = """a\nb"""\n    print(text)\n' in source
+    assert "rank = PartialState().process_index\n" in source
+
+
+def test_an_import_stays_where_its_place_matters() -> None:
+    late = script(cell("import os\nos.environ['A'] = '1'"), cell("import torch.nn", 2)).source
+    assert "os.environ['A'] = '1'\n\n# Cell 2\nimport torch.nn\n" in late
+    rebound = script(cell("from time import time\nbegin = time()\ntime = 3")).source
+    assert "# Cell 1\nfrom time import time\n" in rebound
+
+
+def test_a_displayed_value_is_printed() -> None:
+    assert "print(world_size)" in script(cell("world_size")).source
+    assert "print" not in script(cell("train()"), cell("world_size;", 2)).source
+
+
+def test_pushed_values_are_written_or_named() -> None:
+    run = cell("print(base, tokens)", 5)
+    run.parts.insert(0, Command(kind="push", name="base", text='"/data"', is_literal=True))
+    run.parts.insert(0, Command(kind="push", name="tokens", text="ndarray"))
+    source = script(run).source
+    assert 'base = "/data"  # pushed from the notebook\nprint(base, tokens)' in source
+    assert "# - tokens = ...  (ndarray, used from cell 5)\n" in source
+
+
+def test_an_accelerator_of_the_user_is_the_only_one() -> None:
+    own = "from accelerate import Accelerator\naccelerator = Accelerator()\naccelerator.print(1)"
+    assert script(cell(own)).source.count("accelerator = Accelerator()") == 1
+
+
+def test_await_outside_of_a_function_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"^Cell 7 uses await"):
+        script(cell("await work()", 7))
+
+
+def test_the_last_run_of_a_cell_counts_at_the_place_of_the_first() -> None:
+    runs = [cell("lr = 1", 1, cell_id="a"), cell("train()", 2, cell_id="b")]
+    assert chosen(*runs, cell("lr = 2", 3, cell_id="a")) == ["lr = 2", "train()"]
+    failed = cell("lr = wrong", 4, cell_id="a", error="NameError")
+    assert chosen(*runs, failed) == ["lr = 1", "train()"]
+    (_, notes), _ = choose_cells(history(*runs, failed))[0]
+    assert notes == ["Its last run failed with NameError; this text ran before."]
+
+
+def test_failed_and_deleted_cells_are_left_out_and_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cell_history, "deleted_cells", {"gone"})
+    runs = [cell("x = 1", 1), cell("y = 2", 2, cell_id="gone"), cell("z", 3, error="NameError")]
+    assert choose_cells(history(*runs))[1] == [
+        "cell 2, which was deleted from the notebook",
+        "cell 3, which failed with NameError",
+    ]
+
+
+def test_cells_are_chosen_by_number_or_tag() -> None:
+    ran = history(*(cell(f"x = {number}", number) for number in (2, 4, 7)))
+    ran.runs[1].tags = ("train",)
+    assert [run.number for run, _ in choose_cells(ran, "7,2-5")[0]] == [7, 2, 4]
+    assert [run.number for run, _ in choose_cells(ran, [4])[0]] == [4]
+    assert [run.number for run, _ in choose_cells(ran, tag="train")[0]] == [4]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ("9", r"^The text of cell 9 is not available: it did not run on these ranks"),
+        ("a", r"^--cells takes numbers of cells such as 3,5-7, got 'a'"),
+    ],
+)
+def test_wrong_numbers_of_cells_are_refused(cells: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        choose_cells(history(cell("x = 1")), cells)
+
+
+def test_without_cells_there_is_nothing_to_write() -> None:
+    with pytest.raises(OptionError, match=r"^No %%distribute cell ran since"):
+        choose_cells(CellHistory())
+
+
+def test_text_that_is_not_kept_is_named() -> None:
+    ran = history(cell("x = 1"))
+    ran.num_dropped = 3
+    with pytest.raises(OptionError, match=r"^The text of the first 3 cells .* --cells"):
+        choose_cells(ran)
