@@ -26,7 +26,7 @@ _ENGINES = {
     "DEEPSPEED": "deepspeed",
 }
 """distributed_type of the file -> engine."""
-_READ = frozenset(
+READ_KEYS = frozenset(
     {
         "compute_environment",
         "deepspeed_config",
@@ -39,7 +39,7 @@ _READ = frozenset(
         "use_cpu",
     }
 )
-_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+KEYS_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "command_file": (),
     "commands": (),
     "debug": (),
@@ -110,7 +110,9 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
     """
     if "zero_optimization" in content:
         return _deepspeed_file_options(content), []
-    if unknown := sorted(content.keys() - _READ - _WITHOUT_EFFECT.keys() - {"dynamo_backend"}):
+    if unknown := sorted(
+        content.keys() - READ_KEYS - KEYS_WITHOUT_EFFECT.keys() - {"dynamo_backend"}
+    ):
         raise OptionError(
             f"Unknown keys in the config file: {abbreviate(', '.join(unknown))}. Remove them, or"
             " use a file that `accelerate config` or `%nbdist script` wrote."
@@ -126,7 +128,7 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
     options: JsonObject = {"precision": str(content.get("mixed_precision") or "no")}
     ignored = [
         key
-        for key, harmless in _WITHOUT_EFFECT.items()
+        for key, harmless in KEYS_WITHOUT_EFFECT.items()
         if content.get(key) and content[key] not in harmless
     ]
     for read in (_rank_options, _compile_options, *_SECTIONS[_ENGINES[kind]]):

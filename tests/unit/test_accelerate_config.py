@@ -56,7 +56,7 @@ def options(folder: Path, content: Mapping[str, Any], line: str = "") -> dict[st
 
 
 def test_every_key_of_accelerate_is_read_or_named() -> None:
-    known = accelerate_config._READ | accelerate_config._WITHOUT_EFFECT.keys()
+    known = accelerate_config.READ_KEYS | accelerate_config.KEYS_WITHOUT_EFFECT.keys()
     assert known == {field.name for field in fields(ClusterConfig)}
 
 
