@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
-from nbdist import strategies
+from nbdist import rank_python, strategies
 from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
@@ -83,6 +83,9 @@ class NbDist(Magics):
     on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
         config=True
     )
+    python = Unicode(
+        None, allow_none=True, help="Default of --python. None: the notebook's interpreter."
+    ).tag(config=True)
     sharded_load = Bool(
         default_value=True, help="Load from_pretrained models as shards with fsdp, fsdp1, zero3."
     ).tag(config=True)
@@ -95,6 +98,7 @@ class NbDist(Magics):
 
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         super().__init__(shell, **traits)
+        self.observe(lambda _: self.warm_up(), "python")
         self.observe(self._move_checkpoints, "checkpoints")
         self.observe(
             self._warn_on_restart_options,
@@ -107,7 +111,18 @@ class NbDist(Magics):
 
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
-        self.launcher_provider.warm_up("cuda" if discovery.discover_machine().gpus else "cpu")
+        python = rank_python.find(self.python)
+        rank_python.select(python)
+        has_gpus = bool(discovery.discover_machine().gpus)
+        self.launcher_provider.warm_up("cuda" if has_gpus else "cpu", python)
+
+    @validate("python")
+    def _validate_python(self, proposal: Bunch) -> str | None:
+        try:
+            rank_python.find(proposal.value)
+        except OptionError as error:
+            raise TraitError(f"The 'python' trait: {error}") from None
+        return cast("str | None", proposal.value)
 
     @validate("checkpoints")
     def _validate_checkpoint_dir(self, proposal: Bunch) -> str | None:
@@ -249,12 +264,13 @@ class NbDist(Magics):
         """Return the current session with the line's options; start or restart it as needed."""
         changes = arguments.session_options(options)
         session = current_session()
-        if session is not None and options.on is not None and options.on != session.on:
+        moved = [] if session is None else moved_options(session, options)
+        if session is not None and moved:
             # Created first: if it fails, the current session keeps running.
             switched = self.new_session(changes)
             print(
-                f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
-                " ranks are lost"
+                f"nbdist: {', '.join(moved)}: starting new ranks; variables of the old ranks are"
+                " lost"
             )
             session.stop()
             return switched.start()
@@ -491,6 +507,16 @@ MATCHER = completion.make_matcher(
 )
 
 
+def moved_options(session: Session, options: argparse.Namespace) -> list[str]:
+    """Return which options of the line move the ranks elsewhere: "on local -> ray"."""
+    moved = {"on": (session.on, options.on)}
+    if options.python is not None:
+        moved["python"] = (session.python, rank_python.find(options.python).executable)
+    return [
+        f"{name} {now} -> {new}" for name, (now, new) in moved.items() if new not in {None, now}
+    ]
+
+
 def format_syntax_error(error: SyntaxError, count: int) -> str:
     """Format a syntax error with the notebook's name of the cell."""
     text = "".join(traceback.format_exception_only(error))
@@ -518,7 +544,8 @@ def keep_line_numbers(line: str, cell: str) -> str:
 def register_magics(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and print the devices that were found."""
     ipython.register_magics(create_magics(ipython))
-    ipython.Completer.custom_matchers.append(MATCHER)
+    if MATCHER is not None:
+        ipython.Completer.custom_matchers.append(MATCHER)
     machine = discovery.discover_machine()
     print(
         f"nbdist {__version__} \N{MIDDLE DOT} {machine.describe()} \N{MIDDLE DOT}"
@@ -555,7 +582,8 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     manager.magics["cell"].pop("distribute")
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
-    ipython.Completer.custom_matchers.remove(MATCHER)
+    if MATCHER is not None:
+        ipython.Completer.custom_matchers.remove(MATCHER)
     magics.launcher_provider.close()
     if current_session() is not None:
         print("nbdist: the ranks keep running; nbdist.session().stop() ends them")

@@ -25,6 +25,7 @@ PURE = {
     "rank_sets",
     "redaction",
     "keyboard_interrupt",
+    "rank_python",
 }
 PURE |= {"strategies"}
 MAY_IMPORT = {
@@ -33,18 +34,20 @@ MAY_IMPORT = {
     "hardware": set(),
     "paths": {"errors"},
     "redaction": set(),
+    "rank_python": {"errors"},
     "rank_sets": {"errors"},
     "keyboard_interrupt": set(),
     "protocol": {"errors", "keyboard_interrupt"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint"},
-    "planner": {"display", "errors", "hardware", "paths", "strategies"},
+    "planner": {"display", "errors", "hardware", "paths", "rank_python", "strategies"},
     "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
-    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"},
+    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
+    | {"redaction"},
     "output": {"protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
