@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> installing nbdist with torch, accelerate, deepspeed, transformers (a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[test,dev,browser]'
+	  --constraint constraints.txt --editable '.[ranks,deepspeed,test,dev,browser]'
 	@touch $@
 
 demo: env ## run notebooks/01_first_cell.ipynb and print its output

@@ -223,9 +223,9 @@ def _query(executable: str) -> RankPython:
     env["PYTHONPATH"] = ""
     try:
         done = subprocess.run(  # noqa: S603 - the user's interpreter
-            [executable, "-c", _QUERY],
+            [executable, "-"],
             env=env,
-            stdin=subprocess.DEVNULL,
+            input=_QUERY,
             capture_output=True,
             text=True,
             timeout=QUERY_TIMEOUT_S,

@@ -67,7 +67,8 @@ def check_versions(
     version_of = version_of or ranks.version_of
     required = ranks.requirements("ranks", "deepspeed") if required is None else required
     gpus = len(discovery.discover_machine().gpus) if gpus is None else gpus
-    driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
+    if driver_cuda is None and (driver := discovery.driver_cuda_version()):
+        driver_cuda = driver[0]
     versions = {name: version_of(name) for name in REPORTED_PACKAGES}
     python = f"Python {platform.python_version()}, nbdist {__version__}"
     if not ranks.is_own:
@@ -140,17 +141,6 @@ def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
         if version := version_of(package):
             return int(version.split(".")[0])
     return None
-
-
-def _driver_cuda() -> int | None:
-    nvml = discovery.import_pynvml()
-    if nvml is None:
-        return None
-    try:
-        with discovery.open_nvml(nvml):
-            return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
-    except nvml.NVMLError:
-        return None
 
 
 def check_compilers(

@@ -111,7 +111,10 @@ class NbDist(Magics):
 
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
-        python = rank_python.find(self.python)
+        try:
+            python = rank_python.find(self.python)
+        except OptionError:  # its environment was deleted: the next cell raises this
+            return
         rank_python.select(python)
         has_gpus = bool(discovery.discover_machine().gpus)
         self.launcher_provider.warm_up("cuda" if has_gpus else "cpu", python)

@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "operations": {*PURE, "checkpoint", "display", "output", "planner", "session"},
     "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
+    "setup": {"errors", "hardware", "rank_python"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},
