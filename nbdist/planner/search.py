@@ -288,6 +288,7 @@ class _PlanVariant:
 def _refusal(options: Options, request: PlanInput) -> str:
     """Return why a backend refuses these options, or "" if it does not."""
     plain = options.fsdp_config is None and options.replicate_across == "none"
+    plain = plain and (request.cluster.has_deepspeed or options.strategy.engine != "deepspeed")
     if options.offload_device in options.strategy.offloads and plain:
         return ""
     try:

@@ -103,7 +103,7 @@ def test_the_commands_of_a_session_work(notebook: LiveKernel) -> None:
     assert "[1, 2, 2]" in notebook.run("b").text
     assert "ranks: Python" in notebook.run("%nbdist doctor").text
     assert notebook.run("%nbdist panel").status == "ok"
-    assert notebook.run("%nbdist plan '{\"model_type\": \"mamba\"}'").status == "ok"
+    assert notebook.run('%nbdist plan \'{"model_type": "mamba"}\'').status == "ok"
     background = notebook.run("%%distribute --background\nimport time; time.sleep(0.5)")
     assert background.status == "ok"
     assert notebook.run("%nbdist wait").status == "ok"
@@ -117,7 +117,9 @@ def test_pip_installs_nbdist_without_changing_a_package(old: Path, tmp_path: Pat
     install = [old, "-m", "pip", "install", "--dry-run", "--quiet", "--report", report]
     subprocess.run([*install, *tmp_path.glob("*.whl")], check=True)
     new = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
-    freeze = subprocess.run([old, "-m", "pip", "freeze"], check=True, capture_output=True, text=True)
+    freeze = subprocess.run(
+        [old, "-m", "pip", "freeze"], check=True, capture_output=True, text=True
+    )
     installed = {line.partition("==")[0].lower() for line in freeze.stdout.splitlines()}
     assert "nbdist" in new
     assert not new & installed
