@@ -82,7 +82,7 @@ def main() -> None:
     # Ray 2.60 starts workers with SIGINT blocked, and children inherit the mask
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     crash_dump.install_crash_dump(sys.argv[2], "launcher")
-    # Python 3.12 warns at each fork of a process with threads; nbdist forks before they hold locks
+    # Python 3.12 warns at each fork of a process with threads: of ranks, of DataLoader's workers
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
     process_tree.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences a warning at each start
