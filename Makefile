@@ -12,7 +12,7 @@ CUDA_INDEX ?= https://pypi.org/simple
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test wide nightly faults nodes pictures gpu-rehearsal bench wheel clean
+.PHONY: help env demo check test wide nightly pythons faults nodes pictures gpu-rehearsal bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -m venv $(VENV)
 	@echo "==> installing nbdist with torch, accelerate, deepspeed, transformers (a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[test,dev,browser]'
+	  --constraint constraints.txt --editable '.[ranks,deepspeed,test,dev,browser]'
 	@touch $@
 
 demo: env ## run notebooks/01_first_cell.ipynb and print its output
@@ -48,8 +48,21 @@ wide: env ## run the tests that `make test` skips: all engines, faults and noteb
 	@$(BIN)/python -m pytest -m "alone and not nodes"
 
 nightly: env ## run everything that runs without a GPU (hours), and print what failed
-	@failed=; for part in check test wide nodes bench; do \
+	@failed=; for part in check test wide pythons nodes bench; do \
 	  $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+PYTHONS   ?= python3.12 python3.13
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# A build of torch for CPUs, where the index can be reached; else what pip finds.
+pythons: ## run the unit tests and ranks under other versions of Python (PYTHONS=...), each in build/
+	@failed=; for python in $(PYTHONS); do \
+	  echo "==> $$python"; folder=build/$$python; \
+	  { test -e $$folder/bin/python || $$python -m venv $$folder; } && \
+	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --extra-index-url $(CPU_INDEX) --editable '.[ranks,deepspeed,test]' && \
+	  PYTHONWARNINGS=default $$folder/bin/python -m pytest -q tests/unit tests/e2e/test_rank_python.py || \
+	  failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 faults: env ## run the tests of every fault in tests/faults/fault_rows.py and print one table

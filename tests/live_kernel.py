@@ -50,19 +50,29 @@ def _text(output: dict[str, Any]) -> str:
 class LiveKernel:
     """A kernel process, driven as a front end drives it."""
 
-    def __init__(self, folder: Path, *, within: Sequence[str] = (), **environ: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        within: Sequence[str] = (),
+        python: str = sys.executable,
+        **environ: str,
+    ) -> None:
         """Start the kernel in `folder`, with its own IPython directory.
 
         Args:
             folder: where it works.
             within: a command that runs it, as `ip netns exec NAME`.
+            python: the interpreter of the kernel.
             environ: variables that it has beside ours.
         """
         environ = {"IPYTHONDIR": str(folder / "ipython"), "OMP_NUM_THREADS": "1", **environ}
         self.manager = KernelManager(kernel_name="python3", transport="ipc", ip=str(folder / "k"))
-        self.manager.kernel_spec.argv[:1] = [*within, sys.executable]
+        self.manager.kernel_spec.argv[:1] = [*within, python]
         self.manager.start_kernel(cwd=str(folder), env={**os.environ, **environ})
         self.client = self.manager.blocking_client()
+        self.deadline_s = DEADLINE_S
+        """Time that a cell may take."""
         self.client.start_channels()
         self.client.wait_for_ready(timeout=DEADLINE_S)
 
@@ -73,7 +83,7 @@ class LiveKernel:
     def collect(self, request: str, *, until: str | None = None) -> Shown:
         """Collect until the cell has ended, or until `until` appears in its text."""
         shown, idle = Shown(), False
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self.deadline_s
         while time.monotonic() < deadline:
             idle = self._read_iopub(request, shown) or idle
             if until is not None and until in shown.text:
@@ -84,7 +94,7 @@ class LiveKernel:
                     reply = self.client.get_shell_msg(timeout=DEADLINE_S)
                 shown.status = reply["content"]["status"]
                 return shown
-        msg = f"no end of the cell within {DEADLINE_S} s; it shows:\n{shown.text}"
+        msg = f"no end of the cell within {self.deadline_s} s; it shows:\n{shown.text}"
         raise TimeoutError(msg)
 
     def run(self, code: str) -> Shown:

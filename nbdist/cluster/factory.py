@@ -38,6 +38,7 @@ def create_cluster(
     _reject_options(
         cluster_options, NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm"
     )
+    _reject_options(cluster_options, () if on == "local" else ("python",), "--on local")
     interface = str(cluster_options.get("interface") or "")
     if ray:
         return RayCluster(ray[1] or "", interface)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
     from nbdist.protocol import messages
+    from nbdist.rank_python import RankPython
 
 TransferCallback = Callable[[int, int], object]
 """Called with the number of bytes transferred and the total."""
@@ -67,11 +68,15 @@ class LauncherProvider(Protocol):
     def check_limits(self, world_size: int) -> None:
         """Check the limits of this machine; raises StartError."""
 
-    def warm_up(self, kind: DeviceType) -> None:
+    def warm_up(self, kind: DeviceType, python: RankPython) -> None:
         """Prepare for ranks of this kind."""
 
     def acquire_launchers(
-        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+        self,
+        kind: DeviceType,
+        world_size: int,
+        progress: Callable[[str], None],
+        python: RankPython,
     ) -> LauncherGroup:
         """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
 

@@ -13,13 +13,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbdist import rank_python
+from nbdist._version import __version__
 from nbdist.cluster import launcher_process, orphan_cleanup
 from nbdist.cluster.launcher_interface import ProcessStatus
 from nbdist.cluster.launcher_process import (
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
+    from nbdist.rank_python import RankPython
 
 CLOSE_S = 5.0
 """Time for a launcher to end its ranks before it is killed with them."""
@@ -67,10 +69,11 @@ class Launcher:
 
     module = "nbdist.launcher"
 
-    def __init__(self, kind: DeviceType) -> None:
+    def __init__(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
         """Start the process for ranks on CPUs or GPUs."""
-        self.kind = kind
+        self.kind, self.python = kind, python
         self.run_dir = RunDir.create()
+        self._package_folder = python.link_package(self.run_dir.path)
         self.is_warm = False
         """True if its imports are done."""
         self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
@@ -96,16 +99,17 @@ class Launcher:
 
     def _spawn(self, child_socket: socket.socket) -> subprocess.Popen[bytes]:
         fd = child_socket.fileno()
-        command = [sys.executable, "-m", self.module, str(fd), str(self.run_dir.path)]
+        command = [self.python.executable, "-m", self.module, str(fd), str(self.run_dir.path)]
         kernel = process_identity.ProcessIdentity.current_process()
-        env = remove_launch_variables(os.environ) | {
+        inherited = self.python.environment(os.environ, self._package_folder)
+        env = remove_launch_variables(inherited) | {
             "NBDIST_BULK_DIR": str(self.run_dir.payload_dir),
             # these two identify all descendants as processes of this session
             process_identity.KERNEL_VARIABLE: kernel.to_json(),
             process_identity.RUN_DIR_VARIABLE: str(self.run_dir.path),
             "DS_ACCELERATOR": self.kind,  # read only when DeepSpeed is imported
         }
-        return subprocess.Popen(  # noqa: S603 - our own module under this interpreter
+        return subprocess.Popen(  # noqa: S603 - our own module
             command,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -153,7 +157,9 @@ class Launcher:
         channels = LocalRankChannels(connections, reader)
         try:
             run_dir, bulk = str(folder), str(self.run_dir.payload_dir)
-            self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk))
+            env = self.python.environment(launch.env, self._package_folder)
+            path = self.python.import_path(launch.path, self._package_folder)
+            self.send(replace(launch, run_dir=run_dir, bulk_dir=bulk, env=env, path=path))
         except BaseException:
             channels.close()
             raise
@@ -286,20 +292,36 @@ class Launcher:
             return None
 
     def _read(self) -> None:
+        refusal = ""
         # A launcher that is killed with unread data resets the link instead of closing it.
         with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
             for line in lines:
                 message = messages.decode_line(line)
+                if isinstance(message, messages.LauncherHello) and (
+                    refusal := protocol_mismatch(message)
+                ):
+                    self._link.shutdown(socket.SHUT_RDWR)  # ends the launcher
+                    break
                 self.is_warm = self.is_warm or isinstance(message, messages.LauncherReady)
                 self.listener(message)
         if self._closing:
             return
         code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
-        self.listener(
-            messages.AllRanksExited(LAUNCHER_GONE, {} if code is None else {LAUNCHER_NAME: code})
-        )
+        codes = {} if code is None or refusal else {LAUNCHER_NAME: code}
+        self.listener(messages.AllRanksExited(LAUNCHER_GONE, codes, error=refusal))
         # the launcher was killed, so its descendants must be ended here
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
+
+
+def protocol_mismatch(hello: messages.LauncherHello) -> str:
+    """Return why this notebook cannot use a launcher; "" if it can."""
+    if hello.protocol == messages.PROTOCOL:
+        return ""
+    return (
+        f"the launcher uses protocol {hello.protocol} (nbdist {hello.version}) and this notebook"
+        f" protocol {messages.PROTOCOL} (nbdist {__version__}): nbdist was replaced while the"
+        " notebook ran. Restart the notebook's kernel"
+    )
 
 
 def unkillable_message(pids: Iterable[int]) -> str:
@@ -333,23 +355,30 @@ class LocalLauncherProvider:
         """Raise StartError if this machine has too few file descriptors for the ranks."""
         check_descriptors(world_size)
 
-    def warm_up(self, kind: DeviceType) -> None:
+    def warm_up(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
         """Start a launcher of this kind in the background, unless one is ready."""
-        self._warm = self.acquire_launchers(kind)
+        with contextlib.suppress(StartError):  # the first cell raises it
+            self._warm = self.acquire_launchers(kind, python=python)
 
     def acquire_launchers(
         self,
         kind: DeviceType,
         world_size: int = 0,  # noqa: ARG002 - no limit
         progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
+        python: RankPython = rank_python.OWN,
     ) -> Launcher:
-        """Return the ready launcher, or a new one; the caller closes it."""
+        """Return the ready launcher, or a new one; the caller closes it.
+
+        Raises:
+            StartError: packages that ranks need are missing or too old.
+        """
         warm, self._warm = self._warm, None
-        if warm is not None and warm.is_alive and warm.kind == kind:
+        if warm is not None and warm.is_alive and (warm.kind, warm.python) == (kind, python):
             return warm
         if warm is not None:
             warm.close()
-        return Launcher(kind)
+        python.check()
+        return Launcher(kind, python)
 
     def close(self) -> None:
         """End an unused launcher."""

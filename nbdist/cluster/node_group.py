@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
     from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
+    from nbdist.rank_python import RankPython
 
     AgentResult = tuple[Any, list[bytes]]
     """Value and frames of an agent's reply."""
@@ -781,11 +782,15 @@ class ClusterLauncherProvider:
     def check_limits(self, world_size: int) -> None:
         """Do nothing: each agent checks its own machine."""
 
-    def warm_up(self, kind: DeviceType) -> None:
+    def warm_up(self, kind: DeviceType, python: RankPython) -> None:
         """Do nothing: no nodes are reserved in advance."""
 
     def acquire_launchers(
-        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+        self,
+        kind: DeviceType,
+        world_size: int,
+        progress: Callable[[str], None],
+        python: RankPython,  # noqa: ARG002 - ranks use the Python of their agent
     ) -> NodeGroup:
         """Reserve nodes and start an agent on each; the caller closes them.
 

@@ -76,7 +76,9 @@ def exposed_listeners(pids: Iterable[int]) -> list[str]:
     addresses = []
     for pid in pids:
         with suppress(psutil.Error):
-            for connection in psutil.Process(pid).net_connections("inet"):
+            process = psutil.Process(pid)
+            list_connections = getattr(process, "net_connections", None) or process.connections
+            for connection in list_connections("inet"):  # psutil 6 renamed it
                 if connection.status != psutil.CONN_LISTEN:
                     continue
                 address = ipaddress.ip_address(connection.laddr.ip.partition("%")[0])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import re
 import sys
 from typing import TYPE_CHECKING
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
+from nbdist import rank_python
 from nbdist._version import __version__
 from nbdist.doctor.finding import note, ok, problem, summarize_list
 from nbdist.hardware import deepspeed_requirements, discovery
@@ -56,7 +55,7 @@ def check_versions(
     gpus: int | None = None,
     driver_cuda: int | None = None,
 ) -> Iterator[Finding]:
-    """Compare the installed versions with nbdist's requirements.
+    """Compare the versions that are installed for the ranks with nbdist's requirements.
 
     Args:
         version_of: returns the version of a package, or None if it is not installed.
@@ -64,16 +63,16 @@ def check_versions(
         gpus: number of visible GPUs.
         driver_cuda: newest major CUDA version that the driver supports.
     """
-    version_of = version_of or installed_version
-    if required is None:
-        try:
-            required = importlib.metadata.requires("nbdist") or []
-        except importlib.metadata.PackageNotFoundError:
-            required = []  # a source tree that is not installed
+    ranks = rank_python.selected()
+    version_of = version_of or ranks.version_of
+    required = ranks.requirements("ranks", "deepspeed") if required is None else required
     gpus = len(discovery.discover_machine().gpus) if gpus is None else gpus
-    driver_cuda = _driver_cuda() if driver_cuda is None else driver_cuda
+    if driver_cuda is None and (driver := discovery.driver_cuda_version()):
+        driver_cuda = driver[0]
     versions = {name: version_of(name) for name in REPORTED_PACKAGES}
     python = f"Python {platform.python_version()}, nbdist {__version__}"
+    if not ranks.is_own:
+        python += f", ranks: Python {ranks.version} ({ranks.executable})"
     packages = [
         f"{name} {version}" if version else f"no {name}" for name, version in versions.items()
     ]
@@ -83,43 +82,19 @@ def check_versions(
     yield from _wrong_build(version_of, gpus, driver_cuda)
 
 
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package without importing it, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _unmet_requirements(
     version_of: Callable[[str], str | None], required: Sequence[str]
 ) -> Iterator[Finding]:
     """Requirements that are missing or have another version."""
-    for line in required:
-        try:
-            requirement = Requirement(line)
-            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-                continue
-            version = version_of(requirement.name)
-            fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-        except (InvalidRequirement, InvalidVersion):
-            continue  # a custom build: its version cannot be compared
-        if not fits:
-            state = (
-                f"{requirement.name} {version} is installed"
-                if version
-                else f"no {requirement.name}"
-            )
-            hint = (
-                ""
-                if requirement.name not in OPTIONAL_PACKAGES
-                else "; only the zero backends need it"
-            )
-            yield problem(
-                "versions",
-                f"{state}, but nbdist requires {requirement.name}{requirement.specifier}{hint}",
-                f'pip install "{requirement.name}{requirement.specifier}"',
-            )
+    for requirement, version in rank_python.unmet_requirements(version_of, required):
+        name = requirement.name
+        state = f"{name} {version} is installed" if version else f"no {name}"
+        hint = "; only the zero backends need it" if name in OPTIONAL_PACKAGES else ""
+        yield problem(
+            "versions",
+            f"{state}, but nbdist requires {name}{requirement.specifier}{hint}",
+            f'pip install "{name}{requirement.specifier}"',
+        )
 
 
 def _known_bad(versions: Mapping[str, str | None]) -> Iterator[Finding]:
@@ -166,17 +141,6 @@ def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
         if version := version_of(package):
             return int(version.split(".")[0])
     return None
-
-
-def _driver_cuda() -> int | None:
-    nvml = discovery.import_pynvml()
-    if nvml is None:
-        return None
-    try:
-        with discovery.open_nvml(nvml):
-            return int(nvml.nvmlSystemGetCudaDriverVersion_v2()) // 1000
-    except nvml.NVMLError:
-        return None
 
 
 def check_compilers(

@@ -336,6 +336,19 @@ def _device_order_warning(
     return [sentence]
 
 
+def driver_cuda_version(nvml: Any = None) -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver supports; None without a driver."""
+    nvml = nvml or import_pynvml()
+    if nvml is None:
+        return None
+    try:
+        with open_nvml(nvml):
+            number = int(nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 for 12.8
+    except nvml.NVMLError:
+        return None
+    return number // 1000, number % 1000 // 10
+
+
 def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
     """Return CUDA_VISIBLE_DEVICES for these GPUs, for use with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.core import completer
 
 from nbdist import strategies
 
@@ -34,8 +34,10 @@ def make_matcher(
     valued: Sequence[str],
     commands: Sequence[str],
     of_commands: Mapping[str, Sequence[str]],
-) -> MatcherAPIv2:
+) -> MatcherAPIv2 | None:
     """Return an IPython matcher for the lines of the two magics; it ignores all other lines.
+
+    None before IPython 8.6, which has no matchers.
 
     Args:
         options: options of `%%distribute`.
@@ -43,8 +45,10 @@ def make_matcher(
         commands: commands of `%nbdist`.
         of_commands: options of each command that has any.
     """
+    if not hasattr(completer, "context_matcher"):
+        return None
 
-    @context_matcher()
+    @completer.context_matcher()
     def complete(context: CompletionContext) -> SimpleMatcherResult:
         line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
         magic, *words = DISTRIBUTE_COMMENT.sub("%%distribute", line.lstrip()).split(" ")
@@ -70,7 +74,9 @@ def first_line_index(text: str) -> int:
 
 
 def _result(choices: Sequence[str], fragment: str) -> SimpleMatcherResult:
-    completions = [SimpleCompletion(text=word) for word in choices if word.startswith(fragment)]
+    completions = [
+        completer.SimpleCompletion(text=word) for word in choices if word.startswith(fragment)
+    ]
     return {
         "completions": completions,
         "matched_fragment": fragment,

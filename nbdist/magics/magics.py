@@ -15,7 +15,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from IPython.display import display
 from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
-from nbdist import strategies
+from nbdist import rank_python, strategies
 from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
@@ -88,6 +88,9 @@ class NbDist(Magics):
     on = Unicode("local", help="Default of --on: local, ray, ray://HOST:PORT, slurm.").tag(
         config=True
     )
+    python = Unicode(
+        None, allow_none=True, help="Default of --python. None: the notebook's interpreter."
+    ).tag(config=True)
     sharded_load = Bool(
         default_value=True, help="Load from_pretrained models as shards with fsdp, fsdp1, zero3."
     ).tag(config=True)
@@ -111,6 +114,7 @@ class NbDist(Magics):
 
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         super().__init__(shell, **traits)
+        self.observe(lambda _: self.warm_up(), "python")
         self.observe(self._move_checkpoints, "checkpoints")
         self.observe(self._set_deadline, "deadline")
         self.observe(self._change_tracker, "track")
@@ -126,7 +130,21 @@ class NbDist(Magics):
 
     def warm_up(self) -> None:
         """Start a launcher in the background for the devices found here."""
-        self.launcher_provider.warm_up("cuda" if discovery.discover_machine().gpus else "cpu")
+        try:
+            python = rank_python.find(self.python)
+        except OptionError:  # its environment was deleted: the next cell raises this
+            return
+        rank_python.select(python)
+        has_gpus = bool(discovery.discover_machine().gpus)
+        self.launcher_provider.warm_up("cuda" if has_gpus else "cpu", python)
+
+    @validate("python")
+    def _validate_python(self, proposal: Bunch) -> str | None:
+        try:
+            rank_python.find(proposal.value)
+        except OptionError as error:
+            raise TraitError(f"The 'python' trait: {error}") from None
+        return cast("str | None", proposal.value)
 
     @validate("checkpoints")
     def _validate_checkpoint_dir(self, proposal: Bunch) -> str | None:
@@ -304,12 +322,13 @@ class NbDist(Magics):
         """Return the current session with the line's options; start or restart it as needed."""
         changes = arguments.session_options(options)
         session = current_session()
-        if session is not None and options.on is not None and options.on != session.on:
+        moved = [] if session is None else moved_options(session, options)
+        if session is not None and moved:
             # Created first: if it fails, the current session keeps running.
             switched = self.new_session(changes)
             print(
-                f"nbdist: on {session.on} -> {options.on}: starting new ranks; variables of the old"
-                " ranks are lost"
+                f"nbdist: {', '.join(moved)}: starting new ranks; variables of the old ranks are"
+                " lost"
             )
             session.stop()
             return switched.start()
@@ -577,6 +596,16 @@ MATCHER = completion.make_matcher(
 )
 
 
+def moved_options(session: Session, options: argparse.Namespace) -> list[str]:
+    """Return which options of the line move the ranks elsewhere: "on local -> ray"."""
+    moved = {"on": (session.on, options.on)}
+    if options.python is not None:
+        moved["python"] = (session.python, rank_python.find(options.python).executable)
+    return [
+        f"{name} {now} -> {new}" for name, (now, new) in moved.items() if new not in {None, now}
+    ]
+
+
 def format_syntax_error(error: SyntaxError, count: int) -> str:
     """Format a syntax error with the notebook's name of the cell."""
     text = "".join(traceback.format_exception_only(error))
@@ -613,7 +642,8 @@ def transform_distribute_comment(lines: list[str]) -> list[str]:
 def register_magics(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and print the devices that were found."""
     ipython.register_magics(create_magics(ipython))
-    ipython.Completer.custom_matchers.append(MATCHER)
+    if MATCHER is not None:
+        ipython.Completer.custom_matchers.append(MATCHER)
     ipython.input_transformers_cleanup.append(transform_distribute_comment)
     ipython.events.register("pre_run_cell", cell_history.note_notebook_cell)
     machine = discovery.discover_machine()
@@ -652,7 +682,8 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     manager.magics["cell"].pop("distribute")
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
-    ipython.Completer.custom_matchers.remove(MATCHER)
+    if MATCHER is not None:
+        ipython.Completer.custom_matchers.remove(MATCHER)
     ipython.input_transformers_cleanup.remove(transform_distribute_comment)
     ipython.events.unregister("pre_run_cell", cell_history.note_notebook_cell)
     magics.launcher_provider.close()

@@ -7,6 +7,7 @@ anywidget is imported when a widget is first displayed.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +115,8 @@ def _why_no_widget() -> str:
     """Return why a widget cannot be shown; "" if it can."""
     if get_kernel() is None:
         return "this is not a notebook"
+    if importlib.util.find_spec("anywidget") is None:
+        return "anywidget is not installed"
     if not assets.has_built_assets():
         return f"{assets.SCRIPT.name} was not built when nbdist was installed"
     return ""

@@ -35,6 +35,8 @@ class PanelWidget(anywidget.AnyWidget):
     _css = assets.STYLE
     _model_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
     _view_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
+    # ipywidgets 7 defines it, which would bypass the MIME bundle below and the display id
+    _ipython_display_ = None
 
     def __init__(
         self, receive: Callable[[object, object], object], words: Callable[[], dict[str, str]]

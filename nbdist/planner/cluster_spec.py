@@ -15,6 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from nbdist import rank_python
 from nbdist.planner.gpu_catalog import FP32_EFFICIENCY, GB, GIB, GPU_CATALOG, DeviceSpec, find_gpu
 from nbdist.planner.measurement_store import COLLECTIVES, DTYPES
 
@@ -79,6 +80,8 @@ class ClusterSpec:
     """Measured collectives between exactly these ranks, by name; None if there are none."""
     disk_speed: Measurement | None = None
     """The disk measured last."""
+    has_deepspeed: bool = True
+    """False if the ranks' environment lacks DeepSpeed; True for devices given as text."""
 
     @property
     def world_size(self) -> int:
@@ -371,8 +374,12 @@ def cluster_for_machine(
         host_free_bytes: free host memory.
         nvme_free_bytes: free space of a fast local disk.
     """
+    has_deepspeed = rank_python.selected().has("deepspeed")
     if not machine.gpus:
-        return _cpu_ranks(cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus)
+        cluster = _cpu_ranks(
+            cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus
+        )
+        return replace(cluster, has_deepspeed=has_deepspeed)
     specs = [_catalogued_gpu(gpu) for gpu in machine.gpus]
     devices = [device for device, _ in specs]
     notes = dict.fromkeys(note for _, notes_of_gpu in specs for note in notes_of_gpu)
@@ -386,6 +393,7 @@ def cluster_for_machine(
         host_memory_bytes=host_free_bytes,
         nvme_bytes=nvme_free_bytes,
         notes=(*notes, *_memory_in_use_notes(devices, usage), *_unequal_gpu_notes(devices)),
+        has_deepspeed=has_deepspeed,
     )
 
 
@@ -412,6 +420,7 @@ def cluster_for_nodes(nodes: Mapping[str, ClusterSpec]) -> ClusterSpec:
         num_cpus=_smallest_known(node.num_cpus for node in nodes.values()),
         notes=(*_notes_of(nodes), *_unequal_gpu_notes(devices), *_scarce_node_notes(nodes)),
         kind=first.kind,
+        has_deepspeed=first.has_deepspeed,
     )
     return with_default_network(cluster)
 

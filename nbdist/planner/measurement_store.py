@@ -11,17 +11,19 @@ seconds, speeds in bytes/s and FLOP/s.
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass, replace
 from functools import cache as once
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbdist import rank_python
 from nbdist.planner import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from nbdist.rank_python import RankPython
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
@@ -259,13 +261,14 @@ def store_path() -> Path:
     return user_cache.cache_dir() / "measurements.json"
 
 
-@once
 def _torch() -> str:
-    """Return torch's version without importing it."""
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    """Return the version of the ranks' torch without importing it."""
+    return _torch_of(rank_python.selected())
+
+
+@once
+def _torch_of(python: RankPython) -> str:
+    return python.version_of("torch") or "none"
 
 
 def is_memory_filesystem(filesystem: str) -> bool:

@@ -70,8 +70,14 @@ class PlanInput:
 
 def hardware_for_cluster(cluster: ClusterSpec) -> strategies.Hardware:
     """Return GPUs with every capability, on a cluster's nodes."""
-    ranks, nodes = cluster.world_size, cluster.num_nodes
-    return strategies.Hardware(kind="cuda", bf16=True, fp8=True, world_size=ranks, nodes=nodes)
+    return strategies.Hardware(
+        kind="cuda",
+        bf16=True,
+        fp8=True,
+        world_size=cluster.world_size,
+        nodes=cluster.num_nodes,
+        deepspeed=cluster.has_deepspeed,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

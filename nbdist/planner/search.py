@@ -96,6 +96,8 @@ def validate_options(
     needs_fsdp = fixed.get("fsdp_config") is not None or replicates
     able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
     requested = strategies.Options.from_fields({"backend": able, **options})
+    if not options.get("backend"):  # of the stand-in, only the options are checked
+        cluster = replace(cluster, has_deepspeed=True)
     validated = requested.validate(hardware_for_cluster(cluster))
     from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
     return {name: getattr(validated, name) for name in (*options, *from_config)}
@@ -294,6 +296,7 @@ class _PlanVariant:
 def _refusal(options: Options, request: PlanInput) -> str:
     """Return why a backend refuses these options, or "" if it does not."""
     plain = options.fsdp_config is None and options.replicate_across == "none"
+    plain = plain and (request.cluster.has_deepspeed or options.strategy.engine != "deepspeed")
     if options.offload_device in options.strategy.offloads and plain:
         return ""
     try:

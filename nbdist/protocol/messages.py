@@ -46,6 +46,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+PROTOCOL = 1
+"""Version of the messages between kernel, launcher and ranks; another one cannot be used."""
 JOIN = "nbdist_join_request"
 PUSH = "nbdist_push_request"
 PULL = "nbdist_pull_request"
@@ -453,6 +455,16 @@ class CleanupFolderRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LauncherHello:
+    """First message of a launcher, before its imports. Its fields do not change."""
+
+    protocol: int
+    """``PROTOCOL`` of its nbdist."""
+    version: str
+    """Version of its nbdist."""
+
+
+@dataclass(frozen=True, slots=True)
 class LauncherReady:
     """The launcher has finished its imports."""
 
@@ -516,6 +528,7 @@ LauncherMessage = (
     LaunchRanksRequest
     | StopRanksRequest
     | CleanupFolderRequest
+    | LauncherHello
     | LauncherReady
     | LauncherProgress
     | RankForked
@@ -527,6 +540,7 @@ _MESSAGES = (
     LaunchRanksRequest,
     StopRanksRequest,
     CleanupFolderRequest,
+    LauncherHello,
     LauncherReady,
     LauncherProgress,
     RankForked,

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist import strategies
+from nbdist import rank_python, strategies
 from nbdist.cluster import factory
 from nbdist.cluster.allocation import RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
@@ -140,7 +140,10 @@ class SessionConfig:
         placement = None if where is None else where.choose_placement(nproc, gpus, spread)
         placement = placement or session_placement.choose_placement(nproc, gpus, machine)
         hardware = session_placement.hardware_for_placement(
-            placement, machine, () if where is None else where.nodes
+            placement,
+            machine,
+            () if where is None else where.nodes,
+            rank_python.OWN if where is None else where.python,
         )
         if auto:
             checked = _placeholder(options, hardware)
@@ -270,6 +273,9 @@ class SessionCluster:
         }
         self.on = str(self.fixed_options.setdefault("on", "local"))
         self.cluster = factory.create_cluster(self.on, requested)
+        self.python = rank_python.find(self.fixed_options.get("python"))
+        """Interpreter of ranks on this machine."""
+        rank_python.select(self.python)
         self.nodes: Sequence[SessionNode] = ()
         """Nodes of the last start, as their agents reported them."""
         self._known: dict[tuple[int | None, ...], RankDistribution] = {}
@@ -280,11 +286,14 @@ class SessionCluster:
         Raises:
             OptionError: an option that needs a new session.
         """
+        if changes.get("python") and rank_python.find(changes["python"]) == self.python:
+            changes = {**changes, "python": None}  # the same interpreter, written differently
         for name in FIXED_OPTIONS:
             if changes.get(name) is not None and changes[name] != self.fixed_options.get(name):
+                where = f"run {self.python.executable}" if name == "python" else f"are on {self.on}"
                 raise OptionError(
-                    f"Cannot change to --{name} {changes[name]}: this session's ranks are on"
-                    f" {self.on}. Use %nbdist stop; the next cell starts a new session."
+                    f"Cannot change to --{name} {changes[name]}: this session's ranks {where}."
+                    " Use %nbdist stop; the next cell starts a new session."
                 )
         if self.cluster is None:
             factory.create_cluster(self.on, changes)

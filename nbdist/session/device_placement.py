@@ -6,12 +6,11 @@ UUID, since CUDA's default order (fastest first) differs from NVML's (by PCI bus
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist import strategies
+from nbdist import rank_python, strategies
 from nbdist.cluster.allocation import format_names
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import (
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from nbdist.cluster.allocation import RankDistribution
     from nbdist.hardware.discovery import Machine, SessionNode
+    from nbdist.rank_python import RankPython
 
 _INDEX = re.compile(r"[0-9]{1,4}")
 _FP8_PACKAGES = ("transformer_engine", "torchao")
@@ -181,7 +181,10 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def hardware_for_placement(
-    placement: DevicePlacement, machine: Machine, nodes: Sequence[SessionNode] = ()
+    placement: DevicePlacement,
+    machine: Machine,
+    nodes: Sequence[SessionNode] = (),
+    python: RankPython = rank_python.OWN,
 ) -> strategies.Hardware:
     """Return the properties of the devices that strategies depend on; imports no backend.
 
@@ -190,6 +193,7 @@ def hardware_for_placement(
         machine: this machine.
         nodes: cluster nodes, once allocated. Before that their GPUs are assumed to support
             bf16 and fp8.
+        python: interpreter of the ranks.
     """
     here = [] if placement.is_remote else [machine.gpus[index] for index in placement.devices or ()]
     gpus = [gpu for node in nodes for gpu in node.machine.gpus] or here
@@ -198,10 +202,10 @@ def hardware_for_placement(
     return strategies.Hardware(
         kind=placement.kind,
         bf16=weakest >= (8, 0),
-        fp8=weakest >= (8, 9) and any(map(_installed, _FP8_PACKAGES)),
+        fp8=weakest >= (8, 9) and any(map(python.has, _FP8_PACKAGES)),
         world_size=placement.nproc,
         nodes=placement.num_nodes,
-        deepspeed=_installed("deepspeed"),
+        deepspeed=python.has("deepspeed"),
     )
 
 
@@ -239,10 +243,6 @@ def _chosen_gpus(gpus: str | Sequence[int] | None, machine: Machine) -> tuple[in
     if len(set(chosen)) != len(chosen):
         raise OptionError(f"--gpus {_join(chosen)} repeats a GPU. Each rank needs its own.")
     return chosen
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _join(indices: Sequence[int]) -> str:

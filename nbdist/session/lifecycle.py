@@ -177,6 +177,11 @@ class SessionLifecycle:
         return self._where.on
 
     @property
+    def python(self) -> str:
+        """Python interpreter of ranks on this machine."""
+        return self._where.python.executable
+
+    @property
     def place(self) -> str:
         """Ranks and devices, such as "2 CPU ranks (no GPU found)"."""
         return self._choice.describe_devices
@@ -356,6 +361,7 @@ class SessionLifecycle:
                 msg = "Interrupted while ranks were starting. Run a cell to start them again."
                 raise CellInterrupted(msg) from None
             ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
+            notes += filter(None, [self._where.python.describe_difference()])
             notes += [warning for node in self.nodes for warning in node.machine.warnings]
             if self.started_at is None:
                 newest = self.checkpoints.newest(within_s=NEWEST_S)
@@ -376,7 +382,9 @@ class SessionLifecycle:
         """Start ranks; return the choice, updated with the GPUs found on cluster nodes."""
         placement = choice.placement
         self._where.set_distribution(placement)
-        self._workers.acquire_launchers(placement.kind, placement.nproc, progress)
+        self._workers.acquire_launchers(
+            placement.kind, placement.nproc, progress, self._where.python
+        )
         self._where.nodes = self._workers.nodes
         try:
             choice = choice.with_node_hardware(self._where)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 
+from nbdist import rank_python
 from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts
 from nbdist.cluster.launcher_process import STOPPED_STATUSES, remove_launch_variables
 from nbdist.cluster.local_launcher import LAUNCHER_GONE
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
+    from nbdist.rank_python import RankPython
     from nbdist.session.config import SessionConfig
     from nbdist.session.failure_causes import WorkerFailure
 
@@ -189,7 +191,11 @@ class WorkerGroup:
         self.rank_processes, self._up = processes, True
 
     def acquire_launchers(
-        self, kind: DeviceType, world_size: int, progress: Callable[[str], None]
+        self,
+        kind: DeviceType,
+        world_size: int,
+        progress: Callable[[str], None],
+        python: RankPython = rank_python.OWN,
     ) -> LauncherGroup:
         """Acquire launchers for this many ranks; sets `nodes`.
 
@@ -200,7 +206,7 @@ class WorkerGroup:
         if self._launcher_group is None or not self._launcher_group.can_start(kind, world_size):
             self.close()
             self._launcher_group = self._launcher_provider.acquire_launchers(
-                kind, world_size, progress
+                kind, world_size, progress, python
             )
         self.nodes = self._launcher_group.nodes_for(world_size)
         return self._launcher_group

@@ -53,6 +53,14 @@ class SessionOptions(Options):
         values=("local", "ray", "ray://", "ray://auto", "slurm"),
         can_switch=False,
     )
+    python: str | None = option(
+        None,
+        scope="cluster",
+        metavar="PATH",
+        help="Python interpreter or virtual environment of ranks on this machine; default: the"
+        " notebook's",
+        can_switch=False,
+    )
     nodes: int | None = option(
         None,
         scope="cluster",

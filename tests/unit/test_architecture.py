@@ -25,6 +25,7 @@ PURE = {
     "rank_sets",
     "redaction",
     "keyboard_interrupt",
+    "rank_python",
     "termination_signal",
 }
 PURE |= {"strategies"}
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "hardware": set(),
     "paths": {"errors"},
     "redaction": set(),
+    "rank_python": {"errors"},
     "rank_sets": {"errors"},
     "keyboard_interrupt": set(),
     "termination_signal": set(),
@@ -41,13 +43,13 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint"},
-    "planner": {"display", "errors", "hardware", "paths", "strategies"},
+    "planner": {"display", "errors", "hardware", "paths", "rank_python", "strategies"},
     "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
     # texts and pages of what these packages compute
     "display": {"output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
-    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "redaction"}
-    | {"termination_signal"},
+    "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
+    | {"redaction", "termination_signal"},
     "output": {"protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
@@ -55,6 +57,7 @@ MAY_IMPORT = {
     "operations": {*PURE, "checkpoint", "display", "output", "planner", "session"},
     "panel": {*PURE, "display", "operations", "output", "planner", "profiler", "session"},
     "launcher": {*PURE, "worker"},
+    "setup": {"errors", "hardware", "rank_python"},
     # of "profiler" the measurements alone; test_a_rank_measures_and_does_not_judge
     "worker": {*PURE, "checkpoint", "cluster", "display", "launcher", "planner", "profiler"}
     | {"state"},

@@ -12,6 +12,7 @@ from nbdist.cluster.allocation import RankDistribution
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
+from nbdist.rank_python import RankPython
 from nbdist.session import device_placement as session_placement
 from nbdist.session.device_placement import DevicePlacement, choose_placement
 from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
@@ -262,15 +263,18 @@ def test_gpus_are_a_list_of_indices(text: str) -> None:
 # ---- for the strategies
 
 
+def python_with(*packages: str) -> RankPython:
+    return RankPython("/env/bin/python", "3.13.0", dict.fromkeys(packages, "1.0"))
+
+
 @pytest.mark.parametrize(
     ("capability", "able"), [((7, 5), ""), ((8, 0), "bf16"), ((8, 9), "bf16 fp8")]
 )
-def test_precisions_follow_the_capability(
-    capability: tuple[int, int], able: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
+def test_precisions_follow_the_capability(capability: tuple[int, int], able: str) -> None:
     here = machine_of(2, capability=capability)
-    hardware = session_placement.hardware_for_placement(choose_placement(None, None, here), here)
+    hardware = session_placement.hardware_for_placement(
+        choose_placement(None, None, here), here, python=python_with("torchao", "deepspeed")
+    )
     assert (hardware.kind, hardware.world_size, hardware.deepspeed) == ("cuda", 2, True)
     assert (hardware.bf16, hardware.fp8) == ("bf16" in able, "fp8" in able)
 
@@ -287,13 +291,12 @@ def nodes_with(*capabilities: tuple[int, int]) -> list[SessionNode]:
     ]
 
 
-def test_precisions_follow_the_weakest_gpu_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_placement, "_installed", lambda _package: True)
+def test_precisions_follow_the_weakest_gpu_of_the_nodes() -> None:
     away = session_placement.cluster_placement(RankDistribution("cuda", 2, 2))
 
     def able(*capabilities: tuple[int, int]) -> tuple[bool, bool]:
         made = session_placement.hardware_for_placement(
-            away, machine_of(4), nodes_with(*capabilities)
+            away, machine_of(4), nodes_with(*capabilities), python_with("torchao")
         )
         return made.bf16, made.fp8
 
@@ -312,11 +315,10 @@ def test_gpus_that_differ_between_nodes_are_told() -> None:
     )
 
 
-def test_float8_needs_a_library_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_placement, "_installed", lambda package: package == "deepspeed")
+def test_float8_needs_a_library_too() -> None:
     here = machine_of(1, capability=(9, 0))
     assert not session_placement.hardware_for_placement(
-        choose_placement(None, None, here), here
+        choose_placement(None, None, here), here, python=python_with("deepspeed")
     ).fp8
 
 

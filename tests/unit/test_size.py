@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 68_380,
-    "files in nbdist/": 300,
+    "lines in nbdist/": 68_940,
+    "files in nbdist/": 302,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 49_240,
+    "lines in tests/ and benchmarks/": 49_640,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -19,14 +19,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from nbdist import rank_python
 from nbdist.errors import PlanError
 from nbdist.planner import user_cache
 from nbdist.planner.model_spec import (
@@ -218,8 +219,7 @@ def trace_config(
     spec = _cached_trace(key)
     if spec is None:
         progress(FIRST_TRACE)
-        command = [sys.executable, "-m", "nbdist.planner.tracing"]
-        fields = _answer(command, request, progress)
+        fields = _trace(request, progress)
         spec = from_json(fields)
         _store_trace(key, fields)
     return replace(spec, notes=(*spec.notes, *analytic.config_notes(config)))
@@ -421,15 +421,29 @@ def _trace_file(key: str) -> Path:
 # -- the child process -----------------------------------------------------------------------
 
 
+def _trace(request: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
+    """Trace in a child with the ranks' Python."""
+    python = rank_python.selected()
+    command = [python.executable, "-m", "nbdist.planner.tracing"]
+    with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:
+        package_folder = python.link_package(Path(folder))
+        environ = python.environment(os.environ, package_folder)
+        path = python.import_path(sys.path, package_folder)
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+        return _answer(command, environ, request, progress)
+
+
 def _answer(
-    command: Sequence[str], request: Mapping[str, Any], progress: Callable[[str], None]
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    request: Mapping[str, Any],
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """Run a child that reads JSON and writes progress lines and JSON.
 
     Raises:
         PlanError: it failed or timed out.
     """
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     pipe, last, begin = subprocess.PIPE, "nothing", time.monotonic()
     with subprocess.Popen(  # noqa: S603 - our own module
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ
@@ -489,7 +503,7 @@ def check_model_type(config: Mapping[str, Any]) -> None:
             f" complete config.json of transformers, or {_GIVE}."
         )
         raise PlanError(message)
-    types = model_types()
+    types = model_types() if rank_python.selected().is_own else ()  # else the child decides
     if types and str(model_type) not in types:
         close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
         hint = (
@@ -519,7 +533,4 @@ def model_types() -> frozenset[str]:
 
 
 def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
+    return rank_python.selected().version_of(package) or "none"

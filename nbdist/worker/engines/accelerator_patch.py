@@ -171,7 +171,8 @@ def patch_accelerator(
     process_group.protect_groups()
     if hardware.kind == "cpu":
         cpu_patches.patch_accelerate()
-    deepspeed.patch_accelerate()
+    if hardware.deepspeed:
+        deepspeed.patch_accelerate()
     lazy = LazyAccelerator()
     _keep_shared_states()
     memory_probe.current_probe.device = lazy.device

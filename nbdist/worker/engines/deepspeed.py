@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DeepSpeedPlugin
-from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim
+
+# accelerate 1.15 exports them from accelerate.utils only if DeepSpeed is installed
+from accelerate.utils.deepspeed import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DummyOptim,
+)
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader

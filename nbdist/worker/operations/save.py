@@ -16,10 +16,10 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from nbdist import checkpoint
+from nbdist import checkpoint, rank_python
+from nbdist._version import __version__
 from nbdist.checkpoint import Manifest, TensorMetadata, location_with_password, parse_location
 from nbdist.checkpoint.name_validation import check_name
 from nbdist.cluster.protocol import SHARED_FOLDER_HINT, SHARED_FOLDER_TIMEOUT_S
@@ -539,14 +539,15 @@ def _take_snapshot(
         )
     places = _copy_generators(snapshot, collectives.rank(), is_ended=bool(ended))
     options = accelerators.current_config().options
-    libraries = ("nbdist", "torch", "accelerate", "deepspeed", "transformers")
+    libraries = ("torch", "accelerate", "deepspeed", "transformers")
+    installed = {name: rank_python.OWN.version_of(name) for name in libraries}
     snapshot.manifest = {
         "backend": options.backend,
         "world_size": collectives.group_size(),
         "step": max(model["steps"] for model in models),
         "samples": max((place["seen"] for place in places), default=0),
         "options": training_metadata.to_json_mapping(options.to_json(), "options", []),
-        "versions": {name: version(name) for name in libraries},
+        "versions": {"nbdist": __version__, **{k: v for k, v in installed.items() if v}},
         "aliases": aliases,
         "optimizers": tuple(optimizers),
         "schedulers": tuple(schedules),
