@@ -7,6 +7,7 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
+from nbdist import rank_python
 from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.cluster.local_launcher import Launcher, LocalLauncherProvider
 from nbdist.protocol import messages
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nbdist.cluster.allocation import DeviceType
+    from nbdist.rank_python import RankPython
 
     Listener = Callable[[messages.LauncherMessage], None]
 
@@ -24,14 +26,16 @@ ENDED_S = 15.0
 class ReusedLauncher(Launcher):
     """A launcher that the next session takes over when a session has closed it."""
 
-    def __init__(self, kind: DeviceType, reusing_provider: ReusingLauncherProvider) -> None:
+    def __init__(
+        self, kind: DeviceType, python: RankPython, reusing_provider: ReusingLauncherProvider
+    ) -> None:
         """Start the process."""
         self._keeper = reusing_provider
         self._nobody_runs = threading.Event()
         self._nobody_runs.set()
         self._tell: Listener | None = None
         self.made_under = environment()
-        super().__init__(kind)
+        super().__init__(kind, python)
 
     @property
     def listener(self) -> Listener:
@@ -92,14 +96,21 @@ class ReusingLauncherProvider(LocalLauncherProvider):
         self.kept: ReusedLauncher | None = None
         self._ending = False
 
-    def take(self, kind: DeviceType, *_: object) -> Launcher:
+    def acquire_launchers(
+        self,
+        kind: DeviceType,
+        world_size: int = 0,  # noqa: ARG002 - no limit
+        progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
+        python: RankPython = rank_python.OWN,
+    ) -> Launcher:
         """Hand over the kept launcher, or a new one."""
-        kept = self.kept
-        if kept is not None and (kept.kind, kept.made_under) == (kind, environment()):
+        kept, wanted = self.kept, (kind, python, environment())
+        if kept is not None and (kept.kind, kept.python, kept.made_under) == wanted:
             self.kept = None
             return kept
         self.end()
-        return ReusedLauncher(kind, self)
+        python.check()
+        return ReusedLauncher(kind, python, self)
 
     def keep(self, launcher: ReusedLauncher) -> bool:
         """Keep a launcher that no session needs; False where one is kept already."""

@@ -312,16 +312,6 @@ def test_stacks_of_all_ranks_on_request(notebook: LiveKernel) -> None:
     assert "-- rank 1 --\nThread MainThread:" in shown
 
 
-def test_unload_removes_everything(notebook: LiveKernel) -> None:
-    notebook.run("nbdist.session().stop()")
-    assert notebook.run("%unload_ext nbdist").status == "ok"
-    shown = notebook.run("%%distribute\n1")
-    assert shown.status == "error"
-    assert "not found" in shown.text
-    reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
-    assert "--backend" not in reply["content"]["matches"]
-
-
 def test_status_as_json_is_one_document(notebook: LiveKernel) -> None:
     notebook.run("%%distribute\nreport(loss=0.5)")
     document = json.loads(notebook.run("%nbdist status --json").text)
@@ -367,3 +357,13 @@ def test_replay_of_a_background_cell_continues_below(notebook: LiveKernel) -> No
         "import time\nfrom pathlib import Path\n%nbdist replay\nPath(flag).touch()\n%nbdist wait"
     )
     assert "second part" in shown.text
+
+
+def test_unload_removes_everything(notebook: LiveKernel) -> None:
+    notebook.run("nbdist.session().stop()")
+    assert notebook.run("%unload_ext nbdist").status == "ok"
+    shown = notebook.run("%%distribute\n1")
+    assert shown.status == "error"
+    assert "not found" in shown.text
+    reply = notebook.client.complete("%%distribute --back", reply=True, timeout=10)
+    assert "--backend" not in reply["content"]["matches"]
