@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DeepSpeedPlugin
-from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim
+from accelerate.utils import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DummyOptim,
+    HfDeepSpeedConfig,
+)
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
@@ -48,6 +53,9 @@ _HAVE_CPU_VERSION = (Adam, AdamW, Adagrad)
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Model -> the engine that wraps it."""
 
+_SHOWN = "_nbdist_shown"
+"""Attribute of a ZeRO-3 engine with the config that transformers' global refers to in a pass."""
+
 _CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
 
@@ -58,7 +66,12 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """Accumulate gradients, and reduce them across ranks if a step follows."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
-        self.engine.backward(loss, **kwargs)
+        config = vars(self.engine).get(_SHOWN)
+        _show_zero3(config)
+        try:
+            self.engine.backward(loss, **kwargs)
+        finally:
+            _show_zero3(None)
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
@@ -225,6 +238,29 @@ def reset_zero3_globals(plugin: DeepSpeedPlugin) -> None:
     unset_hf_deepspeed_config()
 
 
+def _show_zero3(config: HfDeepSpeedConfig | None) -> None:
+    """Set or, with None, reset transformers' global ZeRO-3 config."""
+    from transformers.integrations import deepspeed as integration
+
+    if config is None:
+        integration.unset_hf_deepspeed_config()
+    else:
+        integration.set_hf_deepspeed_config(config)
+
+
+def _show_zero3_in_passes(engine: Any) -> None:
+    """Set transformers' global ZeRO-3 config in each forward and backward of an engine.
+
+    Models and losses read it there: the layerdrop of transformers 5.23 runs the same layers on all
+    ranks, and TRL 1.16 gathers the weight of the fused LM head for the backward. Without it, the
+    gradients of a step were zero.
+    """
+    config = HfDeepSpeedConfig(engine.config)
+    vars(engine)[_SHOWN] = config  # transformers holds a weak reference
+    engine.module.register_forward_pre_hook(lambda *_: _show_zero3(config), prepend=True)
+    engine.module.register_forward_hook(lambda *_: _show_zero3(None), always_call=True)
+
+
 def prepare(
     accelerator: Accelerator,
     original: Callable[..., Any],
@@ -268,6 +304,8 @@ def prepare(
         result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
+    if used.zero_stage == _CUTS_PARAMETERS:
+        _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)
     for wrapper in accelerator._optimizers:  # noqa: SLF001
         if isinstance(wrapper, SteppingOptimizerWrapper) and wrapper.optimizer is engine.optimizer:
