@@ -18,6 +18,7 @@ from nbdist.strategies.backends import (
     Hardware,
     Options,
     Strategy,
+    backend_of,
     canonical_backend,
 )
 from nbdist.strategies.config_files import load_config
@@ -37,6 +38,7 @@ __all__ = [
     "Options",
     "SessionOptions",
     "Strategy",
+    "backend_of",
     "canonical_backend",
     "load_config",
 ]

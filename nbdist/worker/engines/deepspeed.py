@@ -56,7 +56,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakK
 _SHOWN = "_nbdist_shown"
 """Attribute of a ZeRO-3 engine with the config that transformers' global refers to in a pass."""
 
-_CUTS_PARAMETERS = 3
+CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
 
 
@@ -304,7 +304,7 @@ def prepare(
         result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
-    if used.zero_stage == _CUTS_PARAMETERS:
+    if used.zero_stage == CUTS_PARAMETERS:
         _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)
     for wrapper in accelerator._optimizers:  # noqa: SLF001
@@ -368,6 +368,9 @@ def _prepare_for_engine(
         )
         raise OptionError(message)
     accelerator.deepspeed_engine_wrapped = BackwardOnlyEngineWrapper(engine)
+    if all(known is not engine for known in accelerator._models):  # noqa: SLF001
+        # A Trainer's train() has freed the list, and would prepare the model for an evaluation.
+        accelerator._models.append(engine)  # noqa: SLF001
     rest = [arg for arg in args if arg is not engine and arg is not optimizer]
     prepared = original(accelerator, *rest) if rest else ()
     remaining = iter(prepared if len(rest) > 1 else [prepared])
@@ -381,7 +384,7 @@ def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: obj
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
     """
     alone = "model" if optimizer is None else "optimizer"
-    if (model is None) == (optimizer is None) or (model is not None and stage == _CUTS_PARAMETERS):
+    if (model is None) == (optimizer is None) or (model is not None and stage == CUTS_PARAMETERS):
         return
     advice = (
         "For a model that is not trained, use model.to(device)"
