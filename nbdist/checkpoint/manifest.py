@@ -236,9 +236,8 @@ class BaseReference:
     """Repository, or absolute path of a folder."""
     revision: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")]
     """Commit of the repository; "" for a folder."""
-    tensors: Mapping[Text, Annotated[tuple[Text, ...], Field(min_length=1)]]
-    """Key in the checkpoint -> names of the tensors in the files whose elements it consists of, in
-    this order. Its digest is in `keys`."""
+    tensors: Mapping[Text, Text]
+    """Key in the checkpoint -> name of the tensor in the files. Its digest is in `keys`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

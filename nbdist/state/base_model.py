@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +21,7 @@ from nbdist.errors import CheckpointError
 from nbdist.state import collectives, tensor_digest
 from nbdist.state.importers import safetensors
 from nbdist.state.shards import Shard, ShardPiece
-from nbdist.state.tensor_index import TensorIndex, TensorPart, part_of
+from nbdist.state.tensor_index import TensorIndex
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,7 +46,7 @@ class StoredByReference:
 class _FileTensor(NamedTuple):
     """A tensor of the files, with its digest after a cast to a dtype."""
 
-    names: tuple[str, ...]
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     digest: int
@@ -86,7 +85,7 @@ def find_references(frozen: ShardMap, bases: Iterable[str]) -> StoredByReference
         if not missing:
             break
         tensors, reason = _file_tensors(name, revision, kinds)
-        stored = {(item.shape, item.dtype, item.digest): item.names for item in tensors}
+        stored = {(item.shape, item.dtype, item.digest): item.name for item in tensors}
         same = {key: stored[it] for key, it in missing.items() if it in stored}
         missing = {key: it for key, it in missing.items() if key not in same}
         if same:
@@ -144,11 +143,11 @@ def _share_of(
     items = []
     for name in names[rank::world_size]:
         entry = index.keys[name]
-        tensor = _shard(index, (name,), entry.shape)
+        tensor = _shard(index, name, entry.shape)
         for shape, dtype in kinds:
             if shape == entry.shape:
                 value = tensor_digest.local_digests({name: tensor}, dtypes={name: dtype})[name]
-                items.append(_FileTensor((name,), shape, dtype, value))
+                items.append(_FileTensor(name, shape, dtype, value))
     return tuple(items)
 
 
@@ -250,7 +249,7 @@ def open_references(manifest: Manifest, keys: Iterable[str], live: Iterable[str]
                 f" {label} (from_pretrained): {differs}."
             ) from error
         changed = [
-            key for key, names in wanted.items() if not _equals(files, names, manifest.keys[key])
+            key for key, name in wanted.items() if not _equals(files, name, manifest.keys[key])
         ]
         if changed:
             raise CheckpointError(
@@ -258,17 +257,17 @@ def open_references(manifest: Manifest, keys: Iterable[str], live: Iterable[str]
                 f" {len(changed)} of {len(base.tensors)} tensors differ, for example"
                 f" {printable(changed[0])}. Restore its files and load again."
             )
-        for key, names in wanted.items():
-            dtype = files.keys[names[0]].dtype
-            index.add_tensor(key, manifest.keys[key].shape, dtype, *_parts(files, names))
+        for key, name in wanted.items():
+            dtype = files.keys[name].dtype
+            index.add_tensor(key, manifest.keys[key].shape, dtype, *files.parts[name])
     return index
 
 
-def _equals(files: TensorIndex, names: tuple[str, ...], saved: TensorMetadata) -> bool:
-    """Return whether tensors of the files have the saved elements."""
-    if not files.keys.keys() >= set(names):
+def _equals(files: TensorIndex, name: str, saved: TensorMetadata) -> bool:
+    """Return whether a tensor of the files has the saved elements."""
+    if name not in files.keys:
         return False
-    tensor = _shard(files, names, saved.shape)
+    tensor = _shard(files, name, saved.shape)
     if sum(piece.stop - piece.start for piece in tensor.pieces) != saved.numel:
         return False
     dtype = getattr(torch, saved.dtype)
@@ -284,24 +283,14 @@ def _open(paths: list[Path]) -> TensorIndex:
     return index
 
 
-def _parts(index: TensorIndex, names: tuple[str, ...]) -> list[TensorPart]:
-    """Return the parts of tensors, one after the other."""
-    parts, start = [], 0
-    for name in names:
-        (part,) = index.parts[name]
-        parts.append(part_of(partial(part.fetch, 0, part.stop), start, start + part.stop))
-        start += part.stop
-    return parts
-
-
-def _shard(index: TensorIndex, names: tuple[str, ...], shape: tuple[int, ...]) -> Shard:
-    """Return the elements of tensors; they are read when they are accessed."""
+def _shard(index: TensorIndex, name: str, shape: tuple[int, ...]) -> Shard:
+    """Return the elements of a tensor; they are read when they are accessed."""
     pieces = tuple(
         ShardPiece(part.start, part.stop, part.fetch(part.start, part.stop))
-        for part in _parts(index, names)
+        for part in index.parts[name]
         if part.stop > part.start
     )
-    return Shard(shape=shape, dtype=index.keys[names[0]].dtype, pieces=pieces)
+    return Shard(shape=shape, dtype=index.keys[name].dtype, pieces=pieces)
 
 
 def _count(frozen: ShardMap, keys: Mapping[str, object]) -> str:

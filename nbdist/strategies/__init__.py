@@ -25,6 +25,7 @@ from nbdist.strategies.backends import (
     Hardware,
     Options,
     Strategy,
+    backend_of,
     canonical_backend,
 )
 from nbdist.strategies.config_files import load_config
@@ -44,6 +45,7 @@ __all__ = [
     "Options",
     "SessionOptions",
     "Strategy",
+    "backend_of",
     "canonical_backend",
     "load_accelerate_config",
     "load_config",

@@ -260,6 +260,11 @@ class Strategy:
     is_legacy: bool = False
     """Superseded by another row."""
 
+    @property
+    def is_flat(self) -> bool:
+        """True for FSDP1, whose shards are parts of flat parameters."""
+        return (self.engine, self.level) == ("fsdp", 1)
+
     def accelerator_kwargs(self, options: Options) -> JsonObject:
         """Arguments of `Accelerator(...)` common to all engines."""
         kwargs: JsonObject = {
@@ -420,6 +425,19 @@ _ROWS = (
 )
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in _ROWS})
+
+
+def backend_of(engine: Engine, level: object) -> str:
+    """Return the backend of an engine with an FSDP version or ZeRO stage.
+
+    Raises:
+        OptionError: there is none.
+    """
+    for row in _ROWS:
+        if (row.engine, str(row.level)) == (engine, str(level)):
+            return row.name
+    rows = [f"{row.level} ({row.name})" for row in _ROWS if row.engine == engine]
+    raise OptionError(f"{engine} has no version or stage {level!r}. Use one of {', '.join(rows)}.")
 
 
 def canonical_backend(name: str) -> str:

@@ -156,6 +156,10 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "CPU ranks: bf16=True is refused without use_cpu=True; deepspeed= builds a plugin and"
         " makes from_pretrained() partition parameters before the session's backend is compared",
     ),
+    "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
+        TRANSFORMERS,
+        "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError",
+    ),
     "transformers.trainer:Trainer.save_model": LibraryPatch(
         TRANSFORMERS,
         "FSDP with SHARDED_STATE_DICT: writes nothing, and load_best_model_at_end then misses the"

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
-from tests.trainers import logged, make
+from tests.trainers import ROWS, logged, make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,6 +152,34 @@ def test_a_model_init_is_called_for_each_training(ranks: Session, tmp_path: Path
     assert first == second
 
 
+AGAIN = """
+trainer = make({folder!r}, **{arguments})
+trainer.train()
+again = logged(trainer)
+trainer.train()
+again = again, logged(trainer), trainer.evaluate()["eval_loss"]
+trainer.train(resume_from_checkpoint={folder!r} + "/checkpoint-2")
+again += (logged(trainer), trainer.predict(ROWS[:16]).metrics["test_loss"])
+"""
+AGAIN_ARGUMENTS: dict[str, Any] = {
+    "max_steps": 4,
+    "eval_strategy": "epoch",
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+@pytest.mark.nightly
+def test_the_same_trainer_trains_again_and_resumes(ranks: Session, tmp_path: Path) -> None:
+    code = AGAIN.format(folder=str(tmp_path / "ranks"), arguments=AGAIN_ARGUMENTS)
+    found = value(ranks, code + "again")
+    alone: dict[str, Any] = {"make": make, "logged": logged, "ROWS": ROWS}
+    arguments = AGAIN_ARGUMENTS | {"use_cpu": True}
+    exec(AGAIN.format(folder=str(tmp_path / "alone"), arguments=arguments), alone)  # noqa: S102 - the same cell
+    for expected, result in zip(alone["again"], found, strict=True):
+        assert result == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.nightly
 def test_new_ranks_resume_where_others_were_stopped(ranks: Session, tmp_path: Path) -> None:
     ranks.run(RESUME.format(folder=str(tmp_path)))
@@ -196,9 +224,31 @@ def test_a_deepspeed_config_that_agrees_is_used(clipped: Session, tmp_path: Path
     clipped.switch("zero2")
 
 
+def test_a_trainer_under_zero_evaluates_before_and_between_trainings(
+    clipped: Session, tmp_path: Path
+) -> None:
+    alone = make(str(tmp_path), use_cpu=True).evaluate()["eval_loss"]
+    cell = f"""
+    trainer = make({str(tmp_path)!r}, max_steps=2, eval_strategy="epoch", num_train_epochs=1)
+    losses = [trainer.evaluate()["eval_loss"], trainer.predict(ROWS[:16]).metrics["test_loss"]]
+    for _ in range(2):
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    losses
+    """
+    before, predicted, first, second = value(clipped, textwrap.dedent(cell))
+    assert before == predicted == pytest.approx(alone, abs=1e-4)
+    assert second < first < before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        ("bf16_full_eval=True", r"casts parameters that zero2 owns\. Remove it, or use bf16=True"),
+        (
+            "deepspeed={'zero_optimization': {'stage': 7}}",
+            r"deepspeed has no version or stage 7\. Use one of 1 \(zero1\), 2 \(zero2\)",
+        ),
         (
             "deepspeed={'zero_optimization': {'stage': 3, 'offload_optimizer': {'device': 'cpu'}}}",
             r"Use `%%distribute --backend zero3 --offload cpu`, which does the same",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nbdist import Session
+from tests import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,3 +73,27 @@ def test_a_trainer_of_the_readme_trains(session: Session, trainer: str, peft_con
     assert len(losses[0]) == 2
     assert all(map(math.isfinite, losses[0]))
     assert losses[0] == losses[1]
+
+
+TWICE = """
+from tests.fine_tuning import sft_trainer
+import torch
+
+def norms(num_forwards):
+    trainer = sft_trainer(model, "forwards", "lora", logging_steps=1)
+    trainer.train()
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
+    for _ in range(num_forwards):
+        with torch.no_grad():
+            trainer.model_wrapped(**batch)
+    trainer.train()
+    return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+"""
+
+
+@pytest.mark.parametrize("session", engines.each("zero3"), indirect=True)
+def test_forwards_between_two_trainings_change_no_gradient(session: Session) -> None:
+    session.run(TWICE)
+    expected, found = session.run("norms(0), norms(2)").values[0]
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=1e-4)

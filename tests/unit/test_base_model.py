@@ -52,7 +52,7 @@ def base(tmp_path: Path) -> dict[str, torch.Tensor]:
 def test_tensors_are_found_by_their_values(tmp_path: Path, base: dict[str, torch.Tensor]) -> None:
     frozen = shards(x=base["a"], y=base["b"].float(), z=base["a"] + 1)
     stored = base_model.find_references(frozen, [str(tmp_path)])
-    assert stored.bases[0].tensors == {"x": ("a",), "y": ("b",)}
+    assert stored.bases[0].tensors == {"x": "a", "y": "b"}
     assert stored.keys["y"].dtype == "float32"
     assert "1 frozen parameters (0.0 MB) are stored by value: not equal" in stored.notes[1]
     index = base_model.open_references(manifest(stored), ["x", "y"], [])

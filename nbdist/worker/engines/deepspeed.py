@@ -27,6 +27,7 @@ from accelerate.utils.deepspeed import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DummyOptim,
+    HfDeepSpeedConfig,
 )
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
@@ -54,7 +55,10 @@ _HAVE_CPU_VERSION = (Adam, AdamW, Adagrad)
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Model -> the engine that wraps it."""
 
-_CUTS_PARAMETERS = 3
+_SHOWN = "_nbdist_shown"
+"""Attribute of a ZeRO-3 engine with the config that transformers' global refers to in a pass."""
+
+CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
 
 
@@ -64,7 +68,12 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """Accumulate gradients, and reduce them across ranks if a step follows."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
-        self.engine.backward(loss, **kwargs)
+        config = vars(self.engine).get(_SHOWN)
+        _show_zero3(config)
+        try:
+            self.engine.backward(loss, **kwargs)
+        finally:
+            _show_zero3(None)
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
@@ -231,6 +240,29 @@ def reset_zero3_globals(plugin: DeepSpeedPlugin) -> None:
     unset_hf_deepspeed_config()
 
 
+def _show_zero3(config: HfDeepSpeedConfig | None) -> None:
+    """Set or, with None, reset transformers' global ZeRO-3 config."""
+    from transformers.integrations import deepspeed as integration
+
+    if config is None:
+        integration.unset_hf_deepspeed_config()
+    else:
+        integration.set_hf_deepspeed_config(config)
+
+
+def _show_zero3_in_passes(engine: Any) -> None:
+    """Set transformers' global ZeRO-3 config in each forward and backward of an engine.
+
+    Models and losses read it there: the layerdrop of transformers 5.23 runs the same layers on all
+    ranks, and TRL 1.16 gathers the weight of the fused LM head for the backward. Without it, the
+    gradients of a step were zero.
+    """
+    config = HfDeepSpeedConfig(engine.config)
+    vars(engine)[_SHOWN] = config  # transformers holds a weak reference
+    engine.module.register_forward_pre_hook(lambda *_: _show_zero3(config), prepend=True)
+    engine.module.register_forward_hook(lambda *_: _show_zero3(None), always_call=True)
+
+
 def prepare(
     accelerator: Accelerator,
     original: Callable[..., Any],
@@ -274,6 +306,8 @@ def prepare(
         result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
+    if used.zero_stage == CUTS_PARAMETERS:
+        _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)
     for wrapper in accelerator._optimizers:  # noqa: SLF001
         if isinstance(wrapper, SteppingOptimizerWrapper) and wrapper.optimizer is engine.optimizer:
@@ -336,6 +370,9 @@ def _prepare_for_engine(
         )
         raise OptionError(message)
     accelerator.deepspeed_engine_wrapped = BackwardOnlyEngineWrapper(engine)
+    if all(known is not engine for known in accelerator._models):  # noqa: SLF001
+        # A Trainer's train() has freed the list, and would prepare the model for an evaluation.
+        accelerator._models.append(engine)  # noqa: SLF001
     rest = [arg for arg in args if arg is not engine and arg is not optimizer]
     prepared = original(accelerator, *rest) if rest else ()
     remaining = iter(prepared if len(rest) > 1 else [prepared])
@@ -349,7 +386,7 @@ def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: obj
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
     """
     alone = "model" if optimizer is None else "optimizer"
-    if (model is None) == (optimizer is None) or (model is not None and stage == _CUTS_PARAMETERS):
+    if (model is None) == (optimizer is None) or (model is not None and stage == CUTS_PARAMETERS):
         return
     advice = (
         "For a model that is not trained, use model.to(device)"

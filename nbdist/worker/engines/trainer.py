@@ -54,6 +54,7 @@ def _patch_trainer(reporter: Reporter) -> None:
     """Make Trainers use the session's options, and repair what differs between the engines."""
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
+    patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_whole_model)
     patch(f"{MODULE}:deepspeed_init", _keep_engine)
     patch(f"{MODULE}:get_fsdp_ckpt_kwargs", _save_base_under_fsdp1)
     patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
@@ -84,6 +85,26 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
             deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
 
     return create_accelerator_and_postprocess
+
+
+def _evaluate_whole_model(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluate a model before `train()` without an engine under ZeRO-1 and ZeRO-2, as under DDP.
+
+    transformers 5.23 refuses it: without an optimizer there is nothing to shard.
+    """
+
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        shards = plugin is None or plugin.zero_stage == deepspeed.CUTS_PARAMETERS
+        if shards or deepspeed.find_engine(self.model) is not None:
+            return loop(self, *args, **kwargs)
+        self.is_deepspeed_enabled = False
+        try:
+            return loop(self, *args, **kwargs)
+        finally:
+            self.is_deepspeed_enabled = True
+
+    return evaluation_loop
 
 
 def _write_sharded_model(save_model: Callable[..., None]) -> Callable[..., None]:
@@ -117,8 +138,7 @@ def _with_state_to_load(load: Callable[..., None]) -> Callable[..., None]:
 
 def _save_base_under_fsdp1(original: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     def get_fsdp_ckpt_kwargs() -> dict[str, Any]:
-        strategy = accelerator_patch.current_config().options.strategy
-        return {} if strategy.engine == "fsdp" and strategy.level == 1 else original()
+        return {} if accelerator_patch.current_config().options.strategy.is_flat else original()
 
     return get_fsdp_ckpt_kwargs
 

@@ -91,12 +91,18 @@ def combine(args: Any, session: EngineConfig) -> Options:
     _restore(args)
     options = _with_engine_config(args, session)
     strategy = options.strategy
-    is_flat = (strategy.engine, strategy.level) == ("fsdp", 1)
-    if is_flat and args.optim == "adafactor" and args.save_strategy != "no":
+    if strategy.is_flat and args.optim == "adafactor" and args.save_strategy != "no":
         # torch 2.13 compares state such as its RMS between ranks, which hold other shards.
         raise OptionError(
             f"Adafactor's state cannot be saved under {strategy.name}. Use backend fsdp, or"
             " save_strategy='no'."
+        )
+    whole = next((n for n in ("bf16_full_eval", "fp16_full_eval") if getattr(args, n)), None)
+    if whole and strategy.engine == "deepspeed":
+        # transformers 5.23 casts the parameters in place, which ZeRO's buffers refer to.
+        raise OptionError(
+            f"TrainingArguments has {whole}=True, which casts parameters that {strategy.name} owns."
+            " Remove it, or use bf16=True."
         )
     values = _precision_values(args, session, options)
     for name, option in (
@@ -203,14 +209,14 @@ def _wanted(args: Any, options: Options) -> Options:
     if not args.deepspeed:
         version = args.fsdp_config.get("version", args.fsdp_config.get("fsdp_version", ""))
         is_named = options.strategy.engine == "fsdp" and not version
-        backend = options.backend if is_named else f"fsdp{version or 2}"
+        backend = options.backend if is_named else strategies.backend_of("fsdp", version or 2)
         offload = "cpu" if args.fsdp_config.get("cpu_offload") else options.offload
         return replace(options, backend=backend, offload=offload)
     zero = _deepspeed_config(args).get("zero_optimization") or {}
     stage = zero.get("stage", "auto")
-    backend = f"zero{stage}" if stage in (1, 2, 3) else options.backend
-    if options.strategy.engine != "deepspeed" and stage == "auto":
-        backend = "zero2"
+    if stage == "auto":
+        stage = options.strategy.level if options.strategy.engine == "deepspeed" else 2
+    backend = strategies.backend_of("deepspeed", stage)
     where = zero.get("offload_optimizer") or {}
     device = where.get("device") or "none"
     offload = f"nvme:{where.get('nvme_path')}" if device == "nvme" else device

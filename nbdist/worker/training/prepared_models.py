@@ -347,7 +347,12 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         optimizer_step_gate.end_iteration()
-        models = [model for model in _trained if model.accelerator() is self]
+        models = [model for model in _trained if model.accelerator() is self and model.is_alive]
+        if models:
+            process_group.require_all_ranks(
+                "accelerator.backward()",
+                ", or call loss.backward() for a model of this cell",
+            )
         for model in models:
             model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
