@@ -30,6 +30,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     lora: int | None = None,
     target_modules: str | Sequence[str] | None = None,
     quantize: str | None = None,
+    keep_outputs: bool = True,
     **fixed: Any,
 ) -> Plan:
     """Predict memory and speed of every strategy on these devices, and pick one.
@@ -55,6 +56,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             one regular expression, or "all-linear". Default: PEFT's for the model's type.
         quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
             "int8"; needs lora.
+        keep_outputs: True if the loop holds the model's output across the step, as
+            `outputs = model(**batch)` does; False if it keeps only the loss.
         fixed: options of `%%distribute` to hold fixed instead of searching, such as
             offload="cpu", activation_checkpointing=True, accumulate=4.
 
@@ -94,6 +97,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
                 optimizers.find_optimizer(optimizer), cluster.kind
             ),
             fixed_options=settled,
+            keep_outputs=keep_outputs,
         )
     )
 

@@ -37,6 +37,8 @@ class PlanInput:
     optimizer: OptimizerSpec
     fixed_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `strategies.Options` fixed by the user; the rest is searched."""
+    keep_outputs: bool = True
+    """True if the training loop holds the model's output from one micro-batch to the next."""
     offload_candidates: tuple[str, ...] = OFFLOAD_TARGETS
     """Offload targets to search if `fixed_options` names none."""
 

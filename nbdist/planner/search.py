@@ -263,6 +263,7 @@ class _PlanVariant:
             activation_checkpointing=self._options.activation_checkpointing,
             kind=self._plan_input.cluster.kind,
             frozen_saves=self._frozen_saves,
+            keep_outputs=self._plan_input.keep_outputs,
         )
         peak = self._story.peak_memory(self._plan_input.model.micro_batch_activations(workload))
         allocated, context = peak.device_bytes, self._overhead.context_bytes

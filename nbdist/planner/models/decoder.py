@@ -477,7 +477,7 @@ class DecoderSpec(ABC):
         return MicroBatchActivations(
             layers=(*root, embedding, *(block for block, _ in blocks), tail),
             loss_bytes=loss_bytes,
-            output_bytes=output_bytes,
+            output_bytes=output_bytes if work.keep_outputs else 0,
             kept_bytes=saved_bytes,
         )
 
