@@ -17,12 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import advice_speedups
 import bottlenecks
 import cells
 import checkpoints
 import exporting
 import faults
-import gains
+import kernel_memory
 import loading
 import nodes
 import open_panel
@@ -34,15 +35,14 @@ import plan_published
 import plan_speed
 import plan_traced
 import profiling
+import push_pull_values
 import results
 import saving
 import scale
 import starts
 import switching
 import training
-import values
-import weight
-from rivals import Rivals
+from rival_packages import Rivals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,7 +60,7 @@ def others() -> Rivals:
 GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "cells": lambda: cells.measure(others()),
     "starts": lambda: starts.measure(others(), BUILD),
-    "values": lambda: values.measure(others()),
+    "values": lambda: push_pull_values.measure(others()),
     "checkpoints": lambda: checkpoints.measure(BUILD),
     "saving": lambda: saving.measure(BUILD),
     "exporting": lambda: exporting.measure(BUILD),
@@ -70,10 +70,10 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "nodes": lambda: nodes.measure(BUILD),
     "profile": lambda: bottlenecks.measure(BUILD),
     "profiling": profiling.measure,
-    "gains": gains.measure,
+    "gains": advice_speedups.measure,
     "scale": scale.measure,
     "panel": open_panel.measure,
-    "weight": weight.measure,
+    "weight": kernel_memory.measure,
     "faults": lambda: faults.measure(others(), BUILD / "faults"),
     "plan_speed": plan_speed.measure,
     "plan_fsdp": plan_fsdp.measure,

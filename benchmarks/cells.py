@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-import rivals
+import rival_packages
 from kernels import Kernel, attached, run_on
 from results import Row, middle, ms
 
@@ -22,17 +22,17 @@ SLOW_ROUNDS = 15
 WARM_UP = 5
 
 
-def measure(others: rivals.Rivals) -> Iterator[Row]:
+def measure(others: rival_packages.Rivals) -> Iterator[Row]:
     """Rows about the empty cell; all sessions live at the same time, cells interleaved."""
     with Kernel(sys.executable) as ours, others.kernel() as ipp, others.kernel() as nbd:
         ours.run("%load_ext nbdist")
         ours.run("%%distribute -n 2\npass")
-        rivals.start_ipyparallel(ipp)
-        rivals.start_nbdistributed(nbd)
+        rival_packages.start_ipyparallel(ipp)
+        rival_packages.start_nbdistributed(nbd)
         rank = attached(rank_file(ours))
         times = interleaved(ours, rank, ipp, nbd)
         rank.stop_channels()
-        rivals.stop_ipyparallel(ipp)
+        rival_packages.stop_ipyparallel(ipp)
     yield from rows(times)
 
 

@@ -16,18 +16,18 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import psutil
-from contenders import contenders
-from injections import FAULTS, KEPT, READ, TRAIN, TRAINED, TRAINING, Fault
+from injected_faults import FAULTS, KEPT, READ, TRAIN, TRAINED, TRAINING, Fault
 from kernels import Cell, CellFailed, reply_status, run_on, take_output
+from notebook_tools import contenders
 from results import Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from contenders import Contender
     from kernels import Kernel
-    from rivals import Rivals
+    from notebook_tools import Contender
+    from rival_packages import Rivals
 
 NEVER_S = 40.0
 """What the cell does not show by then, it never shows."""

@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import rivals
+import rival_packages
 from kernels import Kernel
 from starts import free_port
 
@@ -43,14 +43,17 @@ class Contender:
     """The cell that runs these lines on both ranks."""
 
 
-def contenders(others: rivals.Rivals) -> list[Contender]:
+def contenders(others: rival_packages.Rivals) -> list[Contender]:
     """All four, nbdist first."""
     return [
         Contender("nbdist", lambda: Kernel(sys.executable), start_nbdist, magic("%%distribute")),
         Contender(
-            "nbdistributed", others.kernel, rivals.start_nbdistributed, magic("%%distributed")
+            "nbdistributed",
+            others.kernel,
+            rival_packages.start_nbdistributed,
+            magic("%%distributed"),
         ),
-        Contender("ipyparallel", others.kernel, rivals.start_ipyparallel, magic("%%px")),
+        Contender("ipyparallel", others.kernel, rival_packages.start_ipyparallel, magic("%%px")),
         Contender("notebook_launcher", others.kernel, start_launcher, launched),
     ]
 

@@ -10,7 +10,7 @@ from multiprocessing import shared_memory
 from typing import TYPE_CHECKING
 
 import numpy as np
-import rivals
+import rival_packages
 from kernels import Kernel
 from results import Row, middle, ms
 
@@ -35,7 +35,7 @@ Times = dict[str, dict[str, list[float]]]
 """Seconds by direction ("push", "pull") and by who moved."""
 
 
-def measure(others: rivals.Rivals) -> Iterator[Row]:
+def measure(others: rival_packages.Rivals) -> Iterator[Row]:
     """Rows about 100 MB; one transfer of each in turns."""
     with Kernel(sys.executable) as ours, others.kernel() as ipp, others.kernel() as nbd:
         prepare(ours, ipp, nbd)
@@ -44,7 +44,7 @@ def measure(others: rivals.Rivals) -> Iterator[Row]:
             for direction, name, value in one_round(ours, ipp, nbd):
                 if number >= 0:  # the first round touches memory for the first time
                     times[direction].setdefault(name, []).append(value)
-        rivals.stop_ipyparallel(ipp)
+        rival_packages.stop_ipyparallel(ipp)
     yield from rows(times)
 
 
@@ -53,9 +53,9 @@ def prepare(ours: Kernel, ipp: Kernel, nbd: Kernel) -> None:
     ours.run("%load_ext nbdist")
     ours.run("%%distribute -n 2\npass")
     ours.run(SETUP + "import nbdist\nsession = nbdist.session()")
-    rivals.start_ipyparallel(ipp)
+    rival_packages.start_ipyparallel(ipp)
     ipp.run(SETUP + "view, broadcast = rc[:], rc.broadcast_view()")
-    rivals.start_nbdistributed(nbd)
+    rival_packages.start_nbdistributed(nbd)
     nbd.run(SETUP)
 
 
@@ -86,7 +86,7 @@ def timed(kernel: Kernel, move: str) -> float:
 
 
 def rows(times: Times) -> Iterator[Row]:
-    """Each direction against the floor and against the best of the rivals."""
+    """Each direction against the floor and against the best of the rival_packages."""
     words = {"push": "100 MB tensor to two ranks", "pull": "100 MB tensor back from one rank"}
     for direction, name in words.items():
         p50 = {who: middle(values) for who, values in times[direction].items()}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rivals
+import rival_packages
 from kernels import Kernel
 from results import Row, middle
 
@@ -26,7 +26,7 @@ Accelerator(cpu=True).wait_for_everyone()
 """
 
 
-def measure(others: rivals.Rivals, build: Path) -> Iterator[Row]:
+def measure(others: rival_packages.Rivals, build: Path) -> Iterator[Row]:
     """Rows about starting; nbdist and the others in turns."""
     first, full, fresh, launched = [], [], [], []
     script = build / "barrier.py"
@@ -60,11 +60,11 @@ def measure(others: rivals.Rivals, build: Path) -> Iterator[Row]:
     )
 
 
-def ipyparallel_start(others: rivals.Rivals) -> float:
+def ipyparallel_start(others: rival_packages.Rivals) -> float:
     """Seconds until ipyparallel's engines have torch and a gloo group."""
     with others.kernel() as kernel:
-        seconds = rivals.start_ipyparallel(kernel)
-        rivals.stop_ipyparallel(kernel)
+        seconds = rival_packages.start_ipyparallel(kernel)
+        rival_packages.stop_ipyparallel(kernel)
     return seconds
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
     from nbdist.session.checkpoints import Checkpoint, Save
+    from nbdist.session.distributed_function import distribute
     from nbdist.session.session import Session
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "StartError",
     "SwitchError",
     "SwitchReport",
+    "distribute",
     "doctor",
     "full_parameters",
     "generate",
@@ -88,6 +90,7 @@ _HOMES = {
     "Save": "nbdist.session.checkpoints",
     "Session": "nbdist.session.session",
     "SwitchReport": "nbdist.operations.switch",
+    "distribute": "nbdist.session.distributed_function",
 }
 
 

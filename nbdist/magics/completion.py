@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from IPython.core.completer import SimpleCompletion, context_matcher
@@ -23,6 +24,8 @@ OPTION_VALUES: dict[str, tuple[str, ...]] = {
     },
 }
 """Options with a fixed list of values."""
+DISTRIBUTE_COMMENT = re.compile(r"^#\|[ \t]*distribute\b")
+"""Beginning of a cell that is distributed like one that begins with `%%distribute`."""
 
 
 def make_matcher(
@@ -44,7 +47,7 @@ def make_matcher(
     @context_matcher()
     def complete(context: CompletionContext) -> SimpleMatcherResult:
         line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
-        magic, *words = line.lstrip().split(" ")
+        magic, *words = DISTRIBUTE_COMMENT.sub("%%distribute", line.lstrip()).split(" ")
         choices: Sequence[str] = ()
         if magic == "%%distribute" and context.cursor_line == first_line_index(context.full_text):
             before = words[-2] if words[1:] else ""

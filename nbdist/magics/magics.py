@@ -25,7 +25,7 @@ from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import status
 from nbdist.session.cell import CELL_FILE_NAME, check_code
-from nbdist.session.session import Session, current_session
+from nbdist.session.session import Session, apply_options, current_session
 
 if TYPE_CHECKING:
     import argparse
@@ -260,15 +260,10 @@ class NbDist(Magics):
             return switched.start()
         if session is None:
             return self.new_session(changes).start()
-        differing = session.differing(**changes)
         if options.fresh:
             session.restart(**changes)
-        elif "auto" in differing:  # auto is set up when the ranks start
-            words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
-            print(f"nbdist: {words}: starting new ranks; variables of the old ranks are lost")
-            session.restart(**changes)
-        elif differing:
-            print(session.switch(**changes))
+        elif changed := apply_options(session, changes):
+            print(changed)
         return session
 
     def new_session(self, options: Mapping[str, Any]) -> Session:
@@ -515,10 +510,20 @@ def keep_line_numbers(line: str, cell: str) -> str:
     return cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
 
 
+def transform_distribute_comment(lines: list[str]) -> list[str]:
+    """Turn a first line `#| distribute OPTIONS` into `%%distribute OPTIONS`.
+
+    An IPython input transformer. A type checker, a linter and jupytext read such a cell as Python.
+    """
+    first = [completion.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
+    return first + lines[1:]
+
+
 def register_magics(ipython: InteractiveShell) -> None:
     """Register the magics and the completer, and print the devices that were found."""
     ipython.register_magics(create_magics(ipython))
     ipython.Completer.custom_matchers.append(MATCHER)
+    ipython.input_transformers_cleanup.append(transform_distribute_comment)
     machine = discovery.discover_machine()
     print(
         f"nbdist {__version__} \N{MIDDLE DOT} {machine.describe()} \N{MIDDLE DOT}"
@@ -556,6 +561,7 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     manager.magics["line"].pop("nbdist")
     ipython.configurables.remove(magics)
     ipython.Completer.custom_matchers.remove(MATCHER)
+    ipython.input_transformers_cleanup.remove(transform_distribute_comment)
     magics.launcher_provider.close()
     if current_session() is not None:
         print("nbdist: the ranks keep running; nbdist.session().stop() ends them")

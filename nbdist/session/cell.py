@@ -19,6 +19,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
+from nbdist.output.ansi import strip_ansi
 from nbdist.protocol import messages, serialization
 
 if TYPE_CHECKING:
@@ -295,8 +296,7 @@ class Cell:
             error = CellError(
                 tracebacks.summarize_errors(groups), errors=self.errors, rendered=rendered
             )
-            if advice:  # scripts print only the exception
-                error.add_note("\n".join(advice[1:]))
+            error.add_note(strip_ansi("\n".join(rendered)))  # scripts print only the exception
             raise error
 
     def show_errors(self) -> None:

@@ -356,3 +356,13 @@ def current_session() -> Session | None:
     """Return the session that was started last and not stopped, or None."""
     session = lifecycle.current[0]
     return session if isinstance(session, Session) else None
+
+
+def apply_options(session: Session, options: Mapping[str, Any]) -> str:
+    """Switch to the options that differ, and return what happened; "" if none differs."""
+    differing = session.differing(**options)
+    if "auto" in differing:  # auto is set up when the ranks start
+        session.restart(**options)
+        words = ", ".join(f"{name} {now} -> {then}" for name, (now, then) in differing.items())
+        return f"nbdist: {words}: started new ranks; variables of the old ranks are lost"
+    return str(session.switch(**options)) if differing else ""

@@ -23,6 +23,15 @@ def test_last_expression_is_merged(notebook: LiveKernel) -> None:
     assert "[0-1] 2" in notebook.run("%%distribute\nworld_size").text
 
 
+def test_a_comment_in_the_first_line_distributes_the_cell(notebook: LiveKernel) -> None:
+    notebook.run("last = 1")
+    shown = notebook.run("\n#| distribute --ranks {last}\nprint('rank', rank)\n1 / 0")
+    assert "rank 1\n" in shown.text
+    assert "rank 0" not in shown.text
+    assert "----> 3 1 / 0" in shown.text  # as in a cell that begins with %%distribute
+    assert "rank" not in notebook.run("#| distributed by hand\nprint('here')").text
+
+
 def test_a_notebook_variable_in_braces_is_expanded_as_by_other_magics(notebook: LiveKernel) -> None:
     notebook.run("last = 1")
     assert notebook.run("%%distribute --ranks {last}\nprint('rank', rank)").text == "rank 1\n"

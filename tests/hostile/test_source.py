@@ -32,6 +32,9 @@ ALLOWED = {
     # private folder made for it alone.
     ("worker/operations/namespace_pickle.py", "import pickle"),
     ("worker/operations/namespace_pickle.py", "import cloudpickle"),
+    # A function of the notebook, which may run any code on its ranks; never the other way.
+    ("session/distributed_function.py", "import cloudpickle"),
+    ("worker/distributed_function.py", "import cloudpickle"),
     # Checkpoints of others are pickles: read with a find_class that makes no class of theirs,
     # and in full only where the user says --trust.
     ("state/importers/safe_unpickler.py", "import pickle"),

@@ -170,6 +170,12 @@ def test_loading_brings_no_widgets() -> None:
     assert shown.stdout.strip() == "[]"
 
 
+def test_benchmarks_start() -> None:
+    """Each group is imported; a renamed module does not show before that."""
+    benchmarks = ROOT.parent / "benchmarks"
+    subprocess.run([sys.executable, benchmarks, "--help"], capture_output=True, check=True)
+
+
 def test_backends_are_told_apart_in_one_table() -> None:
     names = {"ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"}
     for path, tree in modules().items():

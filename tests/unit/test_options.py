@@ -26,6 +26,9 @@ goes on the line of `%%distribute`; *keyword* is the argument of `Session(...)`,
 `%nbdist switch NAME` and change a running session without losing the training state; the others
 start new ranks. [strategies.md](strategies.md) lists what each backend supports,
 [clusters.md](clusters.md) explains the options of clusters.
+
+The comment `#| distribute --backend fsdp` as the first line of a cell is the same as
+`%%distribute --backend fsdp`. Type checkers, linters and jupytext then read the cell as Python.
 """
 _TITLES = {
     "engine": "The training engine",
