@@ -133,7 +133,8 @@ def run(case: Case) -> Peak:
         fsdp_config=case.fsdp_config,
         deepspeed_config=case.deepspeed_config,
     ).validate(hardware)
-    if ops := options.strategy.required_ops(options, hardware):
+    ops = options.strategy.required_ops(options, hardware)
+    if ops:  # loads what `plan_memory` has compiled
         from nbdist.launcher import offload_setup
 
         offload_setup.build_missing_ops(ops, progress=lambda _: None)

@@ -135,6 +135,7 @@ def plan_described_model(
         "batch_size": reply["batch_size"],
         "seq_len": reply["seq_len"],
         "precision": session.options.precision or "no",
+        "keep_outputs": reply["keep_outputs"],
     }
     if "optimizer" not in arguments:
         kind = arguments["devices"].kind

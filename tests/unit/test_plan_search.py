@@ -114,7 +114,7 @@ def test_every_row_says_why(eight: Plan) -> None:
 def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
     free = eight.question.cluster.smallest_device.free_bytes
     for row in eight.rows:
-        assert row.fits == (row.device_bytes * (1 + search.FREE_MEMORY_MARGIN) <= free)
+        assert row.fits == (row.device_bytes * (1 + row.margin.total) <= free)
 
 
 def test_parts_sum_up_to_the_device(eight: Plan) -> None:
