@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,16 +100,16 @@ def measured(case: Case, *, timeout_s: float = 300) -> Peak:
     finally:
         process.kill()
         process.join()
-    if isinstance(found, str):
-        raise RuntimeError(f"{case}\n{found}")
-    return found
+    if isinstance(found, Peak):
+        return found
+    raise RuntimeError(f"{case}\n{found}")
 
 
 def _child(answer: Connection, case: Case) -> None:
     """Send the peak of a case, or the traceback; its output is discarded."""
-    with open(os.devnull, "w") as nowhere:
-        for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
     try:
         answer.send(run(case))
     except BaseException:  # noqa: BLE001 - reported by the parent
@@ -305,6 +306,7 @@ def model_of(case: Case) -> Any:
 
 def _quantized(case: Case, model: Any) -> Any:
     """Store the linear layers as bitsandbytes does."""
+    import safetensors.torch
     import transformers
 
     dtype = getattr(torch, case.dtype)
@@ -317,7 +319,10 @@ def _quantized(case: Case, model: Any) -> Any:
     how = {"load_in_8bit": True} if case.quantize == "int8" else four
     config = transformers.BitsAndBytesConfig(**how)
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder, is_main_process=True)
+        # save_pretrained writes nothing on other ranks than the first.
+        file = Path(folder) / "model.safetensors"
+        safetensors.torch.save_file(model.state_dict(), file, metadata={"format": "pt"})
+        model.config.to_json_file(Path(folder) / "config.json")
         model = type(model).from_pretrained(
             folder, quantization_config=config, dtype=dtype, device_map="cpu"
         )

@@ -195,7 +195,7 @@ def draw(rng: random.Random, seed: int, backend: str, number: int, kind: str) ->
     )
     if number % 4 == 1:
         case = _traced(rng, case, _traced_models(seed))
-    elif number % 8 == 3:  # noqa: PLR2004
+    elif number % 8 == 3:
         case = _adapted(rng, case, number // 8)
     else:
         case = replace(case, config=rng.choice([_llama, _llama, _gpt2])(rng))

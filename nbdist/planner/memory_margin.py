@@ -56,9 +56,11 @@ class Margin(NamedTuple):
         )
 
 
-def margin_of(
-    backend: str, depth: Literal["closed form", "traced"], *, calibrated: bool
-) -> Margin:
+UNMEASURED = Margin()
+"""The margin of a backend without measured cases."""
+
+
+def margin_of(backend: str, depth: Literal["closed form", "traced"], *, calibrated: bool) -> Margin:
     """Return the margin of a backend; calibrated: device memory was measured on this machine."""
     device = CALIBRATED_DEVICE_SHARE if calibrated else DEVICE_SHARE
     return Margin(SHORTFALLS.get((backend, depth), UNKNOWN), device, calibrated)

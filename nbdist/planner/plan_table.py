@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.planner.memory_margin import Margin
+from nbdist.planner.memory_margin import UNMEASURED, Margin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,7 +99,7 @@ class PlanRow:
     fits: bool = False
     learned: str = ""
     """Date of the latest memory calibration on this machine; "" for the defaults."""
-    margin: Margin = Margin()
+    margin: Margin = UNMEASURED
     """Shares of `device_bytes` that must stay free in addition."""
     cost: StepCost | None = None
     """None for a row that its backend refuses."""

@@ -28,8 +28,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 from nbdist.hardware import discovery
 from nbdist.planner.measurement_store import record_device_memory
