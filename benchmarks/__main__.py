@@ -2,8 +2,8 @@
 
     python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
-    python benchmarks [faults] [plan_speed] [plan_fsdp] [plan_engines] [plan_traced]
-    python benchmarks [plan_published] [plan_calibrated] [plan_choice] [plan_adapters] [loading]
+    python benchmarks [faults] [plan_speed] [plan_memory] [plan_published] [plan_calibrated]
+    python benchmarks [plan_choice] [loading]
 
 Prints a table and writes build/bench.json. The exit status is 1 when a bar is missed.
 """
@@ -27,14 +27,11 @@ import kernel_memory
 import loading
 import nodes
 import open_panel
-import plan_adapters
 import plan_calibrated
 import plan_choice
-import plan_engines
-import plan_fsdp
+import plan_memory
 import plan_published
 import plan_speed
-import plan_traced
 import profiling
 import push_pull_values
 import results
@@ -77,13 +74,10 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "weight": kernel_memory.measure,
     "faults": lambda: faults.measure(others(), BUILD / "faults"),
     "plan_speed": plan_speed.measure,
-    "plan_fsdp": plan_fsdp.measure,
-    "plan_engines": plan_engines.measure,
-    "plan_traced": plan_traced.measure,
+    "plan_memory": plan_memory.measure,
     "plan_published": plan_published.measure,
     "plan_calibrated": plan_calibrated.measure,
     "plan_choice": plan_choice.measure,
-    "plan_adapters": plan_adapters.measure,
 }
 
 

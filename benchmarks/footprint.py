@@ -1,54 +1,63 @@
-"""What one rank really holds: tensor bytes of a real training step, by torch's own trackers.
+"""What one rank really holds in a training step, as torch's allocator reports it.
 
-A case is run in a process of its own, which is rank 0 of a fake process group of any size:
-nbdist's own preparation, Accelerate's and the engine's own code, three optimizer steps. FSDP2
-runs under FakeTensorMode with `FSDPMemTracker`, so that a case may be larger than the
-machine; the other engines run on real CPU tensors under nbdist's `Footprint`.
+A case is prepared as a session prepares it: nbdist's options, Accelerate and the engine's own code,
+with real tensors, as one rank of a fake process group of any size. The peak of the fourth optimizer
+step is read from the allocator (in the third, nbdist measures on its own, which is not used here).
+On CPU that are kineto's memory events, which contain every allocation and every free since before
+the model existed. On a GPU they are the counters of the CUDA caching allocator, before it rounds
+sizes up. Nothing of nbdist counts bytes.
 
-    python benchmarks/footprint.py '{"backend": "fsdp2", "world_size": 8, ...}' ...
-
-prints one JSON object a case: peak bytes, by torch's category, from the third step. Cases
-under fake tensors may share a process, which saves seven seconds of imports each.
+Every case runs in a process of its own, forked from one that has imported the libraries.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import gc
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+import tempfile
+import traceback
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.modeling_outputs import ImageClassifierOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+PHASES = ("forward", "backward", "optimizer step")
+STEPS = 4
+PLAIN = "plain_cnn"
+"""`model_type` of a module that is not one of transformers' models."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One training setup. `config` is a transformers config as `to_dict()` has it."""
 
     config: dict[str, Any]
-    backend: str = "fsdp2"
-    world_size: int = 8
-    batch_size: int = 1
-    seq_len: int = 128
+    backend: str
+    world_size: int
+    batch_size: int
+    seq_len: int
     precision: str = "bf16"
     offload: str = "none"
     activation_checkpointing: bool = False
     accumulate: int = 1
+    clip: float | None = None
     optimizer: str = "adamw"
-    """adamw (foreach, as on a GPU), fused, loop (as on a CPU), sgd."""
-    attention: str = "sdpa"
+    """A name of nbdist.plan."""
     keep_outputs: bool = True
-    """The cell's variable `out` holds the logits until the next step, as most cells do."""
+    """`outputs = model(**batch)`: the variable holds the outputs until the next ones exist."""
     fsdp_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
-    nodes: int = 1
-    """More than one: shards inside a node, replicas across nodes."""
     dtype: str = "float32"
     """Data type of the loaded weights."""
     lora: int = 0
@@ -58,104 +67,229 @@ class Case:
     """bitsandbytes: nf4 or int8."""
     fused_loss: bool = False
     """The loss of TRL's SFTTrainer, which never has all logits."""
-    allocator: bool = False
-    """Real tensors, and the peak of torch's CPU allocator (kineto's memory events)."""
     rank: int = 0
     """Which rank of the fake group to be."""
-    real: bool = False
-    """A real gloo group: start it with torchrun's variables set."""
+    kind: str = "cpu"
+    """Device kind: cpu or cuda."""
 
 
-def measured(case: Case, *, timeout_s: float = 300) -> dict[str, int]:
-    """Run one case in a process of its own; bytes by category and "total"."""
-    (parts,) = measured_together([case], timeout_s=timeout_s)
-    return parts
+class Peak(NamedTuple):
+    """Peak of a training step."""
+
+    num_bytes: int
+    phase: str
+    """One of PHASES."""
 
 
-def measured_together(cases: Sequence[Case], *, timeout_s: float = 600) -> list[dict[str, int]]:
-    """Run cases one after the other in one process; FSDP2 on fake tensors only."""
-    texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, __file__, *texts],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=environ,
-        check=False,
-    )
-    if done.returncode != 0:
-        count = done.stdout.count("{")
-        raise RuntimeError(f"{texts[count]}\n{done.stderr[-3000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def measured(case: Case, *, timeout_s: float = 300) -> Peak:
+    """Measure one case in a process of its own.
+
+    Raises:
+        RuntimeError: the case failed; with its traceback.
+    """
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["footprint", "deepspeed", "accelerate", "peft", "nbdist"])
+    here, there = forks.Pipe()
+    process = forks.Process(target=_child, args=(there, case))
+    process.start()
+    there.close()
+    try:
+        found = here.recv() if here.poll(timeout_s) else f"no result in {timeout_s:.0f} s"
+    except EOFError:
+        found = "the process ended without a result"
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(found, Peak):
+        return found
+    raise RuntimeError(f"{case}\n{found}")
 
 
-def fake_group(world_size: int, rank: int = 0) -> None:
+def _child(answer: Connection, case: Case) -> None:
+    """Send the peak of a case, or the traceback; its output is discarded."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    try:
+        answer.send(run(case))
+    except BaseException:  # noqa: BLE001 - reported by the parent
+        answer.send(traceback.format_exc())
+
+
+def run(case: Case) -> Peak:
+    """Be a rank of a fake group, prepare, train some steps."""
+    torch.set_num_threads(1)
+    _join_fake_group(case)
+    from nbdist.strategies import Hardware, Options
+    from nbdist.worker.engines import accelerator_patch as engines
+
+    hardware = Hardware(kind=case.kind, bf16=True, world_size=case.world_size)
+    options = Options(
+        backend=case.backend,
+        precision=case.precision,
+        offload=case.offload,
+        activation_checkpointing=case.activation_checkpointing,
+        accumulate=case.accumulate,
+        clip=case.clip,
+        fsdp_config=case.fsdp_config,
+        deepspeed_config=case.deepspeed_config,
+    ).validate(hardware)
+    ops = options.strategy.required_ops(options, hardware)
+    if ops:  # loads what `plan_memory` has compiled
+        from nbdist.launcher import offload_setup
+
+        offload_setup.build_missing_ops(ops, progress=lambda _: None)
+    late = engines.patch_accelerator(options, hardware)
+    torch.manual_seed(0)
+    return _on_gpu(case, late) if case.kind == "cuda" else _on_cpu(case, late)
+
+
+def _join_fake_group(case: Case) -> None:
     """Be one rank of a group whose other ranks do not exist."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        RANK=str(case.rank),
+        LOCAL_RANK="0" if case.kind == "cuda" else str(case.rank),
+        WORLD_SIZE=str(case.world_size),
+        LOCAL_WORLD_SIZE=str(case.world_size),
         LOCAL_SIZE="1",  # deepspeed: not WORLD_SIZE, or it waits for its shared memory op
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29599",
     )
-    if distributed.is_initialized():  # of the case before
-        distributed.destroy_process_group()
-    distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    distributed.init_process_group(
+        "fake", rank=case.rank, world_size=case.world_size, store=FakeStore()
+    )
+
+
+class _Loop:
+    """A prepared model with its optimizer and batch, as a cell has them."""
+
+    def __init__(self, case: Case, late: Any) -> None:
+        self.case, self.accelerator = case, late
+        model = model_of(case).train()
+        optimizer = _optimizer_of(case, model)
+        self.batch = batch_of(case, model)
+        self.model, self.optimizer = late.prepare(model, optimizer)
+        if case.kind == "cuda":
+            self.batch = {name: value.cuda() for name, value in self.batch.items()}
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.register_comm_hook(None, _finished)
+
+    def step(self) -> Iterator[str]:
+        """Run one optimizer step; yield the name of each phase before it begins."""
+        for _ in range(self.case.accumulate):
+            with self.accelerator.accumulate(self.model):
+                yield "forward"
+                if self.case.keep_outputs:
+                    self.outputs = self.model(**self.batch)
+                    loss = self.outputs.loss
+                else:
+                    loss = self.model(**self.batch).loss
+                yield "backward"
+                self.accelerator.backward(loss)
+                yield "optimizer step"
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+
+def _on_cpu(case: Case, late: Any) -> Peak:
+    """Peak from the events of torch's CPU allocator, counted from before the model exists."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        loop = _Loop(case, late)
+        for number in range(STEPS):
+            with contextlib.ExitStack() as running:
+                for phase in loop.step():
+                    running.close()
+                    running.enter_context(record_function(f"{number} {phase}"))
+    names = {f"{STEPS - 1} {phase}": phase for phase in PHASES}
+    events = sorted(
+        (event.start_ns(), event.nbytes(), event.name())
+        # torch's own summaries leave memory events out.
+        for event in recorded.profiler.kineto_results.events()
+        if event.name() == "[memory]" or event.name() in names
+    )
+    total, phase, peak = 0, "", Peak(0, "")
+    for _, size, name in events:
+        phase = names.get(name, phase)
+        total += size if name == "[memory]" else 0
+        if phase and total > peak.num_bytes:
+            peak = Peak(total, phase)
+    return peak
+
+
+def _on_gpu(case: Case, late: Any) -> Peak:
+    """Peak from the counters of the CUDA caching allocator."""
+    loop = _Loop(case, late)
+    for _ in range(STEPS - 1):
+        for _ in loop.step():
+            pass
+    peaks: list[Peak] = []
+    before = ""
+    for phase in chain(loop.step(), [""]):
+        torch.cuda.synchronize()
+        if before:
+            peaks.append(Peak(torch.cuda.memory_stats()["requested_bytes.all.peak"], before))
+        torch.cuda.reset_peak_memory_stats()
+        before = phase
+    return max(peaks)
+
+
+def _finished(_, bucket):  # noqa: ANN001, ANN202 - torch reads the annotations
+    """Reduce a DDP bucket over ranks that do not exist."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# -- models, optimizers, batches -------------------------------------------------------------
+
+
+class PlainCnn(nn.Module):
+    """Convolutions, group norms and two linear layers; nothing in it repeats."""
+
+    def __init__(self, widths: list[int], picture: int, classes: int, hidden: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in zip((3, *widths), widths, strict=False):
+            layers += [
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.GroupNorm(8, after),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        self.features = nn.Sequential(*layers)
+        side = picture >> len(widths)
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(widths[-1] * side**2, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> ImageClassifierOutput:
+        # DeepSpeed leaves inputs as they are.
+        logits = self.classifier(self.features(pixel_values.to(self.features[0].weight.dtype)))
+        loss = nn.functional.cross_entropy(logits.float(), labels)
+        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 def model_of(case: Case) -> Any:
-    """Build the model from its config."""
-    import plan_modules
-    import torch
+    """Build the model of a case from its config."""
     import transformers
-    from transformers import masking_utils
 
-    # transformers 5.23 takes FakeTensorMode for tracing and would build a mask of S x S.
-    masking_utils.find_packed_sequence_indices = lambda _: None
-    if (module := plan_modules.own(case.config)) is not None:
-        return module
+    if case.config["model_type"] == PLAIN:
+        sizes = {key: value for key, value in case.config.items() if key != "model_type"}
+        return PlainCnn(**sizes)
     config = transformers.AutoConfig.for_model(**case.config)
-    config._attn_implementation = case.attention
     config.use_cache = False
     architecture = (case.config.get("architectures") or ["AutoModelForCausalLM"])[0]
     cls = getattr(transformers, architecture)
     model = cls.from_config(config) if architecture.startswith("Auto") else cls(config)
-    return adapted(case, model.to(getattr(torch, case.dtype)))
-
-
-def adapted(case: Case, model: Any) -> Any:
-    """Quantize the model, give it TRL's loss and PEFT's adapters, as the case says."""
-    import tempfile
-
+    model = model.to(getattr(torch, case.dtype))
     if case.quantize:
-        import torch
-        import transformers
-
-        four = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": case.quantize,
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": getattr(torch, case.dtype),
-        }
-        how = transformers.BitsAndBytesConfig(
-            **({"load_in_8bit": True} if case.quantize == "int8" else four)
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            model = type(model).from_pretrained(
-                folder, quantization_config=how, dtype=getattr(torch, case.dtype), device_map="cpu"
-            )
-        model.config.use_cache = False
-        for parameter in model.parameters():  # views of the mapped file, which a GPU does not hold
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.clone()
-        gc.collect()
+        model = _quantized(case, model)
     if case.fused_loss:
         from trl.trainer.utils import add_fused_lm_head
 
@@ -163,270 +297,63 @@ def adapted(case: Case, model: Any) -> Any:
     if case.lora:
         import peft
 
-        config = peft.LoraConfig(
+        adapters = peft.LoraConfig(
             r=case.lora, target_modules=case.target_modules, task_type="CAUSAL_LM"
         )
-        model = peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, adapters)
     return model
 
 
-def optimizer_of(case: Case, model: Any) -> Any:
-    """Build the optimizer that the case names."""
-    import torch
+def _quantized(case: Case, model: Any) -> Any:
+    """Store the linear layers as bitsandbytes does."""
+    import safetensors.torch
+    import transformers
 
+    dtype = getattr(torch, case.dtype)
+    four = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": case.quantize,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+    }
+    how = {"load_in_8bit": True} if case.quantize == "int8" else four
+    config = transformers.BitsAndBytesConfig(**how)
+    with tempfile.TemporaryDirectory() as folder:
+        # save_pretrained writes nothing on other ranks than the first.
+        file = Path(folder) / "model.safetensors"
+        safetensors.torch.save_file(model.state_dict(), file, metadata={"format": "pt"})
+        model.config.to_json_file(Path(folder) / "config.json")
+        model = type(model).from_pretrained(
+            folder, quantization_config=config, dtype=dtype, device_map="cpu"
+        )
+    model.config.use_cache = False
+    for parameter in model.parameters():  # views of the mapped file, which a GPU does not hold
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
+    gc.collect()
+    return model
+
+
+def _optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
+    """Build the optimizer that the case names, with torch's defaults."""
+    classes = {"adamw": "AdamW", "adamw_fused": "AdamW", "sgd": "SGD", "adafactor": "Adafactor"}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if case.optimizer == "adamw_8bit":
-        import bitsandbytes
-
-        return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
-    others = {"sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
-    if case.optimizer in others:
-        return getattr(torch.optim, others[case.optimizer])(parameters, lr=1e-4)
-    how = {"adamw": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}
-    return torch.optim.AdamW(parameters, lr=1e-4, **how[case.optimizer])
+    how = {"fused": True} if case.optimizer == "adamw_fused" else {}
+    made: torch.optim.Optimizer = getattr(torch.optim, classes[case.optimizer])(
+        parameters, lr=1e-4, **how
+    )
+    return made
 
 
 def batch_of(case: Case, model: Any) -> dict[str, Any]:
-    """Tokens or pictures, and labels for the loss."""
-    import plan_modules
-
-    batch = plan_modules.batch_for(case.config, model, case.batch_size, case.seq_len)
-    return batch | ({"fused_lm_head": True} if case.fused_loss else {})
-
-
-def run(case: Case) -> dict[str, int]:
-    """Prepare and train three steps; peak bytes of the third."""
-    import torch
-    from torch import distributed
-
-    torch.set_num_threads(1)
-    if case.real:
-        distributed.init_process_group("gloo")
-    else:
-        fake_group(case.world_size, case.rank)
-    from nbdist.strategies import Hardware, Options
-    from nbdist.worker.engines import accelerator_patch as engines
-
-    hardware = Hardware(
-        kind="cpu", bf16=True, world_size=distributed.get_world_size(), nodes=case.nodes
+    """Pictures or tokens, and labels for the loss."""
+    size = case.batch_size
+    if picture := case.config.get("picture") or case.config.get("image_size"):
+        pixels = torch.zeros(size, 3, picture, picture)
+        return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
+    ids = torch.randint(0, model.config.vocab_size, (size, case.seq_len))
+    classes = "SequenceClassification" in str(case.config.get("architectures"))
+    labels = torch.zeros(size, dtype=torch.long) if classes else ids
+    return {"input_ids": ids, "labels": labels} | (
+        {"fused_lm_head": True} if case.fused_loss else {}
     )
-    options = Options(
-        backend=case.backend,
-        precision=case.precision,
-        offload=case.offload,
-        activation_checkpointing=case.activation_checkpointing,
-        accumulate=case.accumulate,
-        replicate_across="nodes" if case.nodes > 1 else "none",
-        fsdp_config=case.fsdp_config,
-        deepspeed_config=case.deepspeed_config,
-    ).validate(hardware)
-    ops = options.strategy.required_ops(options, hardware)
-    if ops:
-        from nbdist.launcher import offload_setup
-
-        offload_setup.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
-    late = engines.patch_accelerator(options, hardware)
-    if case.allocator:
-        return allocator_steps(case, late)
-    if case.backend == "fsdp2" and not case.real:
-        return fsdp2_steps(case, late)
-    return engine_steps(case, late)
-
-
-def fsdp2_steps(case: Case, late: Any) -> dict[str, int]:
-    """FSDP2 without memory: fake tensors, the units that nbdist and Accelerate choose."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
-    from transformers import initialization
-
-    from nbdist.planner.tracing import wrap_units
-    from nbdist.worker.engines import fsdp, wrap_policy
-
-    late.distributed_type  # noqa: B018 - asking builds it
-    # A mesh reads its ranks out of a tensor, which a fake one does not have.
-    if case.nodes == 1:
-        mesh = init_device_mesh("cpu", (case.world_size,))
-        fully_shard_module._init_default_mesh = lambda: mesh
-    # It draws until all values are small enough, which fake ones have not.
-    initialization.TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, **_: tensor
-    with FakeTensorMode():
-        model = model_of(case)
-        if case.activation_checkpointing:
-            wrap_policy.add_activation_checkpointing(model, fsdp.find_units(model, {}))
-        # What shard_ready() does, without its broadcast: fake weights are equal everywhere.
-        late.state.fsdp_plugin.auto_wrap_policy = wrap_policy.UnitWrapPolicy(
-            wrap_units.find_wrap_units(model)
-        )
-        # Accelerate's prepare() finds parameters by address, which fake tensors have not.
-        with fsdp.keep_tied_embeddings_in_root(model):
-            model = fsdp2_prepare_model(late, model).train()
-        optimizer = optimizer_of(case, model)
-        batch = batch_of(case, model)
-
-        def step(tracker: Any = None) -> None:
-            nonlocal out
-            for micro in range(case.accumulate):
-                if tracker is not None:
-                    tracker.reset_mod_stats()  # it refuses a second forward otherwise
-                model.set_requires_gradient_sync(micro == case.accumulate - 1)
-                out = model(**batch)
-                out.loss.backward()
-                out = out if case.keep_outputs else None
-            optimizer.step()
-            optimizer.zero_grad()
-
-        out = None
-        step()  # torch 2.13: sharding propagation of a first step would be counted
-        tracker = group_tracker(model, optimizer)
-        # The logits of the step before are held in the next one.
-        tracker.track_inputs((*batch.values(), *([out.logits] if out is not None else [])))
-        with tracker:
-            step(tracker)
-        return peak(tracker)
-
-
-def group_tracker(model: Any, optimizer: Any) -> Any:
-    """FSDPMemTracker that leaves the hooks of grouped modules as they are.
-
-    torch 2.13's own puts its hooks on each module of a group by itself: head and final norm,
-    one unit in reality, then are gathered and reduced one after the other.
-    """
-    from torch.distributed._tools import fsdp2_mem_tracker as tools
-    from torch.distributed.fsdp import FSDPModule
-
-    def groups(module: Any) -> Any:
-        return module._get_fsdp_state()._fsdp_param_group
-
-    class Tracker(tools.FSDPMemTracker):
-        def _instrument_fsdp_module(self) -> None:
-            real = self._root_mod
-            modules = list(real.modules())
-            units = [one for one in modules if isinstance(one, FSDPModule) and groups(one)]
-            grouped = [one for one in units if len(groups(one).modules) > 1]
-            for group in {id(groups(one)): groups(one) for one in grouped}.values():
-                self._instrument_fsdp_sharded_params_grads(group)
-                for parameter in group.fsdp_params:
-                    self._update_and_maybe_create_winfos(
-                        parameter.unsharded_param, tools._FSDPRefType.UNSHARDED_PARAM
-                    )
-            single = [one for one in modules if one not in grouped]
-            self._root_mod = Without(single, list(real.buffers()))
-            super()._instrument_fsdp_module()
-            self._root_mod = real
-
-    class Without:
-        """The model without its grouped modules, as far as the tracker asks."""
-
-        def __init__(self, modules: list[Any], buffers: list[Any]) -> None:
-            self.modules, self.buffers = (lambda: modules), (lambda: buffers)
-
-    return Tracker(model, optimizer)
-
-
-def engine_steps(case: Case, late: Any) -> dict[str, int]:
-    """DDP, FSDP1 and DeepSpeed on real CPU tensors."""
-    import torch
-
-    from nbdist.planner.tracing.memory_tracker import MemoryTracker
-
-    torch.manual_seed(0)
-    footprint = MemoryTracker()
-    with footprint:
-        model = model_of(case).train()
-        optimizer = optimizer_of(case, model)
-        batch = batch_of(case, model)
-        model, optimizer = late.prepare(model, optimizer)
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not case.real:
-            model.register_comm_hook(None, finished)
-        for step in range(3):
-            if step == 2:
-                footprint.reset_peak()
-            train_step(case, late, model, optimizer, batch)
-    return {"total": footprint.peak, **footprint.at_peak}
-
-
-_outputs: list[Any] = []
-"""The cell's variable `out`, which holds the logits until the next forward has made others."""
-
-
-def train_step(case: Case, late: Any, model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
-    """One optimizer step."""
-    for _ in range(case.accumulate):
-        with late.accumulate(model):
-            _outputs[:] = [model(**batch)]
-            late.backward(_outputs[0].loss)
-            if not case.keep_outputs:
-                _outputs.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def allocator_steps(case: Case, late: Any) -> dict[str, int]:
-    """Peak of torch's CPU allocator in the third step, counted from before the model exists."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    torch.manual_seed(0)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        model = model_of(case).train()
-        optimizer = optimizer_of(case, model)
-        batch = batch_of(case, model)
-        model, optimizer = late.prepare(model, optimizer)
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model.register_comm_hook(None, finished)
-        for step in range(3):
-            with record_function(f"training step {step}"):
-                train_step(case, late, model, optimizer, batch)
-    events = sorted(
-        ((event.start_ns(), event.nbytes(), event.name()) for event in results_of(recorded)),
-        key=lambda event: event[0],
-    )
-    total = highest = 0
-    last = False
-    for _, size, name in events:
-        if name == "training step 2":
-            last, highest = True, total
-        if name == "[memory]":
-            total += size
-            highest = max(highest, total)
-    assert last
-    return {"total": highest}
-
-
-def results_of(recorded: Any) -> Any:
-    """Events of a profile, with memory events, which torch's own summaries leave out."""
-    return recorded.profiler.kineto_results.events()
-
-
-def finished(_, bucket):  # noqa: ANN001, ANN201 - torch reads the annotations
-    """Reduce a DDP bucket over ranks that do not exist."""
-    import torch
-
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def peak(tracker: Any) -> dict[str, int]:
-    """The tracker's peak on the CPU device, by category in lower case."""
-    by_device = tracker.get_tracker_snapshot("peak")
-    (parts,) = [parts for device, parts in by_device.items() if device.type == "cpu"]
-    named = {getattr(key, "value", key): int(value) for key, value in parts.items() if value}
-    return {name.lower(): value for name, value in named.items()}
-
-
-def main() -> None:
-    """Run the case given on the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("case", nargs="+")
-    for text in parser.parse_args().case:
-        with contextlib.redirect_stdout(sys.stderr):
-            parts = run(Case(**json.loads(text)))
-        print(json.dumps(parts), flush=True)
-    os._exit(0)  # a fake group has nobody to say goodbye to
-
-
-if __name__ == "__main__":
-    main()

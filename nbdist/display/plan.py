@@ -17,6 +17,7 @@ from nbdist.display.elements import (
     text_table,
 )
 from nbdist.display.number_formatting import (
+    format_bytes,
     format_count,
     format_gib,
     format_seconds,
@@ -113,6 +114,20 @@ def _summary_sentence(plan: PlanTable) -> Iterator[str]:
         yield threshold_text(cost, batch)
 
 
+def memory_sentences(plan: PlanTable) -> list[str]:
+    """Return what the margin of free memory is made of, and the bytes of kept outputs."""
+    shown = plan.best or min(plan.rows, key=lambda row: (row.cost is None, row.device_bytes))
+    if shown.cost is None:
+        return []
+    sentences = [shown.margin.describe()]
+    if shown.output_bytes:
+        sentences.append(
+            f"outputs = model(**batch) keeps {format_bytes(shown.output_bytes)} of outputs between"
+            " steps; del outputs before loss.backward() frees them (--drop-outputs plans that)"
+        )
+    return sentences
+
+
 def measurement_sources(plan: PlanTable) -> str:
     """Return the source of the numbers of a plan: measured on this machine or the catalogue."""
     request, cluster = plan.question, plan.question.cluster
@@ -191,7 +206,7 @@ def render_text(plan: PlanTable) -> str:
     """Return the table as text, one line per backend and offload."""
     shown = [heading(plan)]
     shown += [f"  note: {note}" for note in plan.question.notes]
-    shown += [f"  {measurement_sources(plan)}"]
+    shown += [f"  {line}" for line in (measurement_sources(plan), *memory_sentences(plan))]
     shown += [""] + [_line(row, plan) for row in summary_rows(plan)]
     hidden = len(plan.rows) - len(summary_rows(plan))
     if hidden:
@@ -237,7 +252,14 @@ def render_html(plan: PlanTable) -> str:
         "div",
         element("div", element("b", verdict)),
         advice if plan.advice else "",
-        lines([heading(plan), *plan.question.notes, measurement_sources(plan)]),
+        lines(
+            [
+                heading(plan),
+                *plan.question.notes,
+                measurement_sources(plan),
+                *memory_sentences(plan),
+            ]
+        ),
         _table(plan, rows),
         legend(MEMORY_COLORS, used),
         lines([*_runner_up(plan), *_summary_sentence(plan)]),

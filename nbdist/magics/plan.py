@@ -85,6 +85,11 @@ def plan_parser() -> MagicArgumentParser:
     add("--replicate-across", metavar="WHAT", help="only plans with this: none, nodes")
     add("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
     magics_arguments.add_json(new_parser)
+    add(
+        "--drop-outputs",
+        action="store_true",
+        help="the loop keeps only the loss of a step, not the model's outputs",
+    )
     return new_parser
 
 
@@ -144,6 +149,8 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     if options.target_modules is not None:
         names = options.target_modules.split(",")
         given["target_modules"] = names if len(names) > 1 else names[0]
+    if options.drop_outputs:
+        given["keep_outputs"] = False
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -15,7 +15,6 @@ from nbdist.display import plan as display_plan
 from nbdist.errors import NbdistError, PlanError
 from nbdist.operations import switch
 from nbdist.panel.protocol import MEMORY_PARTS, MemoryPart, StrategiesView, StrategyRow
-from nbdist.planner.search import FREE_MEMORY_MARGIN
 from nbdist.session import planner
 
 if TYPE_CHECKING:
@@ -113,7 +112,9 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
         StrategiesView(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
         parts=() if current is None else tuple(_parts(current.memory)),
         device_bytes=None if current is None else current.device_bytes,
-        stated_error=FREE_MEMORY_MARGIN if plan.question.cluster.kind == "cuda" else None,
+        stated_error=current.margin.total
+        if current is not None and plan.question.cluster.kind == "cuda"
+        else None,
         plan=plan,
     )
 

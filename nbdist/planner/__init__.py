@@ -49,6 +49,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     lora: int | None = None,
     target_modules: str | Sequence[str] | None = None,
     quantize: str | None = None,
+    keep_outputs: bool = True,
     max_nodes: int | None = None,
     only: str | Sequence[str] | None = None,
     **fixed: Any,
@@ -77,6 +78,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             one regular expression, or "all-linear". Default: PEFT's for the model's type.
         quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
             "int8"; needs lora.
+        keep_outputs: True if the loop holds the model's output across the step, as
+            `outputs = model(**batch)` does; False if it keeps only the loss.
         max_nodes: with devices="any", the largest number of nodes of eight GPUs. Default: 4.
         only: with devices="any", the GPUs to search, such as "T4,L4,A10".
         fixed: options of `%%distribute` to hold fixed instead of searching, such as
@@ -128,6 +131,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             optimizers.find_optimizer(optimizer), cluster.kind
         ),
         fixed_options=settled,
+        keep_outputs=keep_outputs,
     )
     if is_any:
         return machines.find_machines(request, nodes, only)

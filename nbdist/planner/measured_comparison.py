@@ -74,6 +74,8 @@ class MeasuredMemory:
     rss_before_bytes: int = 0
     """Peak resident memory before the model was prepared."""
     compiled: bool = False
+    keep_outputs: bool = True
+    """Whether the loop held the model's output from one step to the next."""
     beside_bytes: int = 0
     """Memory of other models and their optimizers on the rank's device."""
 
@@ -276,6 +278,7 @@ def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Wo
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=found.kind,
         frozen_saves=frozen_saves(setup),
+        keep_outputs=found.keep_outputs,
     )
 
 

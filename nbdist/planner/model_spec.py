@@ -51,6 +51,8 @@ class Workload:
     """Device whose autocast rules apply: a GPU returns layer norms and softmax in fp32."""
     frozen_saves: FrozenSaves = "nothing"
     """Layers that save their input although their weight is frozen."""
+    keep_outputs: bool = True
+    """True if a variable of the cell holds the model's output until the next one exists."""
 
     @property
     def num_tokens(self) -> int:

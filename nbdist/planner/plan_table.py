@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
+from nbdist.planner.memory_margin import UNMEASURED, Margin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +39,8 @@ class PlanInput:
     optimizer: OptimizerSpec
     fixed_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `strategies.Options` fixed by the user; the rest is searched."""
+    keep_outputs: bool = True
+    """True if the training loop holds the model's output from one micro-batch to the next."""
     offload_candidates: tuple[str, ...] = OFFLOAD_TARGETS
     """Offload targets to search if `fixed_options` names none."""
 
@@ -98,11 +101,15 @@ class PlanRow:
     load_bytes: int = 0
     """Host memory of all ranks of one node while they load the model, in the dtype of the load."""
     nvme_bytes: int = 0
+    output_bytes: int = 0
+    """Bytes of the model's output that the loop keeps from one micro-batch to the next."""
     peak_moment: str = ""
     """When the peak occurs: "loss", "backward of block 3", "optimizer step"."""
     fits: bool = False
     learned: str = ""
     """Date of the latest memory calibration on this machine; "" for the defaults."""
+    margin: Margin = UNMEASURED
+    """Shares of `device_bytes` that must stay free in addition."""
     cost: StepCost | None = None
     """None for a row that its backend refuses."""
     why: str = ""
@@ -164,6 +171,7 @@ class PlanRow:
             "host_bytes": self.host_bytes,
             "load_bytes": self.load_bytes,
             "nvme_bytes": self.nvme_bytes,
+            "output_bytes": self.output_bytes,
             "peak_moment": self.peak_moment,
             "step_time_s": self.step_time_s,
             "tokens_per_s": self.tokens_per_s,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import measured_errors, memory, step_time
+from nbdist.planner import measured_errors, memory, memory_margin, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.strategies import Options, Strategy
 
-FREE_MEMORY_MARGIN = 0.05
-"""Fraction of a row's memory that must stay free in addition: the memory model's error."""
+DROP_OUTPUTS = "del outputs before loss.backward(), or loss = model(**batch).loss"
 SAME_BACKEND_TOLERANCE = 0.03
 """Uncertainty of the comparison of two rows of one backend, whose errors are nearly the same."""
 PREFERENCE = ("ddp", "fsdp2", "zero1", "zero2", "zero3", "fsdp1")
@@ -271,8 +270,10 @@ class _PlanVariant:
             activation_checkpointing=self._options.activation_checkpointing,
             kind=self._plan_input.cluster.kind,
             frozen_saves=self._frozen_saves,
+            keep_outputs=self._plan_input.keep_outputs,
         )
-        peak = self._story.peak_memory(self._plan_input.model.micro_batch_activations(workload))
+        run = self._plan_input.model.micro_batch_activations(workload)
+        peak = self._story.peak_memory(run)
         allocated, context = peak.device_bytes, self._overhead.context_bytes
         device_bytes = self._overhead.device_bytes(allocated)
         extra = {"context": context, "margin": device_bytes - allocated - context}
@@ -286,8 +287,14 @@ class _PlanVariant:
             host_bytes=sum(peak.host_parts.values()),
             load_bytes=_load_bytes(self._options, self._plan_input),
             nvme_bytes=peak.nvme_bytes,
+            output_bytes=run.output_bytes,
             peak_moment=peak.name,
             learned=self._overhead.day,
+            margin=memory_margin.margin_of(
+                self._options.backend,
+                self._plan_input.model.depth,
+                calibrated=bool(self._overhead.day),
+            ),
             cost=self._costs.cost_for(workload),
         )
         return replace(row, fits=not _shortage(row, self._plan_input))
@@ -311,9 +318,9 @@ def _shortage(row: PlanRow, request: PlanInput) -> str:
     cluster = request.cluster
     free = cluster.smallest_device.free_bytes
     needed = row.device_bytes + (row.host_bytes if cluster.kind == "cpu" else 0)
-    if needed * (1 + FREE_MEMORY_MARGIN) > free:
+    if needed * (1 + row.margin.total) > free:
         largest = max(row.memory.items(), key=lambda item: item[1])
-        close = " with a margin of 5 %" if needed <= free else ""
+        close = f" with a margin of {row.margin.total:.1%}" if needed <= free else ""
         return (
             f"does not fit{close}: {format_gib(needed)} of {format_gib(free, unit=True)},"
             f" {memory_part_text(*largest)}"
@@ -504,6 +511,8 @@ def _single_changes(request: PlanInput) -> Iterator[tuple[str, PlanInput]]:
         if key in request.fixed_options:
             freed = {name: value for name, value in request.fixed_options.items() if name != key}
             yield f"another choice of {names.get(key, key)}", replace(request, fixed_options=freed)
+    if request.keep_outputs:
+        yield DROP_OUTPUTS, replace(request, keep_outputs=False)
     # Another loss and low-rank adapters (Hu et al. 2021) need an analytic spec.
     model = request.model
     if not isinstance(model, DecoderSpec):

@@ -193,6 +193,8 @@ class ModelReply(TypedDict, total=False):
     seq_len: int
     optimizer: dict[str, Any]
     """Class name ("class") and the defaults that affect memory; empty without an optimizer."""
+    keep_outputs: bool
+    """Whether the loop holds the model's output from one step to the next."""
     error: str
     """One sentence."""
 

@@ -172,6 +172,7 @@ def _arguments(
         "batch_size": reply["batch_size"],
         "seq_len": reply["seq_len"],
         "precision": session.options.precision or "no",
+        "keep_outputs": reply["keep_outputs"],
     }
     if "optimizer" not in arguments:
         own["optimizer"] = measured_comparison.resolve_optimizer(reply["optimizer"], kind).name

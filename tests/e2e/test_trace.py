@@ -149,3 +149,19 @@ def test_what_cannot_be_traced_is_said(module: nn.Module, inputs: object, said: 
 )
 def test_which_blocks_stand_for_the_others(kinds: str, kept: list[int]) -> None:
     assert module_groups.representative_blocks(list(kinds)) == kept
+
+
+def test_a_model_that_ends_with_a_block_gets_an_empty_tail() -> None:
+    model = traced.spec_from_module(
+        nn.Sequential(*(Block() for _ in range(4))),
+        inputs=torch.zeros(2, 128),
+        batch_size=2,
+        seq_len=None,
+        progress=silent,
+        kinds=("cpu",),
+    )
+
+    # FSDP1 puts the last group into the root.
+    assert [group.role for group in model.groups[-2:]] == ["block", "tail"]
+    assert sum(group.count for group in model.groups if group.role == "block") == 4
+    assert model.groups[-1].num_params == 0

@@ -27,7 +27,7 @@ import rank_code
 from nbdist import CellError, CellInterrupted, RankDied
 from nbdist.errors import StartError, SwitchError
 from nbdist.hardware import discovery
-from nbdist.planner.search import FREE_MEMORY_MARGIN
+from nbdist.planner.memory_margin import DEVICE_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -307,8 +307,8 @@ def planned(lab: Lab, *, backend: str) -> Findings:
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
     yield (
-        figures.device_bytes <= device * (1 + FREE_MEMORY_MARGIN),
-        f"within the margin of {FREE_MEMORY_MARGIN:.0%}",
+        figures.device_bytes <= device * (1 + DEVICE_SHARE),
+        f"within the margin of {DEVICE_SHARE:.0%}",
     )
 
 

@@ -19,6 +19,7 @@ from nbdist.planner import (
     cluster_spec,
     measurement_store,
     memory,
+    memory_margin,
     optimizers,
     search,
     step_time,
@@ -168,7 +169,10 @@ class Setting:
     def fits(self) -> bool:
         """Whether the planner says that it runs."""
         needed = self.calibration.device_bytes(self.peak.device_bytes)
-        return needed * (1 + search.FREE_MEMORY_MARGIN) <= self.cluster.smallest_device.free_bytes
+        margin = memory_margin.margin_of(
+            self.setup(checkpointing=False).options.strategy.name, "closed form", calibrated=False
+        )
+        return needed * (1 + margin.total) <= self.cluster.smallest_device.free_bytes
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ MEASURED = {
     ("zero3", None): 23_803_521,
     ("zero3", "nf4"): 14_972_053,
 }
-"""Peaks of torch's CPU allocator in a third step of four ranks; benchmarks/plan_adapters.py."""
+"""Peaks of torch's CPU allocator in a third step of four ranks; benchmarks/footprint.py."""
 
 
 def plan(model: object = LLAMA, **given: Any) -> Plan:

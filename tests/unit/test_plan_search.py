@@ -145,7 +145,38 @@ def test_every_row_says_why(eight: Plan) -> None:
 def test_a_row_that_needs_the_margin_does_not_fit(eight: Plan) -> None:
     free = eight.question.cluster.smallest_device.free_bytes
     for row in eight.rows:
-        assert row.fits == (row.device_bytes * (1 + search.FREE_MEMORY_MARGIN) <= free)
+        assert row.fits == (row.device_bytes * (1 + row.margin.total) <= free)
+
+
+def test_the_margin_is_made_of_measured_errors(eight: Plan) -> None:
+    margin = eight.row("fsdp2").margin
+
+    assert margin.total == pytest.approx(margin.tensors.share + margin.device)
+    assert margin.tensors.num_cases >= 20
+    assert f"{margin.tensors.num_cases} measured cases" in str(eight)
+
+
+def test_kept_outputs_are_planned_and_shown(eight: Plan) -> None:
+    dropped = nbdist.plan(
+        LLAMA_8B, devices="8xA100-80GB,nvlink", seq_len=4096, keep_outputs=False
+    ).row("fsdp2")
+    kept = eight.row("fsdp2")
+    logits = 2 * 4096 * LLAMA_8B["vocab_size"]
+
+    assert (kept.output_bytes, dropped.output_bytes) == (logits, 0)
+    assert kept.allocated_bytes - dropped.allocated_bytes == logits  # the peak is at the loss
+    assert "keeps 1002 MiB of outputs" in str(eight)
+
+
+def test_dropping_outputs_is_named_where_it_helps() -> None:
+    fixed: dict[str, Any] = {"backend": "fsdp2", "offload": "none"}
+    kept = nbdist.plan(LLAMA_8B, devices="8x80GB", batch_size=1, seq_len=4096, **fixed)
+    needed = kept.row("fsdp2", activation_checkpointing=True).device_bytes
+    tight = f"8x{needed / 1e9:.2f}GB,nvlink"
+    plan = nbdist.plan(LLAMA_8B, devices=tight, batch_size=1, seq_len=4096, **fixed)
+
+    assert plan.best is None
+    assert any(sentence.startswith("del outputs") for sentence in plan.advice)
 
 
 def test_parts_sum_up_to_the_device(eight: Plan) -> None:

@@ -154,10 +154,12 @@ class AutogradTape:
         restored = weight * x.width
         if method == "nf4":
             restored += FULL_BYTES * (weight // NF4_BLOCK)
+        out = TapeTensor(tokens * wide, x.width)
+        if method == "int8" and self.device == "cpu" and x.width == HALF_BYTES:
+            restored += 2 * FULL_BYTES * weight  # mul_ with the fp32 scales makes two fp32 copies
         in_forward = restored
         if method == "int8" and self.device == "cuda":
             in_forward = (HALF_BYTES + 1) * x.elements + FULL_BYTES * tokens * wide
-        out = TapeTensor(tokens * wide, x.width)
         keeps = (x,) if method == "int8" else ()
         return self.add_node(
             TapeNode(
@@ -183,15 +185,17 @@ class AutogradTape:
         """Record an embedding lookup.
 
         The indices belong to the caller, as does a gradient that is not counted. A tied table
-        already has a gradient from the head: a second one and their sum are made.
+        already has a gradient from the head: a second one is made and, unless autocast made the
+        first by a cast, their sum. Autograd adds in place to a gradient that nothing shares.
         """
         out, table = (
             TapeTensor(tokens * columns, self.element_bytes, needs_grad=trainable),
             TapeTensor(rows * columns, self.element_bytes),
         )
         weights = table.elements if counted else 0
+        copies = 0 if not tied else 1 if self.autocast else 2
         return self.add_node(
-            TapeNode(out, (), weights=weights, workspace=2 * table.size_bytes if tied else 0)
+            TapeNode(out, (), weights=weights, workspace=copies * table.size_bytes)
         )
 
     def save_for_backward(self, x: TapeTensor) -> None:

@@ -477,7 +477,7 @@ class DecoderSpec(ABC):
         return MicroBatchActivations(
             layers=(*root, embedding, *(block for block, _ in blocks), tail),
             loss_bytes=loss_bytes,
-            output_bytes=output_bytes,
+            output_bytes=output_bytes if work.keep_outputs else 0,
             kept_bytes=saved_bytes,
         )
 
@@ -674,8 +674,12 @@ class LlamaSpec(DecoderSpec):
             tape.save_for_backward(TapeTensor(work.seq_len**2, q.width))
         attended = self.record_attention(tape, work, q, k, v)
         attended = self.record_linear(tape, work, attended, o_shape, bias=self.out_bias)
+        tape.keep_alive(normed)  # transformers' block holds the argument of a submodule
         x = tape.add(x, attended)
-        return tape.add(x, self._record_mlp(tape, work, self.record_norm(tape, work, x), mlp))
+        normed = self.record_norm(tape, work, x)
+        out = self._record_mlp(tape, work, normed, mlp)
+        tape.keep_alive(normed)
+        return tape.add(x, out)
 
     def record_eager_attention(
         self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
@@ -773,14 +777,18 @@ class Gpt2Spec(DecoderSpec):
     def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
         """Record GPT2Block.forward."""
         qkv, out, up, down = self.linear_shapes()
-        joined = self.record_linear(tape, work, self.record_norm(tape, work, x), qkv, bias=True)
+        normed = self.record_norm(tape, work, x)
+        joined = self.record_linear(tape, work, normed, qkv, bias=True)
         q, k, v = (tape.view(part) for part in tape.split(joined, 3))
         attended = self.record_attention(tape, work, q, k, v)
         attended = self.record_linear(tape, work, attended, out, bias=True)
+        tape.keep_alive(normed)  # transformers' block holds the argument of a submodule
         x = tape.add(tape.dropout(attended, self.residual_dropout), x)
-        raised = self.record_linear(tape, work, self.record_norm(tape, work, x), up, bias=True)
+        normed = self.record_norm(tape, work, x)
+        raised = self.record_linear(tape, work, normed, up, bias=True)
         active = self.record_activation(tape, raised)
         lowered = self.record_linear(tape, work, active, down, bias=True)
+        tape.keep_alive(normed)
         return tape.add(x, tape.dropout(lowered, self.residual_dropout))
 
     def record_eager_attention(

@@ -55,7 +55,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 2
+_FORMAT = 3
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -91,7 +91,8 @@ class TracedModel:
             PlanError: a sequence length, device kind or compute mode that was not traced, or a
                 compute mode in which the model fails.
         """
-        return _activations(self._run(workload), workload.batch_size)
+        run = _activations(self._run(workload), workload.batch_size)
+        return run if workload.keep_outputs else replace(run, output_bytes=0)
 
     def flops(self, workload: Workload) -> float:
         """Return the floating point operations of one micro-batch, forward and backward."""

@@ -296,15 +296,18 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
         for place in order
     ]
     merged = _merged(rows)
+    # The timelines of the engines end with a group that is not a block.
+    ends = [] if merged[-1].group.role != "block" else [nothing]
     return {
         "groups": [
             {"name": name, "role": row.group.role, "count": row.count}
             | row.group.parameter_counts()
             for name, row in zip(_names(merged), merged, strict=True)
-        ],
+        ]
+        + [_EMPTY_TAIL for _ in ends],
         "passes": {
             name: {
-                "groups": [row.parts[column] for row in merged],
+                "groups": [row.parts[column] for row in merged] + ends,
                 "loss": run["loss"],
                 "outputs": run["outputs"],
             }
@@ -312,6 +315,16 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
         }
         | failed,
     }
+
+
+_EMPTY_TAIL = dict.fromkeys(("trainable", "frozen", "quantized"), 0) | {
+    "name": "tail",
+    "role": "tail",
+    "count": 1,
+    "tensors": (),
+    "quantized_tensors": (),
+}
+"""Fields of a group without parameters."""
 
 
 @dataclass(frozen=True, slots=True)

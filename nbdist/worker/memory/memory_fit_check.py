@@ -86,6 +86,7 @@ def _peak(
         batch_size=samples,
         seq_len=tokens,
         accumulate=probe.accumulate,
+        keep_outputs=probe.keep_outputs,
         optimizer=probe.optimizer_description,
     )
     try:

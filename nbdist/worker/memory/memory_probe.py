@@ -29,6 +29,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_leaves
 
 from nbdist.hardware import discovery
 from nbdist.planner.measurement_store import record_device_memory
@@ -82,6 +83,10 @@ class MemoryProbe:
     """Tensors of the last training forward."""
     num_forwards: int = 0
     """Number of forwards with gradients, except those traced by torch.compile."""
+    output: weakref.ref[torch.Tensor] | None = None
+    """The largest tensor of the last training forward's output."""
+    keep_outputs: bool = True
+    """Whether the loop still held that output at the last optimizer step."""
     memory_tracker: MemoryTracker | None = None
     has_begun: bool = False
     has_seen_buckets: bool = False
@@ -198,6 +203,7 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
             for module in models[-1].modules()
         )
         models[-1].register_forward_pre_hook(_before_forward, with_kwargs=True)
+        models[-1].register_forward_hook(_after_forward)
     if probe.optimizer is None and optimizers:
         probe.optimizer = weakref.ref(optimizers[0])
         inner = probe.inner_optimizer  # a DummyOptim has no inner optimizer before `prepare()`
@@ -254,6 +260,16 @@ def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             _begin(probe, model)
 
 
+def _after_forward(model: nn.Module, _: object, output: object) -> None:
+    """Refer weakly to the output, to see at the step whether the loop holds it."""
+    probe = current_probe.probe
+    if torch.compiler.is_compiling() or probe is None or probe.prepared_model is not model:
+        return
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if torch.is_grad_enabled() and tensors:
+        probe.output = weakref.ref(max(tensors, key=torch.Tensor.numel))
+
+
 @contextlib.contextmanager
 def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context of a step of a prepared optimizer, which counts and measures it."""
@@ -268,6 +284,8 @@ def step(optimizer: AcceleratedOptimizer) -> Iterator[None]:
         yield
         return
     model = probe.prepared_model
+    if probe.output is not None:
+        probe.keep_outputs = probe.output() is not None
     if probe.memory_tracker is not None and model is not None:
         with _logged():  # before the step frees them
             probe.memory_tracker.track_tensors("gradients", tensor_categories.gradients(model))
@@ -351,6 +369,7 @@ def _end(probe: MemoryProbe) -> None:
         "batch_size": samples,
         "seq_len": tokens,
         "accumulate": probe.accumulate,
+        "keep_outputs": probe.keep_outputs,
         "optimizer": probe.optimizer_description,
         "compiled": probe.is_compiled,
         "rss_bytes": peak_rss_bytes(),

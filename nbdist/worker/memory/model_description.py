@@ -58,6 +58,7 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
         "batch_size": samples,
         "seq_len": tokens,
         "optimizer": probe.optimizer_description if probe else {},
+        "keep_outputs": probe.keep_outputs if probe else True,
     }
 
 

@@ -209,6 +209,7 @@ def _plan(probe: MemoryProbe) -> Plan:
             ),
             fixed_options={"accumulate": probe.accumulate},
             offload_candidates=("none", "cpu"),
+            keep_outputs=probe.keep_outputs,
         )
     )
 
