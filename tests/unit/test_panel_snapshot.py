@@ -168,7 +168,7 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
     assert current["backend"] == "ddp"
     assert current["arguments"] == {}
     assert found.device_bytes == current["device_bytes"]
-    assert found.stated_error == 0.05
+    assert found.stated_error == plan.row("ddp").margin.total
     for row in rows:
         assert sum(one["bytes"] for one in row["parts"]) == pytest.approx(
             row["device_bytes"], rel=0.01
@@ -180,11 +180,11 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
     assert sum(row["recommended"] for row in rows) == (plan.best is not None)
 
 
-def test_every_row_can_be_switched_to(plan: Any, session: Session) -> None:
+def test_every_row_without_a_config_file_can_be_switched_to(plan: Any, session: Session) -> None:
     from nbdist.panel.commands import PanelCommand, parse_message
 
     for row in view_from_plan(plan, session.options).strategies["rows"]:
-        if not row["current"]:
+        if not row["current"] and "--fsdp-config" not in row["command"]:
             message = {
                 "kind": "command",
                 "id": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from nbdist.planner.model_spec import BackwardPeakCandidate, Workload
 from nbdist.planner.models import traced
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -122,7 +124,10 @@ def child(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-answer_of = traced._answer
+def answer_of(
+    command: list[str], request: dict[str, Any], progress: Callable[[str], None]
+) -> dict[str, Any]:
+    return traced._answer(command, os.environ, request, progress)
 
 
 def test_progress_and_answer_of_the_child_arrive() -> None:
@@ -171,7 +176,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Requests to child processes, each answered with `fields()`."""
     requests: list[Any] = []
 
-    def answer(_: object, request: Any, __: object) -> dict[str, Any]:
+    def answer(_: object, __: object, request: Any, ___: object) -> dict[str, Any]:
         requests.append(request)
         return fields()
 
