@@ -6,6 +6,7 @@ needed as it was before, without the data of its parameters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -123,7 +124,35 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
     copied: nn.Module = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, types.MethodType):
+                vars(module)[name] = types.MethodType(_rebound(value.__func__, memo), module)
     return copied
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a function, method or module for the copies in a memo of `copy.deepcopy`.
+
+    The patched forward of TRL 1.16 has the original method in its closure, which a deep copy
+    shares: the copy would call the original module, and keep its parameters alive.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(_rebound(value.__func__, memo), memo[id(value.__self__)])
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(types.CellType() for _ in value.__closure__)
+    memo[id(value)] = rebound = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+    )
+    rebound.__kwdefaults__ = value.__kwdefaults__
+    vars(rebound).update(vars(value))
+    for cell, before in zip(cells, value.__closure__, strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            cell.cell_contents = _rebound(before.cell_contents, memo)
+    return rebound
 
 
 def bare_name(name: str) -> str:

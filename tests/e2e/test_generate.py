@@ -126,6 +126,8 @@ def test_a_sharded_model_on_one_rank_is_refused_before_it_hangs(prepared: Sessio
     one_rank = r"but this cell runs on rank 0 only and would wait forever\. Run the cell without"
     with pytest.raises(CellError, match=rf"nbdist\.generate\(\) communicates.*{one_rank}"):
         prepared.run("nbdist.generate(model, prompts)", ranks=[0])
+    with pytest.raises(CellError, match=rf"accelerator\.backward\(\) communicates.*{one_rank}"):
+        prepared.run("accelerator.backward(torch.ones(2, requires_grad=True).sum())", ranks=[0])
     calls = {
         "The forward": "model(**prompts).logits.shape[0]",
         r"generate\(\)": "len(accelerator.unwrap_model(model).generate(**prompts, **greedy))",

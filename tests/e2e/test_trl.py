@@ -97,3 +97,23 @@ def test_forwards_between_two_trainings_change_no_gradient(session: Session) -> 
     expected, found = session.run("norms(0), norms(2)").values[0]
     assert len(found) == 4
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("session", ["ddp", "fsdp2", "zero2"], indirect=True)
+def test_a_model_is_freed_with_its_trainer_and_runs_after_a_switch(session: Session) -> None:
+    made = "trainer = sft_trainer(model, 'freed', {adapter!r}); trainer.train()"
+    session.run("from tests.fine_tuning import sft_trainer\nimport gc, torch, weakref")
+    for adapter in ("", "lora"):
+        session.run(made.format(adapter=adapter))
+        session.run("found = weakref.ref(next(trainer.model.parameters())); del trainer")
+        # The first collection of ZeRO's engine runs finalizers.
+        code = "gc.collect(); gc.collect(); found() is None"
+        assert session.run(code).values == {0: True, 1: True}
+    session.run(made.format(adapter=""))
+    cell = "with torch.no_grad(): loss = float(trainer.model_wrapped(**batch).loss)"
+    session.run("batch = {name: torch.arange(12)[None] for name in ('input_ids', 'labels')}")
+    before, backend = session.run(cell + "\nloss").values[0], session.backend
+    session.switch("zero1")
+    assert session.run(cell + "\nloss").values[0] == pytest.approx(before, abs=1e-5)
+    session.switch(backend)

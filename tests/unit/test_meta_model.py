@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import types
+import weakref
 
+import torch
 from torch import nn
 
 from nbdist.state import meta_model
@@ -25,3 +29,23 @@ def test_a_module_that_cannot_be_copied_has_no_twin() -> None:
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
     assert meta_model.try_meta_copy(model) is None
+
+
+def test_a_patched_forward_of_the_copy_calls_the_copy() -> None:
+    def patch(model: nn.Linear) -> None:
+        original = model.forward
+
+        def doubled(_: nn.Linear, x: torch.Tensor, *, times: int = 2) -> torch.Tensor:
+            return original(x) * times
+
+        model.forward = types.MethodType(doubled, model)  # type: ignore[method-assign]
+
+    model = nn.Linear(2, 2)
+    patch(model)
+    rebuilt = meta_model.materialize(meta_model.capture_meta_model(model))
+    rebuilt.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    assert rebuilt(torch.ones(2)).tolist() == [4, 4]
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None

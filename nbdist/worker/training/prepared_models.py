@@ -119,7 +119,7 @@ class PreparedModel:
     @property
     def is_alive(self) -> bool:
         """True if the prepared model still exists, with something to train it."""
-        # A graph or hook in C++ may keep the model of a deleted Trainer.
+        # A variable may keep the model of a deleted Trainer.
         held = [self.accelerator, *(optimizer.wrapper for optimizer in self.optimizers)]
         is_used = any(reference() is not None for reference in held)
         return is_used and self.wrapper is not None and self.wrapper() is not None
