@@ -174,7 +174,7 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
             row["device_bytes"], rel=0.01
         )
         assert {one["part"] for one in row["parts"]} <= set(MEMORY_PARTS)
-        if not row["current"]:
+        if not row["current"] and "--fsdp-config" not in row["command"]:
             assert row["arguments"]["backend"] == row["backend"]
             assert "Weights, optimizer state and variables are kept" in row["does"]
     assert sum(row["recommended"] for row in rows) == (plan.best is not None)
