@@ -50,6 +50,8 @@ class FsdpUnit(NamedTuple):
     """Trainable elements of this rank's shard."""
     largest_shard_size: int = 0
     """Elements of this rank's shard of the largest parameter."""
+    padded_bytes: int = 0
+    """Copies of gradients whose rows do not divide evenly, while they are put together."""
 
 
 class TransientMemory(NamedTuple):
@@ -416,16 +418,23 @@ class Fsdp2Timeline(FsdpTimeline):
             largest = max(shares[True], default=0)
             if not group.tensors:
                 largest = -(-group.largest // ranks)
-            units.append(
-                self.build_unit(
-                    group,
-                    sum(shares[True]),
-                    sum(shares[False]),
-                    accumulate=self.reduce_width,
-                    largest=largest,
-                )
+            unit = self.build_unit(
+                group,
+                sum(shares[True]),
+                sum(shares[False]),
+                accumulate=self.reduce_width,
+                largest=largest,
             )
+            units.append(unit._replace(padded_bytes=self._padded_bytes(group)))
         return units
+
+    def _padded_bytes(self, group: LayerGroup) -> int:
+        """Bytes of padded gradients; torch 2.13's _chunk_cat makes them on a CPU only."""
+        if self.setup.kind != "cpu":
+            return 0
+        ranks = self.setup.num_shards
+        uneven = [shape for shape in group.tensors if shape.trainable and shape.rows % ranks]
+        return self.compute_width * ranks * sum(shape.shard(ranks).num_elements for shape in uneven)
 
     def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""
@@ -464,12 +473,15 @@ class Fsdp2Timeline(FsdpTimeline):
         full, shards = self._finished(micro, step)
         buffers = 0
         if micro in {"only", "last"}:
-            buffers = unit.reduce_bytes + unit.reduce_shard_bytes + self._kept_on_gpu(shards)
+            buffers = unit.reduce_bytes + max(unit.reduce_shard_bytes, unit.padded_bytes)
+            buffers += self._kept_on_gpu(shards)
         if micro == "first":
             # Gradients are cast to the reduce dtype one after another.
             full += unit.largest_grad_bytes + unit.accumulated_grad_bytes
         elif micro in {"only", "middle"}:
             full += unit.gradient_bytes
+        if self.model.tied and unit is not self.units[self.last_group]:
+            full += self.units[self.last_group].gradient_bytes
         gathered = self._gathered(step) - unit.full_param_bytes + self._prefetched(step)
         yield TransientMemory(gathered, full, shards, buffers)
 

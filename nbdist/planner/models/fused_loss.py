@@ -67,11 +67,14 @@ def sizes(loss: Loss, work: Workload, *, hidden: int, vocab: int, trainable: boo
     logits = tile * min(vocab, _TILE_VOCAB)
     buffer = width * tile * _TILE_VOCAB
     in_torch = logits if work.kind == "cpu" else 0
+    # On a CPU, trl 1.16 multiplies fp32 copies of the tile and its weights (_addmm_fp32).
+    copies = FULL_BYTES * (logits + min(vocab, _TILE_VOCAB) * hidden)
+    in_backward = max(_CPU_BACKWARD * in_torch, copies if work.kind == "cpu" else 0)
     # Log-normalizer and entropy of each token, and the labels, as fp32 and int64.
     return LossSizes(
         forward=buffer + _CPU_FORWARD * in_torch,
         saved=(2 * FULL_BYTES + 8) * tokens,
-        backward=buffer + _CPU_BACKWARD * in_torch + FULL_BYTES * (tokens * hidden + head_grad),
+        backward=buffer + in_backward + FULL_BYTES * (tokens * hidden + head_grad),
         outputs=(2 * FULL_BYTES + 2) * tokens,
         copies_input=work.batch_size > 1 or work.kind == "cuda",
     )
