@@ -168,7 +168,7 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
     assert current["backend"] == "ddp"
     assert current["arguments"] == {}
     assert found.device_bytes == current["device_bytes"]
-    assert found.stated_error == 0.05
+    assert found.stated_error == plan.row("ddp").margin.total
     for row in rows:
         assert sum(one["bytes"] for one in row["parts"]) == pytest.approx(
             row["device_bytes"], rel=0.01
