@@ -169,11 +169,15 @@ def test_kept_outputs_are_planned_and_shown(eight: Plan) -> None:
 
 
 def test_dropping_outputs_is_named_where_it_helps() -> None:
-    fixed: dict[str, Any] = {"backend": "fsdp2", "offload": "none"}
-    kept = nbdist.plan(LLAMA_8B, devices="8x80GB", batch_size=1, seq_len=4096, **fixed)
-    needed = kept.row("fsdp2", activation_checkpointing=True).device_bytes
-    tight = f"8x{needed / 1e9:.2f}GB,nvlink"
-    plan = nbdist.plan(LLAMA_8B, devices=tight, batch_size=1, seq_len=4096, **fixed)
+    given: dict[str, Any] = {"backend": "fsdp2", "offload": "none", "seq_len": 4096}
+    kept, dropped = (
+        nbdist.plan(LLAMA_8B, devices="8x80GB", keep_outputs=keep, **given)
+        for keep in (True, False)
+    )
+    rows = [plan.row("fsdp2", activation_checkpointing=True) for plan in (kept, dropped)]
+    between = sum(row.device_bytes * (1 + row.margin.total) for row in rows) / 2
+    size = 80 * between / kept.question.cluster.smallest_device.free_bytes
+    plan = nbdist.plan(LLAMA_8B, devices=f"8x{size:.2f}GB,nvlink", **given)
 
     assert plan.best is None
     assert any(sentence.startswith("del outputs") for sentence in plan.advice)
