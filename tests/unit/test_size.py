@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 64_480,
+    "lines in nbdist/": 64_540,
     "files in nbdist/": 285,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 47_420,
+    "lines in tests/ and benchmarks/": 47_475,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
