@@ -79,8 +79,8 @@ TWICE = """
 from tests.fine_tuning import sft_trainer
 import torch
 
-def norms(num_forwards):
-    trainer = sft_trainer(model, "forwards", "lora", logging_steps=1)
+def norms(adapter, num_forwards):
+    trainer = sft_trainer(model, "forwards", adapter, logging_steps=1)
     trainer.train()
     batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
     for _ in range(num_forwards):
@@ -91,10 +91,11 @@ def norms(num_forwards):
 """
 
 
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("session", engines.each("zero3"), indirect=True)
-def test_forwards_between_two_trainings_change_no_gradient(session: Session) -> None:
+def test_forwards_between_two_trainings_change_no_gradient(session: Session, adapter: str) -> None:
     session.run(TWICE)
-    expected, found = session.run("norms(0), norms(2)").values[0]
+    expected, found = session.run(f"norms({adapter!r}, 0), norms({adapter!r}, 2)").values[0]
     assert len(found) == 4
     assert found == pytest.approx(expected, rel=1e-4)
 

@@ -259,7 +259,22 @@ def _show_zero3_in_passes(engine: Any) -> None:
     """
     config = HfDeepSpeedConfig(engine.config)
     vars(engine)[_SHOWN] = config  # transformers holds a weak reference
-    engine.module.register_forward_pre_hook(lambda *_: _show_zero3(config), prepend=True)
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    coordinator = offload.get_param_coordinator()
+    was_training = trace_is_of_training = True
+
+    def before_forward(*_: object) -> None:
+        nonlocal was_training, trace_is_of_training
+        _show_zero3(config)
+        if coordinator.is_record_trace():  # of the previous pass
+            trace_is_of_training = was_training
+        was_training = torch.is_grad_enabled()
+        is_other = was_training and not trace_is_of_training
+        if is_other and not coordinator.is_invalid_trace():
+            # deepspeed 0.19.8 would notice it in the backward, and release parameters in use.
+            coordinator._invalidate_trace()  # noqa: SLF001
+
+    engine.module.register_forward_pre_hook(before_forward, prepend=True)
     engine.module.register_forward_hook(lambda *_: _show_zero3(None), always_call=True)
 
 
