@@ -61,7 +61,7 @@ pythons: ## run the unit tests and ranks under other versions of Python (PYTHONS
 	  { test -e $$folder/bin/python || $$python -m venv $$folder; } && \
 	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check \
 	    --extra-index-url $(CPU_INDEX) --editable '.[ranks,deepspeed,test]' && \
-	  PYTHONWARNINGS=default $$folder/bin/python -m pytest -q tests/unit tests/e2e/test_rank_python.py || \
+	  PYTHONWARNINGS=default $$folder/bin/python -m pytest -q tests/unit tests/e2e/test_ranks_in_another_python.py || \
 	  failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 

@@ -201,8 +201,8 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     before = one(trained, "fingerprint()")
     trained.run(
         "import threading\nfrom nbdist.checkpoint import CheckpointDownload\n"
-        "download = CheckpointDownload._download\n"
-        "CheckpointDownload._download = lambda self, file, *given: ("
+        "download = CheckpointDownload.download_file\n"
+        "CheckpointDownload.download_file = lambda self, file, *given: ("
         "threading.Event().wait() if 'optim' in file.name else download(self, file, *given))"
     )
 
@@ -217,7 +217,7 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     stop.join()
     assert one(trained, "fingerprint()") == before
     assert not list(Path(workers(trained).launcher_group.staging_folders[1]).rglob("load-*"))
-    trained.run("CheckpointDownload._download = download")
+    trained.run("CheckpointDownload.download_file = download")
     trained.load("slow")
     assert one(trained, "fingerprint()") != before
 

@@ -21,11 +21,9 @@ from tests.e2e.training import MODEL, START, apart, one
 from tests.interrupts import stopped_with
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from nbdist.hardware.discovery import Machine
-    from nbdist.session.device_placement import DevicePlacement
     from nbdist.strategies import Hardware
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,10 +60,8 @@ def two_nodes() -> Iterator[Session]:
     """Four ranks on this machine; each of two is told that it shares a node with the next."""
     found = session_placement.hardware_for_placement
 
-    def hardware(
-        placement: DevicePlacement, machine: Machine, nodes: Sequence[SessionNode]
-    ) -> Hardware:
-        return replace(found(placement, machine, nodes), nodes=2)
+    def hardware(*found_for: Any) -> Hardware:
+        return replace(found(*found_for), nodes=2)
 
     def nodes(_: Launcher, world_size: int) -> list[SessionNode]:
         here, half = discovery.discover_machine(), world_size // 2
