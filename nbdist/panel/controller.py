@@ -311,7 +311,7 @@ class PanelController:
         if restarted or moved or self._points_since_reset > 2 * MAX_POINTS:
             self._send_reset()
         self._poll_ranks()
-        if points := self._new_points.take():
+        if points := self._new_points.pop_ready():
             self._points_since_reset += max(map(len, points.values()))
             series, buffer = pack_points(points)
             self._send_message(CurvePointsMessage(kind="rows", series=series), [buffer])

@@ -398,7 +398,7 @@ class SessionLifecycle:
         return choice
 
     def track_to(self, tracker: str | None) -> None:
-        """Write what `report()` sends to a new run of an experiment tracker, from now on.
+        """Write what `report()` sends to a new run of an experiment tracker.
 
         Args:
             tracker: tensorboard:DIR, trackio:PROJECT, wandb:PROJECT or mlflow:EXPERIMENT. None:

@@ -324,7 +324,7 @@ class UnsentPoints:
         self._waiting: dict[str, dict[float, tuple[float, list[float]]]] = {}
         """Name -> step that some ranks have not reported -> time of its first report, point."""
 
-    def take(self, *, now: float | None = None) -> dict[str, NDArray[np.float64]]:
+    def pop_ready(self, *, now: float | None = None) -> dict[str, NDArray[np.float64]]:
         """Return the new points of each name: steps that are complete, changed or timed out.
 
         A point is step, Unix time, mean.

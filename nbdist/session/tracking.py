@@ -86,7 +86,7 @@ class TrackedRun:
 
     Args:
         tracker: the tracker.
-        metrics: rows that arrive from now on are written.
+        metrics: the rows that arrive after the start of the run are written.
         events: events to write, also earlier ones.
         config: returns the options of the session, or None while auto has not chosen them.
     """
@@ -151,7 +151,7 @@ class TrackedRun:
                 self._last_event = event.time
                 self._send({"event": event.kind, "text": event.text, "step": event.step})
         rows: dict[int, dict[str, float]] = {}
-        new_points = self._points.take(now=None if wait_for_ranks else math.inf)
+        new_points = self._points.pop_ready(now=None if wait_for_ranks else math.inf)
         for name, points in new_points.items():
             for step, _, value in points.tolist():
                 rows.setdefault(int(step), {})[name] = value

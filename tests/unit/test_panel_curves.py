@@ -18,7 +18,7 @@ def rows(*values: float | str, first: int = 0, name: str = "loss") -> list[dict[
 
 
 def new_values(new_points: UnsentPoints, now: float, name: str = "loss") -> list[float]:
-    return new_points.take(now=now)[name][:, 2].tolist()
+    return new_points.pop_ready(now=now)[name][:, 2].tolist()
 
 
 def history(metrics: Metrics, name: str = "loss") -> list[float]:
@@ -29,20 +29,20 @@ def test_a_step_is_the_mean_of_its_ranks() -> None:
     metrics = Metrics(2)
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 2.0))
-    assert new_points.take(now=0) == {}  # rank 1 may still come
+    assert new_points.pop_ready(now=0) == {}  # rank 1 may still come
     metrics.add_rows(1, rows(3.0, 4.0))
     assert new_values(new_points, now=0.1) == [2.0, 3.0] == metrics["loss"]
-    assert new_points.take(now=STEP_S) == {}
+    assert new_points.pop_ready(now=STEP_S) == {}
 
 
 def test_a_late_rank_corrects_its_step() -> None:
     metrics = Metrics(2)
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 1.0))
-    new_points.take(now=0)
-    new_points.take(now=STEP_S)
+    new_points.pop_ready(now=0)
+    new_points.pop_ready(now=STEP_S)
     metrics.add_rows(1, rows(3.0))
-    assert new_points.take(now=STEP_S)["loss"].tolist() == [[0.0, 100.0, 2.0]]
+    assert new_points.pop_ready(now=STEP_S)["loss"].tolist() == [[0.0, 100.0, 2.0]]
     assert history(metrics) == [2.0, 1.0] == metrics["loss"]
 
 
@@ -52,7 +52,7 @@ def test_a_panel_that_is_opened_late_has_the_history() -> None:
     metrics.add_rows(1, rows(3.0, 4.0))
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     assert history(metrics) == [2.0, 3.0, 3.0]
-    assert new_points.take(now=STEP_S) == {}
+    assert new_points.pop_ready(now=STEP_S) == {}
     metrics.add_rows(1, rows(5.0, first=2))
     assert new_values(new_points, now=2 * STEP_S) == [4.0]
 
@@ -90,7 +90,7 @@ def test_steps_that_are_counted_again_replace() -> None:
     metrics = Metrics(1)
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, rows(1.0, 2.0, 3.0))
-    new_points.take(now=0)
+    new_points.pop_ready(now=0)
     metrics.add_rows(0, rows(7.0, first=1))
     assert new_values(new_points, now=1) == [7.0]
     assert history(metrics) == [1.0, 7.0, 3.0] == metrics["loss"]
@@ -101,7 +101,7 @@ def test_two_hundred_names_and_no_more() -> None:
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, [{"step": 0, "time": 1.0, **{f"n{i}": 1.0 for i in range(300)}}])
     metrics.add_rows(0, [{"step": i, "time": 1.0, "n0": 1.0} for i in range(3000)])
-    assert len(new_points.take(now=0)) == MAX_CURVES
+    assert len(new_points.pop_ready(now=0)) == MAX_CURVES
     shown = curve_history(metrics)
     assert len(shown) == MAX_CURVES
     assert sum(map(len, shown.values())) <= curves.MAX_TOTAL_POINTS
@@ -111,6 +111,6 @@ def test_the_buffer_is_triples_of_little_endian_doubles() -> None:
     metrics = Metrics(1)
     new_points = UnsentPoints(metrics, max_names=MAX_CURVES)
     metrics.add_rows(0, [{"step": 3, "time": 9.5, "loss": 0.25, "acc": 0.5}])
-    parts, buffer = pack_points(new_points.take(now=0))
+    parts, buffer = pack_points(new_points.pop_ready(now=0))
     assert parts == [{"name": "loss", "points": 1}, {"name": "acc", "points": 1}]
     assert struct.unpack("<6d", buffer) == (3.0, 9.5, 0.25, 3.0, 9.5, 0.5)
