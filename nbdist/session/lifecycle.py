@@ -570,11 +570,12 @@ class SessionLifecycle:
 
     def _on_termination(self, notice: messages.TerminationNotice) -> None:
         """Save and end the ranks, because one of their processes was asked to end."""
-        threading.Thread(target=self._end_terminated, args=(notice,), daemon=True).start()
+        arguments = (notice, self._workers.generation)
+        threading.Thread(target=self._end_terminated, args=arguments, daemon=True).start()
 
-    def _end_terminated(self, notice: messages.TerminationNotice) -> None:
+    def _end_terminated(self, notice: messages.TerminationNotice, generation: int) -> None:
         time.sleep(SETTLE_S)
-        if self._workers.rank_exits:
+        if self._workers.rank_exits or self._workers.generation != generation:
             return  # torch elastic sends SIGTERM to the peers of a rank that has exited
         grace_s = notice.grace_s or messages.TERMINATION_GRACE_S
         self._termination.end(notice.cause, grace_s=grace_s)
