@@ -100,6 +100,23 @@ class LiveKernel:
     def run(self, code: str) -> Shown:
         return self.collect(self.send(code))
 
+    def run_with_answers(self, code: str, *answers: str) -> tuple[Shown, list[str]]:
+        """Run a cell and answer its prompts; returns what it shows, and the prompts."""
+        request = self.send(code)
+        prompts = [self.answer_prompt(answer) for answer in answers]
+        return self.collect(request), prompts
+
+    def answer_prompt(self, answer: str) -> str:
+        """Answer the next prompt and return it."""
+        prompt = self.next_prompt()
+        self.client.input(answer)
+        return prompt
+
+    def next_prompt(self) -> str:
+        """Wait for the next prompt and return it."""
+        message = self.client.get_stdin_msg(timeout=self.deadline_s)
+        return str(message["content"]["prompt"])
+
     def below(self, request: str, *, until: str) -> Shown:
         """Collect what comes below a cell that has returned, until `until` appears."""
         shown = Shown()

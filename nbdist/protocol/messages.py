@@ -26,6 +26,7 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_release_request/_reply  control  abort a collective that blocks a rank
     nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
     nbdist_profile_request/_reply  control  record steps of the running or the next cell
+    nbdist_answer_request/_reply  control  the user's answer to a prompt
     nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
     interrupt_request             control  Jupyter's own, with the id of the execute_request
     nbdist_report                 iopub    metrics of report(), from a rank
@@ -34,6 +35,7 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_saved                  iopub    a save has started, succeeded or failed; from rank 0
     nbdist_phase                  iopub    progress of a long request, from rank 0
     nbdist_profiled               iopub    profile of a rank, or an error
+    nbdist_input                  iopub    a prompt of input() or of the debugger
     nbdist_advice                 iopub    cause of an out-of-memory error, and what would fit
 """
 
@@ -58,10 +60,12 @@ PAUSE = "nbdist_hold_request"
 ABORT_COLLECTIVES = "nbdist_release_request"
 STACKS = "nbdist_stacks_request"
 PROFILE = "nbdist_profile_request"
+ANSWER_INPUT = "nbdist_answer_request"
 METRICS_REPORT = "nbdist_report"
 SENT_VALUE = "nbdist_send"
 AUTO_DECISION = "nbdist_chosen"
 OOM_ADVICE = "nbdist_advice"
+INPUT = "nbdist_input"
 PROGRESS = "nbdist_phase"
 SAVE_STATUS = "nbdist_saved"
 PROFILE_RESULT = "nbdist_profiled"
@@ -106,14 +110,19 @@ class ExecuteRequest(TypedDict):
     stop_on_error: bool
 
 
-def make_execute_request(code: str) -> ExecuteRequest:
-    """Return a cell for a rank: no history, no stdin, and an error does not drop later cells."""
+def make_execute_request(code: str, *, allow_stdin: bool = False) -> ExecuteRequest:
+    """Return a cell for a rank: no history, and an error does not drop later cells.
+
+    Args:
+        code: source of the cell.
+        allow_stdin: whether a user can answer prompts of the cell.
+    """
     return ExecuteRequest(
         code=code,
         silent=False,
         store_history=False,
         user_expressions={},
-        allow_stdin=False,
+        allow_stdin=allow_stdin,
         stop_on_error=False,
     )
 
@@ -124,6 +133,33 @@ class InterruptRequest(TypedDict):
     request: str
     after: int
     """Number of the optimizer step after which to interrupt; 0: immediately."""
+
+
+DebuggerKind = Literal["", "breakpoint", "post-mortem"]
+"""How the debugger was entered; "" outside of it."""
+
+
+class InputRequest(TypedDict):
+    """A prompt that a rank waits at."""
+
+    id: int
+    """Number of the prompt on this rank, repeated in the answer."""
+    prompt: str
+    password: bool
+    """True if the answer must not be shown."""
+    debugger: DebuggerKind
+    """The debugger that reads a command; "" for `input()`."""
+    stop: int
+    """Number of times that the debugger has stopped on this rank."""
+
+
+class InputAnswer(TypedDict):
+    """Answer to an ``InputRequest``."""
+
+    id: int
+    text: str
+    error: str
+    """One sentence if the prompt could not be shown, else ""."""
 
 
 class ErrorReply(TypedDict):

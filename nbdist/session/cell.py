@@ -169,6 +169,8 @@ class Cell:
         self.joined = False
         """True if the result has been reported to the user, who may have waited for it."""
         self.failure: RankDied | None = None
+        self.input_requests: dict[int, messages.InputRequest] = {}
+        """Prompts that wait for an answer, by rank, in the order of arrival."""
         self.oom_advice: dict[int, messages.OomAdvice] = {}
         """Out-of-memory advice, by rank."""
         self.finished = threading.Event()
@@ -256,6 +258,14 @@ class Cell:
                 self.renderer.close()
                 self.finished.set()
                 self._on_done(self)
+
+    def show_all_output(self, line: str = "") -> None:
+        """Show all output received so far, also what is held back to be merged, then a line."""
+        with self._lock:
+            self.renderer.set_status_line("")
+            self.renderer.tick(final=True)
+            if line:
+                self.renderer.show_lines([line])
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -465,6 +475,9 @@ class Cell:
         content = message["content"]
         self._on_send(rank, content["name"], content["path"])
 
+    def _on_input_request(self, rank: int, message: Message) -> None:
+        self.input_requests[rank] = message["content"]
+
     HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
         ("shell", "execute_reply"): _each(_on_reply),
         ("iopub", "status"): _each(_on_status),
@@ -478,6 +491,7 @@ class Cell:
         ("iopub", "comm_msg"): _each(_on_comm),
         ("iopub", "comm_close"): _each(_on_comm),
         ("iopub", messages.SENT_VALUE): _each(_on_sent_value),
+        ("iopub", messages.INPUT): _each(_on_input_request),
         ("iopub", messages.OOM_ADVICE): _each(_on_oom_advice),
     }
 

@@ -20,6 +20,7 @@ from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
+from nbdist.session.prompts import InputPrompts, has_keyboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,8 @@ class CellRunner:
         """Unix time at which a cell was last sent or finished, in seconds."""
         self.escalation: InterruptEscalation | None = None
         """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
+        self._prompts: InputPrompts | None = None
+        """Prompts of the cell that a thread waits for."""
         self._background_cell: Cell | None = None
         """The last background cell."""
         self._recent_cells: list[Cell] = []
@@ -106,12 +109,14 @@ class CellRunner:
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
-        self.send(cell, checkpoints=checkpoints)
+        prompts = self.send(
+            cell, checkpoints=checkpoints, allow_stdin=not background and has_keyboard()
+        )
         if background:
             self._background_cell = cell
             cell.detach(pinned)
             return cell
-        self._join(cell, pinned)
+        self._join(cell, prompts, pinned)
         problem = self.resync_ranks()
         if cell.is_interrupted:  # possibly by another thread
             words = f"but {problem}" if problem else "all variables are kept"
@@ -119,8 +124,8 @@ class CellRunner:
         cell.raise_errors()
         return cell
 
-    def send(self, cell: Cell, *, checkpoints: str) -> None:
-        """Send a cell to its ranks, with the target of its `save()`."""
+    def send(self, cell: Cell, *, checkpoints: str, allow_stdin: bool) -> InputPrompts:
+        """Send a cell to its ranks, with the target of its `save()`; return its prompts."""
         self.escalation = InterruptEscalation(
             cell, self._workers, self._rank_activity, world_size=self._workers.world_size
         )
@@ -136,7 +141,7 @@ class CellRunner:
         note = messages.CellMetadata(
             count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
         )
-        content = messages.make_execute_request(cell.code)
+        content = messages.make_execute_request(cell.code, allow_stdin=allow_stdin)
         request = self._workers.queue_request(
             cell.ranks,
             "shell",
@@ -148,8 +153,10 @@ class CellRunner:
         )
         cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._workers.wake()
+        self._prompts = InputPrompts(cell, self.escalation, self._workers, self._rank_activity)
+        return self._prompts
 
-    def _join(self, cell: Cell, afterwards: FinishedCellSink) -> None:
+    def _join(self, cell: Cell, prompts: InputPrompts, afterwards: FinishedCellSink) -> None:
         """Show the cell's output until it has finished; forward interrupts to the ranks.
 
         `afterwards` shows output that arrives later.
@@ -167,8 +174,9 @@ class CellRunner:
                         pressed = False
                         self.escalate_interrupt()
                     cell.render_pending(cell.poll_timeout_s)
+                    prompts.answer_next()
                 except KeyboardInterrupt:
-                    pressed = True
+                    pressed = not prompts.take_cancelled()
             if not cell.finished.is_set():
                 cell.show_errors()
                 raise CellInterrupted(
@@ -214,8 +222,14 @@ class CellRunner:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
         if self.running_cell is None or self.escalation is None:
             return False
+        self._cancel_prompt()
         self.escalation.escalate()
         return True
+
+    def _cancel_prompt(self) -> None:
+        """End the prompt that a thread shows, because its ranks stop or have ended."""
+        if self._prompts is not None:
+            self._prompts.cancel()
 
     def stop_after_step(self, patience_s: float) -> None:
         """Interrupt the running cell when its ranks have completed their optimizer step.
@@ -224,6 +238,7 @@ class CellRunner:
             patience_s: time for the step; then as an interrupt.
         """
         if self.running_cell is not None and self.escalation is not None:
+            self._cancel_prompt()
             if not self.escalation.stops:
                 self.escalation.escalate(patience_s=patience_s)
             self._workers.wake()
@@ -273,6 +288,7 @@ class CellRunner:
         for cell in dying:
             if not cell.finished.is_set():
                 cell.fail(death)
+                self._cancel_prompt()
                 if cell.detached:
                     cell.render_pending(0)
 

@@ -148,6 +148,8 @@ class InterruptEscalation:
         """Number of interrupts so far."""
         self.hang: Hang | None = None
         """The current hang, or None."""
+        self.is_parked = False
+        """True while a rank waits for the user at a prompt, and others wait for that rank."""
         self.work, self._kind, self._world_size = work, kind, world_size
         self._workers, self._rank_activity = workers, rank_activity
         self._began = self._looked_at = time.monotonic()
@@ -192,6 +194,9 @@ class InterruptEscalation:
             if over or now - self._ticked_at < TICK_S:
                 return
             self._ticked_at = now
+            if self.is_parked and self.stage is InterruptStage.RUNNING:
+                self.hang, self.work.notice = None, ""
+                return
             every = (
                 POLL_INTERVAL_S
                 if self.stage is InterruptStage.RUNNING

@@ -1,8 +1,8 @@
 """The ipykernel embedded in each rank, which executes the user's cells.
 
-Differences from a notebook kernel: no history file, no stdin, no high-water mark on output,
-cells use the notebook's execution counts, and the frames of a failed cell are released so
-that its tensors are freed.
+Differences from a notebook kernel: no history file, no high-water mark on output, the notebook's
+kernel asks the user for input (`worker.debugger`), cells use the notebook's execution counts, and
+the frames of a failed cell are released so that its tensors are freed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from nbdist.protocol.operations import OPERATIONS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
 from nbdist.termination_signal import TerminationSignal
 from nbdist.worker import process_group, stacks
+from nbdist.worker.debugger import RankDebugger, keyboard, use_rank_debugger
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
 from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+PROMPT_S = 86_400.0
+"""Estimated time until the next step of a rank at a prompt: the others do not wait for it."""
 INTERRUPTED_REPLY = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
 
 
@@ -77,6 +80,7 @@ class RankShell(ZMQInteractiveShell):
     """Interactive shell that a cell cannot exit."""
 
     displayhook_class = Type(RankDisplayHook)
+    debugger_cls = RankDebugger
     display_pub: ZMQDisplayPublisher
 
     def ask_exit(self) -> NoReturn:
@@ -163,7 +167,9 @@ class RankKernel(IPythonKernel):
             messages.STACKS: self.on_control_thread(self.stacks),
             messages.MODEL: self.on_control_thread(self.describe_prepared_model),
             messages.PROFILE: self.on_control_thread(self.start_profile),
+            messages.ANSWER_INPUT: self.on_control_thread(keyboard.answer),
         }
+        keyboard.publish = self.publish
 
     def on_main_thread(
         self, work: Callable[[Any], Any], *, in_phases: bool = False
@@ -217,7 +223,15 @@ class RankKernel(IPythonKernel):
             content = {"status": "error", **INTERRUPTED_REPLY}
             self.session.send(stream, "execute_reply", content, parent, ident=ident)
 
-    async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Message:  # noqa: FBT001
+    async def do_execute(  # ipykernel's signature
+        self,
+        code: str,
+        silent: bool,  # noqa: FBT001
+        store_history: bool = True,  # noqa: FBT001, FBT002
+        user_expressions: Any = None,
+        allow_stdin: bool = False,  # noqa: FBT001, FBT002
+        **kwargs: Any,
+    ) -> Message:
         """Run a cell under the notebook's execution count; free its frames if it failed."""
         request = self.get_parent("shell")
         note = request["metadata"].get(messages.CELL_METADATA_KEY)
@@ -226,12 +240,17 @@ class RankKernel(IPythonKernel):
             self.set_checkpoint_root(note["checkpoints"])
             process_group.set_cell_ranks(note["ranks"])
         optimizer_step_gate.begin_cell()
+        keyboard.begin_cell(has_user=allow_stdin)
+        process_group.set_timeouts(has_user=allow_stdin)
         self.running_request = request["header"]["msg_id"]
         if self.running_request == self.interrupted_request:
             raise KeyboardInterrupt
         try:
-            reply: Message = await super().do_execute(code, silent, *args, **kwargs)
+            reply: Message = await super().do_execute(
+                code, silent, store_history, user_expressions, allow_stdin, **kwargs
+            )
         finally:
+            keyboard.end_cell()
             self.running_request, self.finished_request = None, self.running_request
             optimizer_step_gate.end_cell()
             process_group.set_cell_ranks(None)
@@ -275,6 +294,7 @@ class RankKernel(IPythonKernel):
         content: messages.InterruptRequest = parent["content"]
         if self.running_request == content["request"]:
             optimizer_step_gate.interrupt_after(content["after"])
+            keyboard.release()
         else:
             self.interrupted_request = content["request"]
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
@@ -282,19 +302,15 @@ class RankKernel(IPythonKernel):
     def pause_steps(self, _: object) -> messages.PauseReply:
         """Pause before the next optimizer step until the kernel sends the step to stop after."""
         begun, next_s = optimizer_step_gate.pause_steps()
-        return messages.PauseReply(begun=begun, next_s=next_s)
+        return messages.PauseReply(begun=begun, next_s=PROMPT_S if keyboard.is_asking else next_s)
 
-    def raw_input(self, prompt: str = "") -> NoReturn:
-        """Raise an error: a rank has no stdin."""
-        msg = (
-            f"input({prompt!r}) was called on a rank, which has no keyboard."
-            " Call it in a plain notebook cell and pass the result with --push NAME."
-        )
-        raise SessionError(msg)
+    def raw_input(self, prompt: object = "") -> str:
+        """Ask the user for a line; `input()` and pdb call it."""
+        return keyboard.ask(str(prompt))
 
-    def getpass(self, prompt: str = "", *_: object, **__: object) -> NoReturn:
-        """Raise an error, as `raw_input` does."""
-        self.raw_input(prompt)
+    def getpass(self, prompt: str = "Password: ", *_: object, **__: object) -> str:
+        """Ask the user for a password."""
+        return keyboard.ask(prompt, password=True)
 
     def join(self, _: object) -> messages.JoinReply:
         """Confirm that this rank has passed the first barrier."""
@@ -413,7 +429,7 @@ class RankApp(IPKernelApp):
         log_to_launcher(rank)
         app.kernel.collective_barrier = barrier
         app.kernel.main_thread_monitor = MainThreadMonitor(barrier)
-        sys.breakpointhook = refuse_breakpoint  # after ipykernel's debugpy has set its own
+        use_rank_debugger()  # after ipykernel's debugpy has set its own breakpoint()
         return app
 
     def load_connection_file(self, connection_file: str | None = None) -> None:
@@ -466,12 +482,6 @@ def error_reply(error: BaseException) -> messages.ErrorReply:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted before it finished"
     return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
-
-
-def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
-    """Raise an error: a rank has no stdin for a debugger."""
-    msg = "breakpoint() was called on a rank, which has no keyboard. Use print() instead."
-    raise SessionError(msg)
 
 
 def release_frames(shell: ZMQInteractiveShell) -> None:

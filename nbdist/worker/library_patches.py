@@ -234,6 +234,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.distributed.distributed_c10d:destroy_process_group": LibraryPatch(
         TORCH, "as for torch.distributed"
     ),
+    "torch.distributed.distributed_c10d:_get_default_timeout": LibraryPatch(
+        TORCH, "collectives of the other ranks time out while one is stopped in the debugger"
+    ),
     "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": LibraryPatch(
         TORCH,
         "freeing a gloo group in C++ while holding the GIL can deadlock",

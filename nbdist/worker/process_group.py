@@ -37,14 +37,20 @@ Group = distributed.ProcessGroup
 
 _MEET = dt.timedelta(seconds=30)
 """Timeout for all ranks to recreate the group, when none of them has other work to do."""
+_PROMPT_TIMEOUT = dt.timedelta(days=7)
+"""Timeout of collectives while a user can stop ranks at a prompt."""
 _NAMES_APART = 10_000
 """Offset of the group counter per era: a rank that hung may have created more groups."""
 
 # torch's functions, which ``protect_groups`` replaces
 _init, _destroy = distributed_c10d.init_process_group, distributed_c10d.destroy_process_group
+_default_timeout = distributed_c10d._get_default_timeout  # noqa: SLF001
 
 _of_engines: weakref.WeakSet[Group] = weakref.WeakSet()
 
+
+_has_user = False
+"""True while a cell runs whose ranks a user can stop in the debugger."""
 
 _cell_ranks: Sequence[int] | None = None
 """Ranks that run the current cell; None outside of a cell."""
@@ -54,6 +60,28 @@ def set_cell_ranks(ranks: Sequence[int] | None) -> None:
     """Record which ranks run the cell that starts; None at its end."""
     global _cell_ranks  # noqa: PLW0603 - a rank runs one cell at a time
     _cell_ranks = ranks
+
+
+def set_timeouts(*, has_user: bool) -> None:
+    """Extend torch's default timeouts of collectives while ranks can stop in the debugger.
+
+    A running collective keeps the timeout with which it was called, so that it must be long before
+    another rank stops. The session detects hangs itself. Timeouts that a user chose are kept.
+
+    Args:
+        has_user: whether a user can answer prompts of the cell that starts.
+    """
+    global _has_user  # noqa: PLW0603 - a rank runs one cell at a time
+    _has_user = has_user
+    for group in known_groups():
+        for device in group._device_types:  # noqa: SLF001
+            backend: Any = group._get_backend(device)  # noqa: SLF001
+            if backend.name() not in {"gloo", "nccl"}:
+                continue
+            default = distributed_c10d._get_default_timeout(backend.name())  # noqa: SLF001
+            current = backend.options._timeout  # noqa: SLF001
+            if current in {_PROMPT_TIMEOUT, _default_timeout(backend.name())}:
+                backend._set_default_timeout(default)  # noqa: SLF001
 
 
 def require_all_ranks(action: str, advice: str = "") -> None:
@@ -95,6 +123,10 @@ def protect_groups() -> None:
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{module}:init_process_group", lambda _: _check_init)
         patch(f"{module}:destroy_process_group", lambda _: _destroy_groups_of_cells)
+    patch(
+        "torch.distributed.distributed_c10d:_get_default_timeout",
+        lambda original: lambda backend: _PROMPT_TIMEOUT if _has_user else original(backend),
+    )
     patch("torch.nn.parallel:DistributedDataParallel._ddp_init_helper", _keep_group_alive)
 
 

@@ -105,6 +105,13 @@ class OptimizerStepGate:
             ):
                 self._raise_in_main()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the cell was interrupted and this rank has made its last step."""
+        with self._lock:
+            due = self._last is not None and self.num_steps_begun >= self._last
+            return due and not self._is_stepping
+
     # -- the main thread
 
     def _enter(self) -> None:

@@ -1,0 +1,277 @@
+"""IPython's debugger and `input()` on a rank, whose lines come from the notebook.
+
+A rank has no stdin. It publishes each prompt on iopub, with the cell as its parent, and the thread
+that asked waits for the answer, which arrives on the control thread. The notebook's kernel shows
+the prompts of several ranks one after another (`session.prompts`).
+
+An interrupt releases a prompt (`optimizer_step_gate` chooses the step): a rank that has made its
+last step raises KeyboardInterrupt there, another one continues without further stops.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import pdb  # noqa: T100
+import sys
+import threading
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from IPython.core import debugger
+
+from nbdist.errors import SessionError
+from nbdist.protocol import messages
+from nbdist.worker import stacks
+from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+SIGINT_S = 1.0
+"""Time for the SIGINT of an interrupt to arrive, which is sent shortly before the release."""
+
+
+class InputReleased(BaseException):
+    """An interrupt has ended a prompt; pdb catches KeyboardInterrupt itself in several places."""
+
+
+class Keyboard:
+    """Asks the user for lines of input, from any thread of this rank."""
+
+    def __init__(self) -> None:
+        self.publish: Callable[[str, Any], None]
+        """Sends a message with the running cell as its parent; set by the kernel."""
+        self.debugger: RankDebugger | None = None
+        """The debugger that reads commands, or None."""
+        self.num_stops = 0
+        """Number of times that a debugger has stopped."""
+        self.is_asking = False
+        """True while a prompt waits for its answer."""
+        self._lock = threading.Lock()
+        self._number = 0
+        self.begin_cell(has_user=False)
+
+    def begin_cell(self, *, has_user: bool) -> None:
+        """Start a cell.
+
+        Args:
+            has_user: whether a user can answer prompts of this cell.
+        """
+        self.has_user = has_user
+        self._pid = os.getpid()
+        self.released = False
+        """True after an interrupt of the cell."""
+        self._answers: SimpleQueue[messages.InputAnswer | None] = SimpleQueue()
+
+    def end_cell(self) -> None:
+        """End a cell, and the debugger's tracing of it; prompts of its threads fail from now on."""
+        self.has_user = False
+        self._answers.put(None)
+        if _is_rank_debugger(sys.gettrace()):
+            sys.settrace(None)
+        # bdb traces all outer frames too. They refer to the debugger, and it to the cell's frames.
+        for frame in stacks.frames_outwards(sys._getframe()):  # noqa: SLF001
+            if _is_rank_debugger(frame.f_trace):
+                frame.f_trace = None
+
+    def require_user(self, call: str) -> None:
+        """Raise if no user can answer prompts.
+
+        Args:
+            call: what was called, as the subject of a sentence.
+
+        Raises:
+            SessionError: the reason.
+        """
+        if os.getpid() != self._pid:
+            message = (
+                f"{call} was called in a child process of a rank, such as a DataLoader worker,"
+                " which has no keyboard. Use num_workers=0 to run this code in the rank itself."
+            )
+            raise SessionError(message)
+        if not self.has_user:
+            message = (
+                f"{call} was called on a rank, which has no keyboard in this cell: it runs in the"
+                " background, or its front end takes no input. Run the cell in a notebook without"
+                " --background."
+            )
+            raise SessionError(message)
+
+    def ask(self, prompt: str, *, password: bool = False) -> str:
+        """Return the line that the user enters.
+
+        Raises:
+            SessionError: there is no user.
+            KeyboardInterrupt: the cell was interrupted.
+            InputReleased: the same, at a prompt of the debugger.
+        """
+        debugging = self.debugger
+        if debugging is None or prompt != debugging.prompt:
+            self.require_user(f"input({prompt!r})")
+            if (text := self._ask(prompt, "", password=password)) is None:
+                raise KeyboardInterrupt
+            return text
+        self.require_user("The debugger")
+        try:
+            text = self._ask(prompt, debugging.kind)
+        except KeyboardInterrupt:
+            raise InputReleased from None
+        if text is not None:
+            return text
+        if debugging.kind == "breakpoint" and not optimizer_step_gate.is_interrupted:
+            return "continue"  # the other ranks have made a step that this one has not
+        raise InputReleased
+
+    def _ask(
+        self, prompt: str, debugger: messages.DebuggerKind, *, password: bool = False
+    ) -> str | None:
+        """Return the answer; None if the prompt was released."""
+        with self._lock:
+            self._number += 1
+            request = messages.InputRequest(
+                id=self._number,
+                prompt=prompt,
+                password=password,
+                debugger=debugger,
+                stop=self.num_stops,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.is_asking = True
+            try:
+                self.publish(messages.INPUT, request)
+                while self.has_user and not self.released:
+                    answer = self._answers.get()
+                    if answer is not None and answer["id"] == request["id"]:
+                        if answer["error"]:
+                            raise SessionError(answer["error"])
+                        return answer["text"]
+                if optimizer_step_gate.is_interrupted:
+                    # SIGINT is on its way to the main thread, unless it has arrived earlier and
+                    # has ended a command of the debugger.
+                    threading.Event().wait(SIGINT_S)
+            finally:
+                self.is_asking = False
+        return None
+
+    # -- the control thread
+
+    def answer(self, answer: messages.InputAnswer) -> dict[str, Any]:
+        """Pass an answer to the thread that asked."""
+        self._answers.put(answer)
+        return {}
+
+    def release(self) -> None:
+        """End this prompt and all further ones of the cell."""
+        self.released = True
+        self._answers.put(None)
+
+
+keyboard = Keyboard()
+"""The keyboard of this rank."""
+
+
+class RankDebugger(debugger.InterruptiblePdb):
+    """IPython's debugger; its prompt names the line at which the rank has stopped."""
+
+    kind: messages.DebuggerKind = "breakpoint"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        keyboard.require_user("The debugger")
+        self._has_left_statement = False
+        """True between two statements of a cell."""
+        # Otherwise `continue` installs a handler for SIGINT, and Stop would open the debugger.
+        super().__init__(*args, **{**kwargs, "nosigint": True})
+
+    def setup(self, frame: FrameType | None, tb: Any) -> Any:
+        """Read the stack and set the prompt."""
+        result = super().setup(frame, tb)
+        stopped, line = self.stack[self.curindex]
+        filename = stopped.f_code.co_filename
+        self.prompt = f"{self._cell_name(filename) or Path(filename).name} line {line} ipdb> "
+        return result
+
+    def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
+        """Read and carry out commands until one of them continues or quits.
+
+        Raises:
+            KeyboardInterrupt: the cell was interrupted.
+        """
+        self.kind = "post-mortem" if frame is None else "breakpoint"
+        outer, keyboard.debugger = keyboard.debugger, self
+        keyboard.num_stops += 1
+        try:
+            super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
+        except InputReleased:
+            self.forget()
+            sys.settrace(None)
+            raise KeyboardInterrupt from None
+        finally:
+            keyboard.debugger = outer
+        # IPython 9 continues after an interrupt that arrives while a command prints.
+        if keyboard.released and optimizer_step_gate.is_interrupted:
+            raise KeyboardInterrupt
+
+    # IPython runs each statement of a cell as a module of its own. Stepping out of one leads to the
+    # next, not into IPython's code between them.
+
+    def user_call(self, frame: FrameType, argument_list: Any) -> None:
+        """Stop at the start of a function; a statement has no line before its first one."""
+        if not self._is_statement(frame):
+            super().user_call(frame, argument_list)
+
+    def user_return(self, frame: FrameType, return_value: object) -> None:
+        """Stop at the end of a function or of the cell, not at that of each statement."""
+        if not self._is_statement(frame) or _is_last_statement(frame):
+            super().user_return(frame, return_value)
+        self._has_left_statement = self._is_statement(frame)
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Return whether to stop in a frame; between two statements in code of a cell only."""
+        if self._has_left_statement and not self._cell_name(frame.f_code.co_filename):
+            return False
+        self._has_left_statement = False
+        return bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
+
+    def format_stack_entry(self, frame_lineno: Any, lprefix: str = ": ") -> str:
+        """Format a frame as IPython does; a cell's file has a different name on each rank."""
+        text: str = super().format_stack_entry(frame_lineno, lprefix)
+        filename = frame_lineno[0].f_code.co_filename
+        return text.replace(filename, self._cell_name(filename) or filename).rstrip("\n")
+
+    def _is_statement(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        return code.co_name == "<module>" and bool(self._cell_name(code.co_filename))
+
+    def _cell_name(self, filename: str) -> str:
+        """Return "In[3]" for the file name of a cell; "" for other files."""
+        cell = self.shell.compile.format_code_name(filename)
+        return cell[1] if cell else ""
+
+
+def _is_rank_debugger(trace: object) -> bool:
+    return isinstance(getattr(trace, "__self__", None), RankDebugger)
+
+
+def _is_last_statement(frame: FrameType) -> bool:
+    """Return whether a frame runs the last statement of its cell."""
+    source = "".join(linecache.getlines(frame.f_code.co_filename))
+    return stacks.line_of(frame) >= ast.parse(source).body[-1].lineno
+
+
+def set_trace(frame: Any = None, header: Any = None) -> None:  # noqa: ARG001 - pdb's signature
+    """Stop in the debugger at the next line; `breakpoint()` and `pdb.set_trace()` of a rank."""
+    keyboard.require_user("breakpoint()")
+    if not keyboard.released:
+        stopped = frame or sys._getframe().f_back  # noqa: SLF001
+        RankDebugger().set_trace(stopped)  # type: ignore[no-untyped-call]
+
+
+def use_rank_debugger() -> None:
+    """Make it the debugger of pdb, of IPython, and of `breakpoint()`."""
+    debugger.Pdb = pdb.Pdb = RankDebugger  # type: ignore[misc]
+    debugger.set_trace = pdb.set_trace = sys.breakpointhook = set_trace

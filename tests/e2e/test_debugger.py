@@ -1,0 +1,130 @@
+"""The debugger and `input()` on ranks, as a user of a notebook meets them."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.live_kernel import LiveKernel
+
+TRAINING = textwrap.dedent(
+    """
+    import torch.distributed as dist
+    from tests.models import gpt2
+
+    def train(steps, stop=lambda step: False):
+        torch.manual_seed(0)
+        bare = gpt2()
+        model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=3e-3))
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for step in range(steps):
+            tokens = torch.randint(0, 211, (2, 24), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            if stop(step):
+                breakpoint()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item().hex())
+        return losses
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(notebook: LiveKernel) -> LiveKernel:
+    """A notebook with two ranks on which a training is defined."""
+    assert notebook.run(f"%%distribute --nproc 2\n{TRAINING}").status == "ok"
+    return notebook
+
+
+def test_breakpoint_opens_the_debugger_of_a_rank(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        total = torch.ones(1)
+        if rank == 1:
+            breakpoint()
+            doubled = 2 * rank
+        dist.all_reduce(total)
+        total.item()
+    """
+    shown, prompts = ranks.run_with_answers(
+        cell(code), "p rank", "n", "!rank + 40", "p doubled", "c"
+    )
+    assert prompts[0].startswith("[rank 1] In[")
+    assert prompts[0].endswith("] line 5 ipdb> ")
+    assert prompts[1] == prompts[0]
+    assert prompts[2].endswith("] line 6 ipdb> ")
+    assert "nbdist: rank 0 waits in all_reduce at line 6" in shown.text
+    assert "[1] 41" in shown.text
+    assert "[1] 2\n" in shown.text
+    assert "[0-1] 2.0" in shown.text
+    assert shown.status == "ok"
+
+
+def test_several_stopped_ranks_have_one_prompt(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        same = 7
+        breakpoint()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        total.item()
+    """
+    shown, prompts = ranks.run_with_answers(
+        cell(code), "p rank", "rank 1", "p rank + 10", "rank 5", "all p same", "all c"
+    )
+    stopped_ranks = [prompt.split("]")[0] for prompt in prompts]
+    assert stopped_ranks == ["[rank 0", "[rank 0", "[rank 1", "[rank 1", "[rank 1", "[rank 1"]
+    assert "nbdist: rank 1 is stopped too" in shown.text
+    assert "[1] 11" in shown.text
+    assert "rank 5 is not stopped; stopped: ranks 0-1" in shown.text
+    assert shown.text.count("[0-1] 7") == 1
+    assert "[0-1] 2.0" in shown.text
+
+
+@pytest.mark.parametrize("command", ["q", "all q", "quit"])
+def test_quitting_stops_all_ranks_after_the_same_step(ranks: LiveKernel, command: str) -> None:
+    code = "%%distribute\nkept = rank\ntrain(5, stop=lambda step: rank == 1 and step == 2)"
+    shown, _ = ranks.run_with_answers(code, command)
+    assert "Interrupted on all ranks; all variables are kept." in shown.text
+    check = "%%distribute\ntotal = torch.ones(1)\ndist.all_reduce(total)\n(total.item(), kept)"
+    text = ranks.run(check).text
+    assert "[0] (2.0, 0)" in text
+    assert "[1] (2.0, 1)" in text
+
+
+def test_interrupting_at_a_prompt_stops_all_ranks(ranks: LiveKernel) -> None:
+    code = "%%distribute\nif rank == 1:\n    breakpoint()\nkept = rank\ndist.barrier()"
+    request = ranks.send(code)
+    assert ranks.next_prompt().startswith("[rank 1] ")
+    ranks.manager.interrupt_kernel()
+    assert "Interrupted on all ranks; all variables are kept." in ranks.collect(request).text
+    assert "[0-1] 2" in ranks.run("%%distribute\ndist.barrier()\nworld_size").text
+
+
+def test_continuing_does_not_change_the_losses(ranks: LiveKernel) -> None:
+    assert ranks.run("%%distribute\nexpected = train(4)").status == "ok"
+    shown, prompts = ranks.run_with_answers(
+        "%%distribute\ntrain(4, stop=lambda step: rank == 1 and step) == expected",
+        *["p loss", "c"] * 3,
+    )
+    assert len(prompts) == 6
+    assert "[0-1] True" in shown.text
+
+
+def test_input_asks_the_user(ranks: LiveKernel) -> None:
+    shown, prompts = ranks.run_with_answers(
+        "%%distribute\nname = input('Name? ') if rank == 1 else ''\nname", "Ann"
+    )
+    assert prompts == ["[rank 1] Name? "]
+    assert "[1] 'Ann'" in shown.text
+
+
+def cell(text: str) -> str:
+    """Return the code of a cell without its indentation."""
+    return textwrap.dedent(text).strip()
