@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -10,8 +11,16 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_magic,
+    magics_class,
+    needs_local_scope,
+    no_var_expand,
+)
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magics.execution import ExecutionMagics
 from IPython.display import display
 from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
@@ -19,7 +28,14 @@ from nbdist import rank_python, strategies
 from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
-from nbdist.errors import CellSyntaxError, NbdistError, OptionError, ProfileError, SessionError
+from nbdist.errors import (
+    CellError,
+    CellSyntaxError,
+    NbdistError,
+    OptionError,
+    ProfileError,
+    SessionError,
+)
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
@@ -124,6 +140,8 @@ class NbDist(Magics):
             [name for name in self.default_names() if name not in applied_at_once],
         )
         self.launcher_provider = LocalLauncherProvider()
+        self.ipython_debug = shell.magics_manager.magics["line"]["debug"]
+        """IPython's `%debug`, which is registered again when the extension is unloaded."""
         self.ended: Session | None = None
         """The session that `%nbdist stop` ended last; the panel still shows it."""
         self.warm_up()
@@ -270,6 +288,22 @@ class NbDist(Magics):
         )
         if options.pull:
             self.bind_pulled(session, options.pull)
+
+    @needs_local_scope
+    @no_var_expand
+    @line_magic
+    def debug(self, line: str, local_ns: Any = None) -> None:
+        """Debug the last error: of a %%distribute cell on its rank, otherwise as IPython does.
+
+        `%debug --rank 3` chooses another rank than the one whose error came first.
+        """
+        session, rank = current_session(), re.fullmatch(r"\s*--rank[ =](\d+)\s*", line)
+        failed = isinstance(getattr(sys, "last_value", None), CellError) and not line.strip()
+        if session is not None and (rank or failed):
+            session.debug(int(rank[1]) if rank else None)
+        else:
+            # IPython 9.18 loads its magics on first use, by name: here it would find this method.
+            ExecutionMagics(self.shell).debug(line, local_ns=local_ns)
 
     @line_magic
     def nbdist(self, line: str) -> None:
@@ -681,6 +715,7 @@ def unregister_magics(ipython: InteractiveShell) -> None:
     magics = manager.registry.pop(NbDist.__name__)
     manager.magics["cell"].pop("distribute")
     manager.magics["line"].pop("nbdist")
+    manager.magics["line"]["debug"] = magics.ipython_debug
     ipython.configurables.remove(magics)
     if MATCHER is not None:
         ipython.Completer.custom_matchers.remove(MATCHER)

@@ -97,6 +97,8 @@ class CellMetadata(TypedDict):
     """Location for new checkpoints, as in ``LaunchRanksRequest``."""
     ranks: list[int]
     """Ranks that run the cell."""
+    debugs_error: bool
+    """True if it debugs the error of the cell before it, whose frames are kept."""
 
 
 class ExecuteRequest(TypedDict):

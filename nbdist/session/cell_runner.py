@@ -74,7 +74,7 @@ class CellRunner:
 
     # -- a cell's life
 
-    def run(
+    def run(  # noqa: PLR0913 - options of a cell
         self,
         code: str,
         ranks: Sequence[int],
@@ -84,6 +84,7 @@ class CellRunner:
         logs: Mapping[int, RankLogTail],
         count: int | None,
         checkpoints: str,
+        debugs_error: bool = False,
     ) -> Cell:
         """Send a cell to ranks; unless `background`, wait until it has finished.
 
@@ -95,6 +96,7 @@ class CellRunner:
             logs: logs of these ranks.
             count: number of the cell in the notebook. Default: counts the session's cells.
             checkpoints: target of `save()` in the cell.
+            debugs_error: whether it debugs the error of the last cell, which stays the last one.
 
         Raises:
             CellError: the code raised on a rank.
@@ -109,14 +111,17 @@ class CellRunner:
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
-        prompts = self.send(
-            cell, checkpoints=checkpoints, allow_stdin=not background and has_keyboard()
+        note = messages.CellMetadata(
+            count=cell.count, checkpoints=checkpoints, ranks=list(ranks), debugs_error=debugs_error
         )
+        failed = self.last_cell if debugs_error else None
+        prompts = self.send(cell, note, allow_stdin=not background and has_keyboard())
         if background:
             self._background_cell = cell
             cell.detach(pinned)
             return cell
         self._join(cell, prompts, pinned)
+        self.last_cell = failed or self.last_cell
         problem = self.resync_ranks()
         if cell.is_interrupted:  # possibly by another thread
             words = f"but {problem}" if problem else "all variables are kept"
@@ -124,8 +129,8 @@ class CellRunner:
         cell.raise_errors()
         return cell
 
-    def send(self, cell: Cell, *, checkpoints: str, allow_stdin: bool) -> InputPrompts:
-        """Send a cell to its ranks, with the target of its `save()`; return its prompts."""
+    def send(self, cell: Cell, note: messages.CellMetadata, *, allow_stdin: bool) -> InputPrompts:
+        """Send a cell to its ranks; return its prompts."""
         self.escalation = InterruptEscalation(
             cell, self._workers, self._rank_activity, world_size=self._workers.world_size
         )
@@ -138,9 +143,6 @@ class CellRunner:
             )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
-        note = messages.CellMetadata(
-            count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
-        )
         content = messages.make_execute_request(cell.code, allow_stdin=allow_stdin)
         request = self._workers.queue_request(
             cell.ranks,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets as rank_names
 from nbdist.cluster.local_launcher import LocalLauncherProvider
-from nbdist.errors import PlanError
+from nbdist.errors import PlanError, SessionError
+from nbdist.output.tracebacks import group_errors
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import lifecycle, panel_loader, planner, stacks
@@ -19,6 +20,7 @@ from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.session.progress import StatusLine
+from nbdist.session.prompts import has_keyboard
 from nbdist.session.script import WrittenScript, write_script
 from nbdist.session.termination import parse_deadline
 
@@ -157,6 +159,43 @@ class Session(ModelOperations):
             CellInterrupted: the wait was interrupted; the cell keeps running.
         """
         return self._cells.wait(timeout_s)
+
+    @exclusive_for_current_ranks
+    def debug(self, rank: int | None = None) -> None:
+        """Open IPython's debugger where the last cell failed.
+
+        The frames of the error are alive until the next cell starts, except after an error for
+        lack of memory.
+
+        Args:
+            rank: the rank to debug. Default: the one whose error came first.
+
+        Raises:
+            SessionError: the last cell did not fail on the rank, or nobody can answer prompts.
+        """
+        self._ensure_free()
+        failed = self.last.errors if self.last is not None else {}
+        if not failed:
+            raise SessionError(
+                "The last cell did not fail on any rank, so nothing can be debugged."
+            )
+        first = group_errors(list(failed.values()))[0].error.rank
+        rank = first if rank is None else rank
+        if rank not in failed:
+            ranks = rank_names.describe_ranks(failed)
+            raise SessionError(f"The last cell failed on {ranks}, not on rank {rank}.")
+        if not has_keyboard():
+            raise SessionError("The debugger needs a front end that can ask for input.")
+        self._cells.run(
+            "%debug",
+            [rank],
+            background=False,
+            shown="all",
+            logs={rank: self.logs[rank]},
+            count=None,
+            checkpoints=self._saves.root_for_ranks,
+            debugs_error=True,
+        )
 
     def replay(self) -> None:
         """Show the output of the running or the last cell again, below the current cell.

@@ -11,6 +11,7 @@ last step raises KeyboardInterrupt there, another one continues without further 
 from __future__ import annotations
 
 import ast
+import gc
 import linecache
 import os
 import pdb  # noqa: T100
@@ -30,6 +31,8 @@ from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+
+    from IPython.core.interactiveshell import InteractiveShell
 
 SIGINT_S = 1.0
 """Time for the SIGINT of an interrupt to arrive, which is sent shortly before the release."""
@@ -275,3 +278,25 @@ def use_rank_debugger() -> None:
     """Make it the debugger of pdb, of IPython, and of `breakpoint()`."""
     debugger.Pdb = pdb.Pdb = RankDebugger  # type: ignore[misc]
     debugger.set_trace = pdb.set_trace = sys.breakpointhook = set_trace
+
+
+def is_debuggable(shell: InteractiveShell) -> bool:
+    """Return whether the last error can be debugged later: not an interrupt, and memory is left."""
+    error = getattr(shell.last_execution_result, "error_in_exec", None)
+    return not isinstance(error, KeyboardInterrupt | MemoryError)
+
+
+def release_error(shell: InteractiveShell) -> None:
+    """Release the frames of a failed cell and so the tensors they hold.
+
+    IPython 9 and the interpreter keep the last traceback in several places.
+    """
+    result = shell.last_execution_result
+    if not hasattr(sys, "last_value") and (result is None or result.success):
+        return
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        sys.__dict__.pop(name, None)
+    for view in (shell.InteractiveTB, shell.SyntaxTB):
+        vars(view).update(tb=None, evalue=None, etype=None, pdb=None, last_syntax_error=None)
+    result = shell.last_execution_result = None
+    gc.collect()  # exception and frame often refer to each other

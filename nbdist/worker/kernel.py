@@ -2,12 +2,12 @@
 
 Differences from a notebook kernel: no history file, no high-water mark on output, the notebook's
 kernel asks the user for input (`worker.debugger`), cells use the notebook's execution counts, and
-the frames of a failed cell are released so that its tensors are freed.
+the frames of a failed cell are released when the next cell starts, so that its tensors are freed;
+at once if no user can debug them, or if memory has run out.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -26,11 +26,17 @@ from traitlets.config import Config
 
 from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
-from nbdist.protocol.operations import OPERATIONS
+from nbdist.protocol.operations import OPERATIONS, REBUILD_MODELS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
 from nbdist.termination_signal import TerminationSignal
 from nbdist.worker import process_group, stacks
-from nbdist.worker.debugger import RankDebugger, keyboard, use_rank_debugger
+from nbdist.worker.debugger import (
+    RankDebugger,
+    is_debuggable,
+    keyboard,
+    release_error,
+    use_rank_debugger,
+)
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
 from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
@@ -232,9 +238,11 @@ class RankKernel(IPythonKernel):
         allow_stdin: bool = False,  # noqa: FBT001, FBT002
         **kwargs: Any,
     ) -> Message:
-        """Run a cell under the notebook's execution count; free its frames if it failed."""
+        """Run a cell under the notebook's execution count; free the frames of a failed one."""
         request = self.get_parent("shell")
         note = request["metadata"].get(messages.CELL_METADATA_KEY)
+        if not (note and note["debugs_error"]):
+            release_error(self.shell)
         if note:
             self.shell.execution_count = note["count"]
             self.set_checkpoint_root(note["checkpoints"])
@@ -258,21 +266,27 @@ class RankKernel(IPythonKernel):
         self.before_reply()
         if reply["status"] == "error":
             reply["evalue"] = truncate(reply["evalue"], longest=MAX_ERROR_CHARS)
-            self.release_failed_cell()
+            self.release_failed_cell(has_user=allow_stdin)
         return reply
 
     def report_sigterm(self) -> None:
         """Report SIGTERM to the notebook's kernel, which has all ranks save, instead of ending."""
         TerminationSignal(lambda: self.publish(messages.TERMINATION, {}))
 
-    def release_failed_cell(self) -> None:
-        """Release the frames of a failed cell; publish advice if it ran out of memory."""
+    def release_failed_cell(self, *, has_user: bool) -> None:
+        """Release the frames of a failed cell; publish advice if it ran out of memory.
+
+        Args:
+            has_user: whether a user can debug the error; then most frames are kept until the next
+                cell starts.
+        """
         try:
             # Do not bind the error to a local variable: it would keep the frames alive.
             make_advice = self.oom_advice_for(
                 getattr(self.shell.last_execution_result, "error_in_exec", None)
             )
-            release_frames(self.shell)
+            if make_advice is not None or not (has_user and is_debuggable(self.shell)):
+                release_error(self.shell)
             if make_advice is not None:
                 self.publish(messages.OOM_ADVICE, make_advice())
         except Exception:
@@ -338,6 +352,8 @@ class RankKernel(IPythonKernel):
 
     def run_operation(self, operation: Operation[Any, Any], content: Any) -> dict[str, Any]:
         """Carry out a request to all ranks; collective."""
+        if operation is not REBUILD_MODELS:  # a recovery keeps the error for the debugger
+            release_error(self.shell)
         if operation.in_phases:  # it replaces the state that the last cell left
             optimizer_step_gate.begin_cell()
         return run_operation(operation, content, self.operation_context)
@@ -482,19 +498,6 @@ def error_reply(error: BaseException) -> messages.ErrorReply:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted before it finished"
     return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
-
-
-def release_frames(shell: ZMQInteractiveShell) -> None:
-    """Release the frames of a failed cell and so the tensors they hold.
-
-    IPython 9 and the interpreter keep the last traceback in several places.
-    """
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        sys.__dict__.pop(name, None)
-    for view in (shell.InteractiveTB, shell.SyntaxTB):
-        vars(view).update(tb=None, evalue=None, etype=None, last_syntax_error=None)
-    shell.last_execution_result = None
-    gc.collect()  # exception and frame often refer to each other
 
 
 def _no_advice(_: BaseException | None) -> None:

@@ -128,3 +128,51 @@ def test_input_asks_the_user(ranks: LiveKernel) -> None:
 def cell(text: str) -> str:
     """Return the code of a cell without its indentation."""
     return textwrap.dedent(text).strip()
+
+
+def test_debug_opens_the_debugger_where_the_first_rank_failed(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        def divide(number):
+            return 1 / number
+
+        if rank == 1:
+            divide(0)
+        dist.barrier()
+    """
+    assert ranks.run(cell(code)).status == "error"
+    shown, prompts = ranks.run_with_answers("%debug", "p number", "u", "q")
+    assert prompts[0].startswith("[rank 1] In[")
+    assert "-> 3     return 1 / number" in shown.text
+    assert "\n0\n" in shown.text
+    assert shown.status == "ok"
+    shown, _ = ranks.run_with_answers("%debug --rank 1", "p number + 5", "q")
+    assert "\n5\n" in shown.text
+    assert "failed on ranks 0-1, not on rank 7" in ranks.run("%debug --rank 7").text
+    assert ranks.run("%%distribute\ndist.barrier()").status == "ok"
+    assert "did not fail on any rank" in ranks.run("%debug --rank 1").text
+
+
+def test_debug_is_left_to_ipython_after_errors_of_the_notebook(ranks: LiveKernel) -> None:
+    ranks.run("%%distribute\n1 / 0")
+    ranks.run("here = 3\n1 / (here - 3)")
+    shown, prompts = ranks.run_with_answers("%debug", "p here", "q")
+    assert prompts == ["ipdb> ", "ipdb> "]
+    assert "3\n" in shown.text
+
+
+def test_the_next_cell_frees_the_tensors_of_a_failed_one(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        import weakref
+
+        def fail():
+            global seen
+            tensor = torch.ones(10)
+            seen = weakref.ref(tensor)
+            raise ValueError("failed")
+
+        fail()
+    """
+    assert ranks.run(cell(code)).status == "error"
+    assert "False" not in ranks.run("%%distribute\nseen() is None").text

@@ -14,12 +14,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from IPython import get_ipython
 
 from nbdist.errors import SwitchError
 from nbdist.protocol.operations import RankRebuildReport
 from nbdist.state import collectives, layouts
 from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker import process_group
+from nbdist.worker.debugger import release_error
 from nbdist.worker.engines import accelerator_patch as accelerators
 from nbdist.worker.engines import fsdp
 from nbdist.worker.operations.switch import EngineSwitch
@@ -53,6 +55,7 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         old_groups = process_group.recreate_default_group(request.era, on_gpu=on_gpu)
     else:
         process_group.verify_group(on_gpu=on_gpu)
+    _release_partial_models()
     try:
         in_pieces = [_must_be_rebuilt(prepared) for prepared in prepared_models.all_models()]
         if request.groups or any(in_pieces):
@@ -69,6 +72,14 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         process_group.destroy_groups(old_groups)
     report.seconds = time.monotonic() - start_time
     return report
+
+
+def _release_partial_models() -> None:
+    """Release a failed cell's frames if they keep a model that other ranks have released."""
+    numbers = collectives.all_gather_values(len(prepared_models.all_models()))
+    if len(set(numbers)) > 1:
+        release_error(get_ipython())
+        release_models.release_unused_models()
 
 
 def _must_be_rebuilt(prepared: PreparedModel) -> bool:
