@@ -39,6 +39,7 @@ from nbdist.errors import (
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, completion, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
+from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
@@ -314,6 +315,7 @@ class NbDist(Magics):
         push NAMES      copy notebook variables to all ranks
         wait            wait for the cell that runs in the background
         replay          show the output of the last cell again, such as after its page was closed
+        inspect EXPR    value of an expression on each rank, also between steps of a running cell
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
                         failure on the remaining nodes, or with --wait on a full set again
@@ -448,6 +450,15 @@ class NbDist(Magics):
     def replay_command(self, _: str) -> None:
         """Show the output of the running or the last cell again."""
         (current_session() or self.ended or self.require_session()).replay()
+
+    @command("inspect")
+    def inspect_command(self, expression: str) -> None:
+        """Print the value of an expression on each rank; equal values once."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, text in self.require_session().inspect(expression).items():
+            ranks_by_text.setdefault(text, []).append(rank)
+        for text, ranks in ranks_by_text.items():
+            print(f"[{format_ranks(ranks)}] {text}")
 
     @command("interrupt")
     def interrupt_command(self, _: str) -> None:

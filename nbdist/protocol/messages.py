@@ -26,6 +26,7 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_release_request/_reply  control  abort a collective that blocks a rank
     nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
     nbdist_profile_request/_reply  control  record steps of the running or the next cell
+    nbdist_inspect_request/_reply  control  queue an expression for the main thread
     nbdist_answer_request/_reply  control  the user's answer to a prompt
     nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
     interrupt_request             control  Jupyter's own, with the id of the execute_request
@@ -36,6 +37,7 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_phase                  iopub    progress of a long request, from rank 0
     nbdist_profiled               iopub    profile of a rank, or an error
     nbdist_input                  iopub    a prompt of input() or of the debugger
+    nbdist_inspected              iopub    value of an expression
     nbdist_advice                 iopub    cause of an out-of-memory error, and what would fit
 """
 
@@ -61,6 +63,8 @@ ABORT_COLLECTIVES = "nbdist_release_request"
 STACKS = "nbdist_stacks_request"
 PROFILE = "nbdist_profile_request"
 ANSWER_INPUT = "nbdist_answer_request"
+INSPECT = "nbdist_inspect_request"
+INSPECTED = "nbdist_inspected"
 METRICS_REPORT = "nbdist_report"
 SENT_VALUE = "nbdist_send"
 AUTO_DECISION = "nbdist_chosen"
@@ -162,6 +166,20 @@ class InputAnswer(TypedDict):
     text: str
     error: str
     """One sentence if the prompt could not be shown, else ""."""
+
+
+class InspectRequest(TypedDict):
+    """Evaluate an expression on the main thread of a rank."""
+
+    expression: str
+    within_s: float
+    """The expression is dropped after this time."""
+
+
+class InspectedValue(TypedDict):
+    """The value of an expression, or its error."""
+
+    text: str
 
 
 class ErrorReply(TypedDict):

@@ -14,7 +14,7 @@ from nbdist.errors import PlanError, SessionError
 from nbdist.output.tracebacks import group_errors
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import lifecycle, panel_loader, planner, stacks
+from nbdist.session import inspection, lifecycle, panel_loader, planner, stacks
 from nbdist.session.cell import CellResult, check_code
 from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
@@ -171,7 +171,7 @@ class Session(ModelOperations):
             rank: the rank to debug. Default: the one whose error came first.
 
         Raises:
-            SessionError: the last cell did not fail on the rank, or nobody can answer prompts.
+            SessionError: the last cell did not fail on the rank, or no user can answer prompts.
         """
         self._ensure_free()
         failed = self.last.errors if self.last is not None else {}
@@ -196,6 +196,28 @@ class Session(ModelOperations):
             checkpoints=self._saves.root_for_ranks,
             debugs_error=True,
         )
+
+    def inspect(
+        self, expression: str, ranks: str | Sequence[int] | None = None, *, timeout_s: float = 10.0
+    ) -> dict[int, str]:
+        """Return the text of an expression's value by rank; works while a cell runs.
+
+        A rank evaluates it before its next optimizer step, at a prompt in the selected frame, or
+        when no cell runs. Callable from any thread.
+
+        Args:
+            expression: what to evaluate. It must not communicate: ranks may be a step apart.
+            ranks: ranks that evaluate it, "0,2-3" or a sequence. Default: all.
+            timeout_s: time to wait; later replies are dropped.
+
+        Raises:
+            OptionError: not a Python expression.
+            SessionError: a rank did not reply in time.
+        """
+        self._ensure_alive()
+        self.start()
+        chosen = rank_names.resolve_ranks(ranks, self.world_size)
+        return inspection.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
 
     def replay(self) -> None:
         """Show the output of the running or the last cell again, below the current cell.

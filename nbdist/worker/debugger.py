@@ -48,6 +48,8 @@ class Keyboard:
     def __init__(self) -> None:
         self.publish: Callable[[str, Any], None]
         """Sends a message with the running cell as its parent; set by the kernel."""
+        self.while_waiting: Callable[[], object] = lambda: None
+        """Called by the thread that asks after each `wake`."""
         self.debugger: RankDebugger | None = None
         """The debugger that reads commands, or None."""
         self.num_stops = 0
@@ -149,6 +151,7 @@ class Keyboard:
                 self.publish(messages.INPUT, request)
                 while self.has_user and not self.released:
                     answer = self._answers.get()
+                    self.while_waiting()
                     if answer is not None and answer["id"] == request["id"]:
                         if answer["error"]:
                             raise SessionError(answer["error"])
@@ -167,6 +170,10 @@ class Keyboard:
         """Pass an answer to the thread that asked."""
         self._answers.put(answer)
         return {}
+
+    def wake(self) -> None:
+        """Have a thread that waits for an answer call `while_waiting`."""
+        self._answers.put(None)
 
     def release(self) -> None:
         """End this prompt and all further ones of the cell."""

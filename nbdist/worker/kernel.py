@@ -37,6 +37,7 @@ from nbdist.worker.debugger import (
     release_error,
     use_rank_debugger,
 )
+from nbdist.worker.inspection import Inspection
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
 from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
@@ -173,6 +174,7 @@ class RankKernel(IPythonKernel):
             messages.STACKS: self.on_control_thread(self.stacks),
             messages.MODEL: self.on_control_thread(self.describe_prepared_model),
             messages.PROFILE: self.on_control_thread(self.start_profile),
+            messages.INSPECT: self.on_control_thread(Inspection(self).queue),
             messages.ANSWER_INPUT: self.on_control_thread(keyboard.answer),
         }
         keyboard.publish = self.publish

@@ -176,3 +176,19 @@ def test_the_next_cell_frees_the_tensors_of_a_failed_one(ranks: LiveKernel) -> N
     """
     assert ranks.run(cell(code)).status == "error"
     assert "False" not in ranks.run("%%distribute\nseen() is None").text
+
+
+def test_inspect_evaluates_between_the_steps_of_a_running_cell(ranks: LiveKernel) -> None:
+    ranks.run("%%distribute --background\ntrained = train(100_000)")
+    text = ranks.run("%nbdist inspect (type(optimizer).__name__, step >= 0)").text
+    assert "[0-1] ('AcceleratedOptimizer', True)" in text
+    assert "Expected a Python expression" in ranks.run("%nbdist inspect x =").text
+    ranks.run("%nbdist interrupt")
+    ranks.run("%nbdist wait")
+    text = ranks.run("%nbdist inspect rank / 0").text
+    assert "[0-1] ZeroDivisionError: division by zero" in text
+
+
+def test_a_background_cell_has_no_prompts(ranks: LiveKernel) -> None:
+    ranks.run("%%distribute --background\nbreakpoint()")
+    assert "which has no keyboard in this cell" in ranks.run("%nbdist wait").text

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 70_000,
-    "files in nbdist/": 305,
+    "lines in nbdist/": 70_200,
+    "files in nbdist/": 307,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 49_700,
 }

@@ -48,6 +48,8 @@ class OptimizerStepGate:
         self._lock = threading.RLock()
         self.listener: StepListener | None = None
         """Active profile of this rank. Without one, a step costs one attribute access."""
+        self.before_step: Callable[[], object] = lambda: None
+        """Called on the main thread before each step."""
         self.capture_state: Callable[[], Any] = lambda: None
         """Returns what a save needs as it is between two steps; called after the last step."""
         self.begin_cell()
@@ -115,6 +117,7 @@ class OptimizerStepGate:
     # -- the main thread
 
     def _enter(self) -> None:
+        self.before_step()
         while True:
             with self._lock:
                 if self._last is not None and self.num_steps_begun >= self._last:
