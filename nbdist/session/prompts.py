@@ -86,7 +86,7 @@ class InputPrompts:
         Raises:
             KeyboardInterrupt: the user interrupts the cell, or quits the debugger.
         """
-        if self._escalation.stops:  # the interrupt releases the ranks
+        if self._escalation.stops or self._cell.finished.is_set():  # no rank waits anymore
             self._requests.clear()
         self._note_stops()
         waits = self._busy & set(self._cell.running) and time.monotonic() < self._busy_until

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import textwrap
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
+from tests.conftest import eventually
+from tests.live_kernel import LiveKernel
+
 if TYPE_CHECKING:
-    from tests.live_kernel import LiveKernel
+    from collections.abc import Iterator
+    from pathlib import Path
 
 TRAINING = textwrap.dedent(
     """
@@ -40,6 +48,14 @@ def ranks(notebook: LiveKernel) -> LiveKernel:
     """A notebook with two ranks on which a training is defined."""
     assert notebook.run(f"%%distribute --nproc 2\n{TRAINING}").status == "ok"
     return notebook
+
+
+@pytest.fixture
+def own_kernel(tmp_path: Path) -> Iterator[LiveKernel]:
+    """A notebook that a test may damage."""
+    with LiveKernel(tmp_path) as kernel:
+        assert kernel.run("%load_ext nbdist\nimport nbdist").status == "ok"
+        yield kernel
 
 
 def test_breakpoint_opens_the_debugger_of_a_rank(ranks: LiveKernel) -> None:
@@ -192,3 +208,101 @@ def test_inspect_evaluates_between_the_steps_of_a_running_cell(ranks: LiveKernel
 def test_a_background_cell_has_no_prompts(ranks: LiveKernel) -> None:
     ranks.run("%%distribute --background\nbreakpoint()")
     assert "which has no keyboard in this cell" in ranks.run("%nbdist wait").text
+
+
+# -- what can go wrong at a prompt
+
+
+@pytest.mark.fault("D14")
+def test_a_rank_that_dies_while_it_is_stopped_ends_the_prompt(own_kernel: LiveKernel) -> None:
+    own_kernel.run("%%distribute --nproc 2\nimport os, signal")
+    pids = own_kernel.run("print([r['pid'] for r in nbdist.session().status()['ranks']])").text
+    request = own_kernel.send("%%distribute\nif rank == 1:\n    breakpoint()\n    pass")
+    own_kernel.next_prompt()
+    os.kill(json.loads(pids)[1], signal.SIGKILL)
+    assert "rank 1 ended with signal 9 (SIGKILL)" in own_kernel.collect(request).text
+    assert own_kernel.run("%nbdist restart").status == "ok"
+    assert "[0-1] 2" in own_kernel.run("%%distribute\nworld_size").text
+
+
+@pytest.mark.fault("D14")
+def test_a_front_end_that_disconnects_at_the_prompt_can_interrupt_later(
+    own_kernel: LiveKernel,
+) -> None:
+    own_kernel.run("%%distribute --nproc 2\nkept = rank")
+    own_kernel.send("%%distribute\nif rank == 1:\n    breakpoint()\n    pass")
+    own_kernel.next_prompt()
+    own_kernel.client.stop_channels()
+    own_kernel.client = own_kernel.manager.blocking_client()
+    own_kernel.client.start_channels()
+    own_kernel.manager.interrupt_kernel()
+    check = "%%distribute\ntorch.distributed.barrier()\nkept"
+    # A Jupyter kernel drops cells that it gets before the interrupted one has ended.
+    eventually(lambda: "[0] 0\n[1] 1" in own_kernel.run(check).text, within_s=30)
+
+
+def test_a_kernel_restart_at_the_prompt_ends_the_ranks(own_kernel: LiveKernel) -> None:
+    own_kernel.run("%%distribute --nproc 2\npass")
+    pids = own_kernel.run("print([r['pid'] for r in nbdist.session().status()['ranks']])").text
+    own_kernel.send("%%distribute\nbreakpoint()\npass")
+    own_kernel.next_prompt()
+    own_kernel.manager.restart_kernel(now=True)
+    own_kernel.client.wait_for_ready(timeout=60)
+    eventually(lambda: not any(map(psutil.pid_exists, json.loads(pids))), within_s=30)
+    assert own_kernel.run("%load_ext nbdist").status == "ok"
+    assert "[0-1] 2" in own_kernel.run("%%distribute --nproc 2\nworld_size").text
+
+
+def test_a_data_loader_worker_has_no_debugger(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        class Data(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                breakpoint()
+                return index
+
+        list(torch.utils.data.DataLoader(Data(), num_workers=1))
+    """
+    shown = ranks.run(cell(code))
+    assert "in a child process of a rank, such as a DataLoader worker" in shown.text
+    assert "[0-1] 2" in ranks.run("%%distribute\nworld_size").text
+
+
+def test_a_breakpoint_in_a_gradient_hook_stops_there(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        def hook(state, bucket):
+            if rank == 1:
+                breakpoint()
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return future.then(lambda done: done.value()[0] / world_size)
+
+        wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        wrapped.register_comm_hook(None, hook)
+        wrapped(torch.ones(1, 1)).sum().backward()
+        wrapped.module.weight.grad.item()
+    """
+    shown, prompts = ranks.run_with_answers(cell(code), "p bucket.index()", "c")
+    assert prompts[0].startswith("[rank 1] In[")
+    assert "[0-1] 1.0" in shown.text
+
+
+# -- all engines
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])
+def test_ten_continues_do_not_change_the_losses(
+    own_kernel: LiveKernel, backend: str, nproc: int
+) -> None:
+    own_kernel.run(f"%%distribute --nproc {nproc} --backend {backend}\n{TRAINING}")
+    assert own_kernel.run("%%distribute\nexpected = train(11)").status == "ok"
+    shown, prompts = own_kernel.run_with_answers(
+        "%%distribute\nassert train(11, stop=lambda step: rank == 1 and step) == expected",
+        *["c"] * 10,
+    )
+    assert len(prompts) == 10
+    assert shown.status == "ok", shown.text

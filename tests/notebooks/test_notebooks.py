@@ -140,6 +140,14 @@ def test_switch() -> None:
 
 
 @pytest.mark.nightly
+def test_debug() -> None:
+    notebook = executed("10_debug.ipynb")
+    assert "[0] (0, False, set())" in text(notebook, "where")
+    assert "[1] (1, True, {9})" in text(notebook, "where")
+    assert "[1] [[[1, 5]]]" in text(notebook, "element")
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_fine_tune() -> None:
     notebook = executed("09_fine_tune.ipynb")
