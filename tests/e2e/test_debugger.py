@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import random
 import signal
 import textwrap
 from typing import TYPE_CHECKING
@@ -225,6 +227,7 @@ def test_a_rank_that_dies_while_it_is_stopped_ends_the_prompt(own_kernel: LiveKe
     assert "[0-1] 2" in own_kernel.run("%%distribute\nworld_size").text
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("D14")
 def test_a_front_end_that_disconnects_at_the_prompt_can_interrupt_later(
     own_kernel: LiveKernel,
@@ -241,6 +244,7 @@ def test_a_front_end_that_disconnects_at_the_prompt_can_interrupt_later(
     eventually(lambda: "[0] 0\n[1] 1" in own_kernel.run(check).text, within_s=30)
 
 
+@pytest.mark.nightly
 def test_a_kernel_restart_at_the_prompt_ends_the_ranks(own_kernel: LiveKernel) -> None:
     own_kernel.run("%%distribute --nproc 2\npass")
     pids = own_kernel.run("print([r['pid'] for r in nbdist.session().status()['ranks']])").text
@@ -306,3 +310,49 @@ def test_ten_continues_do_not_change_the_losses(
     )
     assert len(prompts) == 10
     assert shown.status == "ok", shown.text
+
+
+COMMANDS = [
+    "p step",
+    "n",
+    "s",
+    "u",
+    "",
+    "c",
+    "rank 0",
+    "rank 1",
+    "all p step",
+    "all n",
+    "all c",
+    "q",
+]
+
+
+def random_session(kernel: LiveKernel, chooser: random.Random) -> None:
+    """Debug a training with random commands, and interrupt it at most once."""
+    stops = {(rank, chooser.randrange(6)) for rank in (0, 1) for _ in range(2)}
+    request = kernel.send(f"%%distribute\ntrain(6, stop=lambda step: (rank, step) in {stops})")
+    interrupts = chooser.randrange(2)
+    for _ in range(2_000):
+        if kernel.client.shell_channel.msg_ready():
+            reply = kernel.client.get_shell_msg(timeout=1)
+            if reply["parent_header"]["msg_id"] == request:
+                return
+        if interrupts and chooser.random() < 0.05:
+            interrupts -= 1
+            kernel.manager.interrupt_kernel()
+        try:
+            kernel.client.get_stdin_msg(timeout=0.05)
+        except queue.Empty:
+            continue
+        kernel.client.input(chooser.choice(COMMANDS))
+    pytest.fail(f"the cell with stops at {stops} does not end")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(200))
+def test_random_commands_leave_no_rank_stuck(ranks: LiveKernel, seed: int) -> None:
+    random_session(ranks, random.Random(seed))  # noqa: S311 - repeatable
+    check = "%%distribute\ntotal = torch.ones(1)\ndist.all_reduce(total)\ntotal.item()"
+    assert "[0-1] 2.0" in ranks.run(check).text

@@ -55,13 +55,13 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         old_groups = process_group.recreate_default_group(request.era, on_gpu=on_gpu)
     else:
         process_group.verify_group(on_gpu=on_gpu)
-    _release_partial_models()
     try:
-        in_pieces = [_must_be_rebuilt(prepared) for prepared in prepared_models.all_models()]
-        if request.groups or any(in_pieces):
+        models = prepared_models.all_models() if _have_same_models() else []
+        in_pieces = [_must_be_rebuilt(prepared) for prepared in models]
+        if models and (request.groups or any(in_pieces)):
             report.bound = _rebuild_engines(context)
         else:
-            for prepared in prepared_models.all_models():
+            for prepared in models:
                 fsdp.reset_iteration_state(prepared.model)
                 layouts.layout_for(prepared.model)  # reshards the parameters
                 prepared.interrupted_pass = ""
@@ -74,12 +74,17 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
     return report
 
 
-def _release_partial_models() -> None:
-    """Release a failed cell's frames if they keep a model that other ranks have released."""
+def _have_same_models() -> bool:
+    """Return whether all ranks still have all models; a collective.
+
+    A failed cell's frames may keep a model that other ranks have released. They are released.
+    """
     numbers = collectives.all_gather_values(len(prepared_models.all_models()))
     if len(set(numbers)) > 1:
         release_error(get_ipython())
         release_models.release_unused_models()
+        numbers = collectives.all_gather_values(len(prepared_models.all_models()))
+    return len(set(numbers)) == 1
 
 
 def _must_be_rebuilt(prepared: PreparedModel) -> bool:
