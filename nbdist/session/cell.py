@@ -534,3 +534,7 @@ class CellResult:
         """Return state and ranks on one line."""
         state = "ok" if self.ok else "failed" if self.done else "running"
         return f"CellResult({state}, ranks={list(self._cell.ranks)})"
+
+    def _display_(self) -> object:
+        """Return what marimo shows: in its notebooks the last value replaces all displays."""
+        return self._cell.renderer.marimo_displays or repr(self)

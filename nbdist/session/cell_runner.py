@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted, SessionError
 from nbdist.output.renderer import OutputRenderer
-from nbdist.output.sink import FinishedCellSink, RunningCellWriter
+from nbdist.output.sink import finished_cell, running_cell
 from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
+    from nbdist.output.sink import OutputSink
     from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
@@ -98,8 +99,8 @@ class CellRunner:
             CellInterrupted: the cell was interrupted.
             RankDied: a rank ended.
         """
-        pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
-        screen = pinned if background else RunningCellWriter()
+        pinned = finished_cell()  # output stays below this notebook cell, also while others run
+        screen = pinned if background else running_cell()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
         cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
@@ -149,7 +150,7 @@ class CellRunner:
         cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._workers.wake()
 
-    def _join(self, cell: Cell, afterwards: FinishedCellSink) -> None:
+    def _join(self, cell: Cell, afterwards: OutputSink) -> None:
         """Show the cell's output until it has finished; forward interrupts to the ranks.
 
         `afterwards` shows output that arrives later.
@@ -208,7 +209,7 @@ class CellRunner:
             raise SessionError(
                 "No cell has run on these ranks yet, so there is no output to show again."
             )
-        cell.replay(FinishedCellSink())
+        cell.replay(finished_cell())
 
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
