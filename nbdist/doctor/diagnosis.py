@@ -69,7 +69,7 @@ class Diagnosis:
             remedy = [element("br"), element("i", finding.do)] if finding.do else []
             cells = [level, finding.topic, join([finding.says, *remedy])]
             rows.append(html_row(cells, range(len(cells))))
-        return element("div", element("b", self._heading()), html_table([], rows))
+        return str(element("div", element("b", self._heading()), html_table([], rows)))
 
     def _heading(self) -> str:
         counts = Counter(finding.level for finding in self.findings)

@@ -223,6 +223,9 @@ def doctor_parser() -> MagicArgumentParser:
     parser.add_argument(
         "--run", action="store_true", help="check the training: profile, options, last errors"
     )
+    parser.add_argument(
+        "--front-end", action="store_true", help="check this front end: widgets, interrupts, input"
+    )
     add_json(parser)
     return parser
 

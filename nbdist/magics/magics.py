@@ -286,7 +286,7 @@ class NbDist(Magics):
         stop            end the ranks and the launcher
         log [RANK]      last output lines of a rank; without RANK, of the launcher
         log --stacks    current stack of every thread of each rank
-        doctor          problems of this machine; --run: of this training; --json
+        doctor          problems of this machine; --run: of this training; --front-end; --json
         export DIR      write the model as a from_pretrained folder; -h for its options
         script DIR      write the cells as train.py, with accelerate.yaml and a Slurm job
         switch NAME     switch the prepared models to another backend; -h for its options
@@ -581,10 +581,10 @@ class NbDist(Magics):
     @command("doctor", arguments.doctor_parser)
     def doctor_command(self, options: argparse.Namespace) -> None:
         """Show problems of this machine or of this training, and what to do about them."""
-        diagnosis = doctor(run=options.run)
+        diagnosis = doctor(run=options.run, front_end=options.front_end)
         if options.json:
             print(diagnosis.to_json())
-        else:
+        elif not options.front_end:
             display(diagnosis)
 
 

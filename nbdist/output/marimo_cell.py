@@ -108,7 +108,7 @@ class MarimoCell(CellLifecycleItem):  # type: ignore[misc]
         if self._is_over:
             return
         stack = self.displays or marimo.Html("")
-        mimetype, data = stack._mime_()  # noqa: SLF001 - marimo's display protocol
+        mimetype, data = stack._mime_()
         CellNotificationUtils.broadcast_output(
             channel=CellChannel.OUTPUT,
             mimetype=mimetype,

@@ -65,14 +65,14 @@ def choose_output_format(face: str) -> str:
         raise OptionError(
             f"Unknown panel format {face!r} (--face). Use {', '.join(formats)} or {last_format}."
         )
-    if face == "widget" and (reason := _why_no_widget()):
+    if face == "widget" and (reason := why_no_widget()):
         raise OptionError(f"The live panel is not available here: {reason}. Use --face html.")
     if face != "auto":
         return face
     if not _is_notebook():
         return "text"
     on_kaggle = any(name.startswith(_KAGGLE) for name in os.environ)
-    return "html" if on_kaggle or _why_no_widget() else "widget"
+    return "html" if on_kaggle or why_no_widget() else "widget"
 
 
 def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str]:
@@ -93,7 +93,7 @@ def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, st
     from nbdist.display import panel_html, panel_text
 
     return {
-        "text/html": panel_html.render_page(drawn, curves),
+        "text/html": str(panel_html.render_page(drawn, curves)),
         "text/plain": panel_text.render_page(drawn, curves),
     }
 
@@ -115,7 +115,7 @@ def _is_notebook() -> bool:
     return get_kernel() is not None or in_marimo_cell()
 
 
-def _why_no_widget() -> str:
+def why_no_widget() -> str:
     """Return why a widget cannot be shown; "" if it can."""
     if not _is_notebook():
         return "this is not a notebook"
@@ -144,7 +144,7 @@ class Panel:
     def show(self) -> None:
         """Display the panel below the running cell."""
         screen, display_id = running_cell(), f"nbdist-panel-{uuid4().hex}"
-        screen.display(*self._widget._repr_mimebundle_(), display_id=display_id)  # noqa: SLF001
+        screen.display(*self._widget._repr_mimebundle_(), display_id=display_id)
         self._displays.append((screen, display_id))
 
     def freeze(self) -> None:

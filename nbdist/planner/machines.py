@@ -56,7 +56,7 @@ class MachinePlan(MachineTable):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML."""
-        return display.render_machines_html(self)
+        return str(display.render_machines_html(self))
 
 
 def find_machines(

@@ -103,7 +103,7 @@ class Plan(PlanTable):
 
     def _repr_html_(self) -> str:
         """Return the table with bars against the device's memory."""
-        return plan.render_html(self)
+        return str(plan.render_html(self))
 
 
 _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate_across")

@@ -100,4 +100,4 @@ class Profile(ProfileAnalysis):
 
     def _repr_html_(self) -> str:
         """Return the profile as HTML without scripts, with a stacked bar per rank."""
-        return profile.render_html(self)
+        return str(profile.render_html(self))
