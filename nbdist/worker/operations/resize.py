@@ -67,7 +67,8 @@ _PLAIN = (int, float, str, tuple, type, types.ModuleType, types.NoneType)
 """Types of predefined names that are not rank-local objects."""
 _DEFINITIONS = (types.ModuleType, types.FunctionType, type)
 """Types of variables that are unpickled first because others may call them."""
-_ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBLE_DEVICES", "OMP_")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "OMP_", *_VISIBLE)
 """Prefixes of environment variables that are not carried."""
 
 
