@@ -26,7 +26,7 @@ from nbdist.worker.engines import wrap_policy
 from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -211,7 +211,7 @@ class UnreadWeights:
             return
         try:
             layouts.check_layout(prepared.model)
-            state = ModelState(prepared)
+            state = ModelAndOptimizerState(prepared)
             targets = state.target_shards(optimizers=False)
         except SwitchError as error:
             message = f"{error} To load a whole model on each rank, use --no-sharded-load."
