@@ -165,7 +165,7 @@ class AmdSmi:
 
 @lru_cache(maxsize=1)
 def import_amdsmi() -> AmdSmi | None:
-    """Return amdsmi in the form of pynvml; None if torch is no ROCm build or amdsmi is missing."""
+    """Return amdsmi in the form of pynvml; None without it or without ROCm."""
     if not is_rocm():
         return None
     try:

@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 69_950,
     "files in nbdist/": 306,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 49_700,
+    "lines in tests/ and benchmarks/": 49_950,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
