@@ -88,8 +88,8 @@ def choose_build() -> str:
     gpus, cuda = discovery.discover_machine().gpus, discovery.driver_cuda_version()
     if gpus and amd.is_rocm():
         raise OptionError(
-            "nbdist.setup cannot select a ROCm build of torch. Install one in an environment of your"
-            " own, and set NbDist.python to it."
+            "nbdist.setup cannot select a ROCm build of torch. Install one in an environment of"
+            " your own, and set NbDist.python to it."
         )
     if not gpus or cuda is None:
         return "cpu"

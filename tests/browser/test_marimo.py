@@ -184,6 +184,9 @@ def test_output_displays_and_the_panel_in_the_editor(
     expect(cell.locator(".output-area")).to_contain_text("background begun")
     expect(cell.locator(".console-output-area")).to_contain_text("[0-1] background over")
     panel.reaches(19)
+    run_cell(page, 1)  # closes the widget and shows a new one
+    expect(panel.button("Restart")).to_have_count(1)
+    panel.says("ready")
     panel.button("Restart").click()
     panel.button("Restart ranks").click()
     expect(panel.root).to_contain_text("No values yet")
