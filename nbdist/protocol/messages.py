@@ -27,6 +27,7 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
     nbdist_profile_request/_reply  control  record steps of the running or the next cell
     nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
+    comm_msg, comm_close          control  of the front end, for a widget of the rank
     interrupt_request             control  Jupyter's own, with the id of the execute_request
     nbdist_report                 iopub    metrics of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file

@@ -24,6 +24,7 @@ from nbdist.session.interrupt import InterruptEscalation
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nbdist.cluster.rank_channels import Message
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64
-"""Number of past cells for which late output (of a rank's background thread) is shown."""
+"""Number of past cells for which late output (of a rank's background thread) is shown, and of which
+the widgets work."""
 
 
 class CellRunner:
@@ -102,7 +104,13 @@ class CellRunner:
         screen = pinned if background else RunningCellWriter()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
-        cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
+        cell = Cell(
+            ranks,
+            renderer,
+            on_send=self._on_send,
+            on_done=self._cell_done,
+            on_comm=self._send_comm_message,
+        )
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
@@ -133,6 +141,7 @@ class CellRunner:
             )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
+            past.comms.close()
         note = messages.CellMetadata(
             count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
         )
@@ -238,6 +247,9 @@ class CellRunner:
         self.escalation = None
         return problem
 
+    def _send_comm_message(self, cell: Cell, rank: int, message: Message) -> None:
+        self._workers.send_comm_message(rank, cell.requests[rank], message)
+
     # -- messages, on the reader thread
 
     def _cell_done(self, cell: Cell) -> None:
@@ -271,6 +283,7 @@ class CellRunner:
         with self._lock:
             dying, self._recent_cells = self._recent_cells, []
         for cell in dying:
+            cell.comms.close()
             if not cell.finished.is_set():
                 cell.fail(death)
                 if cell.detached:
