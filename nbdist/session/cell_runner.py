@@ -20,6 +20,7 @@ from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
+from nbdist.session.rank_debugger import RankDebugger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ class CellRunner:
         self._counter = itertools.count(1)
         self._workers, self._rank_activity, self._profiler = workers, rank_activity, profiler
         self._on_send = on_send
+        self.debugger = RankDebugger(workers)
 
     # -- a cell's life
 
@@ -114,6 +116,8 @@ class CellRunner:
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
+        if not background:
+            self.debugger.attach(cell)
         self.send(cell, checkpoints=checkpoints)
         if background:
             self._background_cell = cell
@@ -188,6 +192,7 @@ class CellRunner:
                 )
             self._profiler.show_pending(cell)
         finally:
+            self.debugger.detach()
             cell.detach(afterwards)
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -223,6 +228,7 @@ class CellRunner:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
         if self.running_cell is None or self.escalation is None:
             return False
+        self.debugger.detach()
         self.escalation.escalate()
         return True
 

@@ -22,7 +22,7 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
-from traitlets import DottedObjectName, Float, Type
+from traitlets import Bool, DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
@@ -121,6 +121,7 @@ class RankKernel(IPythonKernel):
 
     shell: RankShell
     session: MessageSigner  # traitlets types both as optional; on a rank they are always set
+    debug_just_my_code = Bool(default_value=True)  # ipykernel 7.4's default traces all libraries
     shell_class = Type(RankShell)
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
 
