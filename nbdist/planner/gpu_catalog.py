@@ -248,8 +248,8 @@ _ROWS = (
     _GpuCatalogEntry("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
     _GpuCatalogEntry("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
     _GpuCatalogEntry("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
-    # AMD's published peaks, not measured; fp32 of the matrix cores, a link is Infinity Fabric (XGMI). An MI250 is two
-    # GPUs of 64 GB each.
+    # AMD's published peaks, not measured; fp32 of the matrix cores, a link is Infinity Fabric
+    # (XGMI). An MI250 is two GPUs of 64 GB each.
     _GpuCatalogEntry("MI210-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150, bridged=True),
     _GpuCatalogEntry("MI250-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150),
     _GpuCatalogEntry("MI250X-64GB", _CDNA2, 64.0, 1638, (47.9, 191.5), 150),

@@ -27,6 +27,8 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
     nbdist_profile_request/_reply  control  record steps of the running or the next cell
     nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
+    debug_request                 control  Jupyter's own, while a cell with breakpoints runs
+    comm_msg, comm_close          control  of the front end, for a widget of the rank
     interrupt_request             control  Jupyter's own, with the id of the execute_request
     nbdist_report                 iopub    metrics of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -65,6 +67,7 @@ OOM_ADVICE = "nbdist_advice"
 PROGRESS = "nbdist_phase"
 SAVE_STATUS = "nbdist_saved"
 PROFILE_RESULT = "nbdist_profiled"
+DEBUG_EVENT = "debug_event"
 TERMINATION = "nbdist_termination"
 """A rank received SIGTERM; its content is empty."""
 
@@ -76,7 +79,7 @@ TERMINATION_GRACE_S = 30.0
 """Time from SIGTERM to SIGKILL, by default of Slurm (KillWait) and Kubernetes."""
 
 SESSION_MESSAGES = frozenset(
-    {METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT, TERMINATION}
+    {METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT, TERMINATION, DEBUG_EVENT}
 )
 """Messages on iopub that are for the session, independent of their parent cell."""
 

@@ -20,10 +20,12 @@ from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
+from nbdist.session.rank_debugger import RankDebugger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nbdist.cluster.rank_channels import Message
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64
-"""Number of past cells for which late output (of a rank's background thread) is shown."""
+"""Number of past cells for which late output (of a rank's background thread) is shown, and of which
+the widgets work."""
 
 
 class CellRunner:
@@ -69,6 +72,7 @@ class CellRunner:
         self._counter = itertools.count(1)
         self._workers, self._rank_activity, self._profiler = workers, rank_activity, profiler
         self._on_send = on_send
+        self.debugger = RankDebugger(workers)
 
     # -- a cell's life
 
@@ -103,10 +107,18 @@ class CellRunner:
         screen = pinned if background else running_cell()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
-        cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
+        cell = Cell(
+            ranks,
+            renderer,
+            on_send=self._on_send,
+            on_done=self._cell_done,
+            on_comm=self._send_comm_message,
+        )
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
+        if not background:
+            self.debugger.attach(cell)
         self.send(cell, checkpoints=checkpoints)
         if background:
             self._background_cell = cell
@@ -134,6 +146,7 @@ class CellRunner:
             )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
+            past.comms.close()
         note = messages.CellMetadata(
             count=cell.count, checkpoints=checkpoints, ranks=list(cell.ranks)
         )
@@ -180,6 +193,7 @@ class CellRunner:
                 )
             self._profiler.show_pending(cell)
         finally:
+            self.debugger.detach()
             cell.detach(afterwards)
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -215,6 +229,7 @@ class CellRunner:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
         if self.running_cell is None or self.escalation is None:
             return False
+        self.debugger.detach()
         self.escalation.escalate()
         return True
 
@@ -238,6 +253,9 @@ class CellRunner:
         )
         self.escalation = None
         return problem
+
+    def _send_comm_message(self, cell: Cell, rank: int, message: Message) -> None:
+        self._workers.send_comm_message(rank, cell.requests[rank], message)
 
     # -- messages, on the reader thread
 
@@ -272,6 +290,7 @@ class CellRunner:
         with self._lock:
             dying, self._recent_cells = self._recent_cells, []
         for cell in dying:
+            cell.comms.close()
             if not cell.finished.is_set():
                 cell.fail(death)
                 if cell.detached:

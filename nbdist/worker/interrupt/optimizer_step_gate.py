@@ -50,6 +50,8 @@ class OptimizerStepGate:
         """Active profile of this rank. Without one, a step costs one attribute access."""
         self.capture_state: Callable[[], Any] = lambda: None
         """Returns what a save needs as it is between two steps; called after the last step."""
+        self.between_steps: Callable[[], object] = lambda: None
+        """Called after each step, on the main thread: callbacks of widgets."""
         self.begin_cell()
 
     def begin_cell(self) -> None:
@@ -164,6 +166,7 @@ class OptimizerStepGate:
             self._leave()
         if listener is not None:
             listener.on_step_end(optimizer)
+        self.between_steps()
 
 
 optimizer_step_gate = OptimizerStepGate()
