@@ -35,7 +35,9 @@ class Example:
     @property
     def cells(self) -> list[str]:
         """Its cells: each line with a cell magic begins another one."""
-        return [part for part in re.split(r"^(?=%%)", self.text, flags=re.MULTILINE) if part.strip()]
+        return [
+            part for part in re.split(r"^(?=%%)", self.text, flags=re.MULTILINE) if part.strip()
+        ]
 
 
 def pages() -> list[Path]:
@@ -66,7 +68,7 @@ def of_docstrings() -> list[Example]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node) or ""
-                for section in re.findall(r"^Examples?:\n((?:[ ]+.*\n|\n)+)", text + "\n", re.M):
+                for section in re.findall(r"^Examples?:\n((?:[ ]+.*\n|\n)+)", text + "\n", re.MULTILINE):
                     line = getattr(node, "lineno", 1)
                     place = str(path.relative_to(ROOT))
                     found.append(Example(place, line, inspect.cleandoc(section) + "\n"))

@@ -47,7 +47,8 @@ INDEX = """\
 
 Notebooks that run on two CPU ranks without a download: small models, generated data. The pages show
 them as executed by `make docs`, two at a time on a machine with two cores; each page has the
-notebook to download. With GPUs, remove `-n 2` where a cell has it.
+notebook to download. What libraries write to stderr, such as warnings of torch, is left out. With
+GPUs, remove `-n 2` where a cell has it.
 
 """
 _PAGE_TEMPLATE = """\
@@ -211,11 +212,13 @@ def execute(path: Path) -> NotebookNode:
 
 
 def with_one_form(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy with consecutive texts of a stream as one output, without what is empty."""
+    """Return a copy without stderr, and with consecutive texts as one output."""
     copy = nbformat.from_dict(notebook)
     for cell in copy.cells:
         merged: list[NotebookNode] = []
         for output in cell.get("outputs", []):
+            if output.get("name") == "stderr":
+                continue
             if merged and output.output_type == merged[-1].output_type == "stream":
                 merged[-1].text += output.text
             elif output.get("text", "data") or output.get("data"):

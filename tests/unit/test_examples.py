@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist.magics import arguments, magics
 from tests import examples
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGES = [path for path in examples.pages() if examples.of_page(path)]
 MOST_NOT_EXECUTED = 10
