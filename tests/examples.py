@@ -19,6 +19,7 @@ _BLOCK = re.compile(
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_SECTION = re.compile(r"^Examples?:\n((?:[ ]+.*\n|\n)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def of_docstrings() -> list[Example]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node) or ""
-                for section in re.findall(r"^Examples?:\n((?:[ ]+.*\n|\n)+)", text + "\n", re.MULTILINE):
+                for section in _SECTION.findall(text + "\n"):
                     line = getattr(node, "lineno", 1)
                     place = str(path.relative_to(ROOT))
                     found.append(Example(place, line, inspect.cleandoc(section) + "\n"))

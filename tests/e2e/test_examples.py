@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests.models import LENGTH, VOCAB_SIZE, llama
 
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCAB_SIZE, (16, LENGTH))]
-model = llama()
+model = llama(tied=False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(rows, batch_size=1)
 """
@@ -38,8 +38,9 @@ for batch in loader:
 """
 ]
 CHECKPOINTS = [
-    "%nbdist save ended --wait\n%nbdist export runs/checkpoint-500",
+    "%nbdist export runs/checkpoint-500\nfrom tests.models import llama\nmodel = llama(tied=False)",
 ]
+SLURM = ['os.environ["SLURM_JOB_END_TIME"] = "1951230000"']
 PRETRAINED = [
     """from pathlib import Path
 from tests import fine_tuning
@@ -78,6 +79,7 @@ FIRST = {
     "README.md": [*LOAD, *MODEL],
     "docs/checkpoints.md": [*LOAD, *MODEL, *PREPARE, *CHECKPOINTS],
     "docs/fine-tuning.md": [*LOAD, *PRETRAINED],
+    "docs/graduate.md": [*LOAD, *SLURM],
     "docs/index.md": [*LOAD, *MODEL],
     "docs/planner.md": [*LOAD, *MODEL, *PREPARE, *PLANNED],
     "docs/panel.md": [*LOAD, *MODEL, *PREPARE],
