@@ -103,7 +103,7 @@ def pages() -> dict[str, list[examples.Example]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("place", pages())
 def test_examples_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -116,4 +116,4 @@ def test_examples_run(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     cells = list(FIRST.get(place, LOAD))
     cells += [cell for example in pages()[place] for cell in example.cells]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(work)}}).execute()
+    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(work)}}).execute()
