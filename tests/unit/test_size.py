@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_310,
+    "lines in nbdist/": 69_320,
     "files in nbdist/": 303,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 49_620,
+    "lines in tests/ and benchmarks/": 49_630,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
