@@ -12,7 +12,7 @@ CUDA_INDEX ?= https://pypi.org/simple
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test wide nightly pythons faults nodes pictures gpu-rehearsal bench wheel clean
+.PHONY: help env demo check test wide nightly pythons faults nodes pictures docs gpu-rehearsal bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,14 @@ nodes: env ## test Ray in network namespaces and a local Slurm, as root (apt: sl
 pictures: env ## run the browser tests that take the screenshots in docs/images
 	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py \
 	  tests/browser/test_profile_in_lab.py
+
+# NO_MKDOCS_2_WARNING: mkdocs-material 9 otherwise prints an advertisement.
+docs: env ## build the documentation site in build/site, with the notebooks executed
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "==> open build/site/index.html, or run python -m http.server -d build/site for its search"
 
 gpu-rehearsal: env $(CUDA)/.ready ## test GPU code without a GPU: CUDA build of torch, stubbed NVML
 	@NBDIST_CUDA_SITE=$(CURDIR)/$(CUDA) $(BIN)/python -m pytest tests/rehearsal

@@ -299,7 +299,7 @@ class NbDist(Magics):
         panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
         profile         where the time of a step goes, and what would make it faster
         """
-        name, _, rest = line.strip().partition(" ")
+        name, _, rest = arguments.without_comment(line).strip().partition(" ")
         if not name:
             print(inspect.getdoc(type(self).nbdist))
             return
@@ -619,7 +619,9 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
         UsageError: an unknown option, or a quote that is not closed.
     """
     try:
-        options: argparse.Namespace = parse_argstring(NbDist.distribute, line)
+        options: argparse.Namespace = parse_argstring(
+            NbDist.distribute, arguments.without_comment(line)
+        )
     except ValueError as error:
         raise UsageError(f"%%distribute {line}: {error}.") from None
     return options

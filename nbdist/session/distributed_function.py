@@ -41,11 +41,11 @@ def distribute(
 
     Example:
         @nbdist.distribute(backend="fsdp", nproc=2)
-        def train(steps):
-            ...
-            return loss
+        def mean(size):
+            values = torch.rand(size, device=device)
+            return accelerator.reduce(values.mean(), "mean").item()
 
-        losses = train(100)  # a list: the value of each rank
+        means = mean(100)  # a list: the value of each rank
 
     Args:
         function: the function, if the decorator is used without parentheses.
