@@ -1,7 +1,7 @@
 """The pictures of the documentation: what each shows, and the sources that it was made from.
 
     python -m tests.browser.pictures session    # docs/images/session.webp
-    python -m tests.browser.pictures record     # docs/images/pictures.json
+    python -m tests.browser.pictures record     # docs/images/pictures.json, of all pictures
 
 `make pictures` takes all of them. tests/unit/test_pictures.py compares the recorded digests with
 the sources, and says which picture is older than what it shows.
