@@ -203,6 +203,18 @@ def test_sigterm_to_the_agent_of_a_node_saves_all_ranks(folder: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.fault("B17")
+def test_a_node_that_is_drained_saves_all_ranks(folder: Path) -> None:
+    nodes = LocalNodes("alpha", "beta")
+    with Session(nproc=2, precision="no", engine=ClusterLauncherProvider(nodes)) as session:
+        session.run(PREPARE)
+        said = train_until_ended(session, lambda: nodes.drained.update({1: time.time() + 25}))
+        assert "Ended by the drain of node beta (127.0.0.1): all ranks stopped after step" in said
+        assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
+        eventually(lambda: session.state == "dead", within_s=20)
+
+
+@pytest.mark.nightly
 @pytest.mark.fault("B4")
 def test_sigterm_to_the_launcher_saves_all_ranks(session: Session, folder: Path) -> None:
     pid = session.status()["launcher"]["pid"]
