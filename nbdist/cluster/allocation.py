@@ -243,8 +243,9 @@ def format_names(nodes: Sequence[str], max_names: int = 4) -> str:
 
 
 class Cluster(Protocol):
-    """Allocates nodes and starts agents. Called from one thread at a time, except `lost_nodes`
-    and `drained_nodes`.
+    """Allocates nodes and starts agents.
+
+    Called from one thread at a time, except `lost_nodes` and `drained_nodes`.
     """
 
     name: str

@@ -316,7 +316,7 @@ class RayCluster:
             num_gpus=gpus,
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=4,  # other calls are answered while run() and wait_for_drain() are active
+            max_concurrency=4,  # others are answered while run() and wait_for_drain() are active
         )(node_bootstrap.NodeBootstrap)
         actors = [
             node.options(scheduling_strategy=Bundle(self._group, i)).remote()
