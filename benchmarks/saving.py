@@ -40,6 +40,7 @@ model = GPT2LMHeadModel(GPT2Config(
     eos_token_id=0))
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer = accelerator.prepare(model, optimizer)
+saves = torch.distributed.new_group(backend="gloo")  # torch's thread must not share the training's
 AROUND = 8
 
 def step(is_saved):
@@ -61,7 +62,8 @@ def begin_save(name, by):
         return path.exists
     inner = getattr(optimizer, "optimizer", optimizer)
     weights, state = get_state_dict(model, inner)
-    return dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=path).done
+    state = {"model": weights, "optimizer": state}
+    return dcp.async_save(state, checkpoint_id=path, process_group=saves).done
 
 def lost(name, by):
     "Save in the middle of training; returns the seconds lost, and those of the save."

@@ -26,8 +26,8 @@ from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
+from nbdist.session.save_on_termination import parse_deadline
 from nbdist.session.session import Session, apply_options, current_session
-from nbdist.session.termination import parse_deadline
 from nbdist.session.tracking import Tracker
 
 if TYPE_CHECKING:

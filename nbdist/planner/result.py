@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display import plan
 from nbdist.errors import PlanError
-from nbdist.planner.plan_table import PlanRow, PlanTable
+from nbdist.planner.plan_types import PlanRow, PlanTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

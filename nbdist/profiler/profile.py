@@ -12,7 +12,7 @@ from nbdist.profiler.analysis import ProfileAnalysis
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.dataloader_call import DataLoaderCall
     from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import RankProfile
     from nbdist.profiler.profile_data import ProfiledConfig
@@ -32,7 +32,7 @@ class Profile(ProfileAnalysis):
         setting: ProfiledConfig,
         *,
         remarks: Sequence[LintFinding] = (),
-        loader_text: DataLoaderSource | None = None,
+        loader_text: DataLoaderCall | None = None,
         before: Profile | None = None,
         notes: Sequence[str] = (),
     ) -> Self:

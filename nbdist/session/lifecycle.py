@@ -37,7 +37,7 @@ from nbdist.session.metrics import Metrics
 from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
-from nbdist.session.termination import RunTermination
+from nbdist.session.save_on_termination import RunTermination
 from nbdist.session.tracking import TrackedRun, Tracker
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup

@@ -51,7 +51,7 @@ from nbdist.worker.operations.collective_phases import CHECKING_PHASE, Collectiv
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -233,7 +233,7 @@ class _ResizeSave:
                 return pickled
 
     def _capture_recipe(self, prepared: PreparedModel) -> ModelRecipe:
-        state, reset = ModelState(prepared), self._request.reset_optimizer
+        state, reset = ModelAndOptimizerState(prepared), self._request.reset_optimizer
         owned = state.owned_shards(optimizers=not reset)
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
@@ -530,7 +530,7 @@ class _ResizeLoad:
 
     def _load(self, prepared: PreparedModel, recipe: ModelRecipe) -> None:
         """Load a model; add shards whose dtype changed to its recipe, as they were written."""
-        state, path = ModelState(prepared), self._folder / CHECKPOINT_NAME
+        state, path = ModelAndOptimizerState(prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
         state.allocate_optimizer_state(
