@@ -146,6 +146,8 @@ class PauseReply(TypedDict):
     """Steps started by this cell."""
     next_s: float
     """Seconds until its next step would start."""
+    is_training: bool
+    """It has begun the forward or backward of its next step."""
 
 
 class PushRequest(TypedDict):

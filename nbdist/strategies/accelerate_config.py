@@ -348,15 +348,10 @@ def _fsdp_section(options: Options) -> JsonObject:
 
 
 def write_deepspeed_config(options: Options, hardware: Hardware) -> JsonObject:
-    """Return the DeepSpeed config of a session, with the values that only nbdist fills."""
+    """Return the DeepSpeed config of a session; Accelerate or a Trainer fill "auto"."""
     config = options.strategy.deepspeed_config(options, hardware)
-    precision = {name: {"enabled": True} for name in ("fp16", "bf16") if options.precision == name}
-    return (
-        config
-        | precision
-        | {
-            "gradient_accumulation_steps": options.accumulate,
-            # Accelerate would set "auto" to 1.0, while the session clips only with --clip.
-            "gradient_clipping": options.clip or 0.0,
-        }
-    )
+    if options.accumulate > 1:
+        config["gradient_accumulation_steps"] = options.accumulate
+    return config | {
+        name: {"enabled": True} for name in ("fp16", "bf16") if options.precision == name
+    }

@@ -295,7 +295,9 @@ class RankKernel(IPythonKernel):
     def pause_steps(self, _: object) -> messages.PauseReply:
         """Pause before the next optimizer step until the kernel sends the step to stop after."""
         begun, next_s = optimizer_step_gate.pause_steps()
-        return messages.PauseReply(begun=begun, next_s=next_s)
+        return messages.PauseReply(
+            begun=begun, next_s=next_s, is_training=optimizer_step_gate.is_training
+        )
 
     def raw_input(self, prompt: str = "") -> NoReturn:
         """Raise an error: a rank has no stdin."""

@@ -233,9 +233,10 @@ class _BackgroundSave:
         """Write this rank's files; on rank 0 also complete the checkpoint."""
         # Linux: setpriority() of a thread id affects this thread and those that it starts.
         # Lowering the niceness would be refused.
-        thread_id = threading.get_native_id()
-        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
-        os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        if not self._request.ended:  # else no training goes on
+            thread_id = threading.get_native_id()
+            niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
         _, error = try_call(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)
