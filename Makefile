@@ -12,10 +12,11 @@ CUDA_INDEX ?= https://pypi.org/simple
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo check test wide nightly pythons faults nodes pictures gpu-rehearsal bench wheel clean
+.PHONY: help env demo check test wide nightly pythons faults nodes pictures docs gpu-rehearsal bench wheel \
+  release-check binder-check clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(READY) ## create .venv with the tested versions (a few minutes the first time)
 
@@ -74,9 +75,19 @@ nodes: env ## test Ray in network namespaces and a local Slurm, as root (apt: sl
 	  --constraint constraints.txt 'ray[client]'
 	@$(BIN)/python -m pytest -m nodes tests/nodes
 
-pictures: env ## run the browser tests that take the screenshots in docs/images
-	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s tests/browser/test_panel_in_lab.py \
+pictures: env ## take the pictures in docs/images, in JupyterLab in a browser
+	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s -m "" tests/browser/test_panel_in_lab.py \
 	  tests/browser/test_profile_in_lab.py
+	@$(BIN)/python -m tests.browser.pictures session
+	@$(BIN)/python -m tests.browser.pictures record
+
+# NO_MKDOCS_2_WARNING: mkdocs-material 9 otherwise prints an advertisement.
+docs: env ## build the documentation site in build/site, with the notebooks executed
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "==> open build/site/index.html, or run python -m http.server -d build/site for its search"
 
 gpu-rehearsal: env $(CUDA)/.ready ## test GPU code without a GPU: CUDA build of torch, stubbed NVML
 	@NBDIST_CUDA_SITE=$(CURDIR)/$(CUDA) $(BIN)/python -m pytest tests/rehearsal
@@ -98,6 +109,12 @@ bench: env ## compare nbdist with other tools, the planner with measurements; wr
 wheel: env ## build dist/*.whl and list its content
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(BIN)/python -m zipfile --list dist/nbdist-*.whl
+
+release-check: env ## build sdist and wheel, check them, run notebook 01 with the installed wheel
+	@$(BIN)/python .ci/release_check.py release
+
+binder-check: env ## repeat the steps of binder/ in a new environment and run notebook 01
+	@$(BIN)/python .ci/release_check.py binder
 
 clean: ## remove build outputs and .venv
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

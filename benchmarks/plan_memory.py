@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
 
 CASES = 8
 """Of each backend in `make bench`."""

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from nbdist import rank_python
 from nbdist.errors import OptionError, StartError
-from nbdist.hardware import discovery
+from nbdist.hardware import amd, discovery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,9 +83,14 @@ def choose_build() -> str:
     """Return the build of torch for the GPUs and the driver of this machine.
 
     Raises:
-        OptionError: the driver is too old for all builds.
+        OptionError: the driver is too old for all builds, or the GPUs are AMD's.
     """
     gpus, cuda = discovery.discover_machine().gpus, discovery.driver_cuda_version()
+    if gpus and amd.is_rocm():
+        raise OptionError(
+            "nbdist.setup cannot select a ROCm build of torch. Install one in an environment of"
+            " your own, and set NbDist.python to it."
+        )
     if not gpus or cuda is None:
         return "cpu"
     if cuda < (12, 0):

@@ -126,6 +126,18 @@ class LiveKernel:
             self._read_iopub(request, shown)
         return shown
 
+    def subshell(self) -> str:
+        """A shell that answers while a cell blocks the main one, as JupyterLab makes it."""
+        self.client.control_channel.send(self.client.session.msg("create_subshell_request", {}))
+        return str(self.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"])
+
+    def send_comm(self, comm_id: str, data: dict[str, Any], *, subshell: str | None = None) -> None:
+        """Send a message of a page to a widget."""
+        message = self.client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
+        if subshell is not None:
+            message["header"]["subshell_id"] = subshell
+        self.client.shell_channel.send(message)
+
     def _read_iopub(self, request: str, shown: Shown) -> bool:
         try:
             message = self.client.get_iopub_msg(timeout=0.5)

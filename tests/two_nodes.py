@@ -42,6 +42,8 @@ class LocalNodes:
         self.tickets: list[str] = []
         self.told: dict[int, str] = {}
         """What `lost_nodes` says."""
+        self.drained: dict[int, float | None] = {}
+        """What `drained_nodes` says."""
         self.unreachable: set[str] = set()
         """Nodes that cannot be told to end."""
         self._given: list[AllocatedNode] = []
@@ -82,6 +84,9 @@ class LocalNodes:
 
     def lost_nodes(self) -> Mapping[int, str]:
         return self.told
+
+    def drained_nodes(self) -> Mapping[int, float | None]:
+        return self.drained
 
     def close(self) -> None:
         """End the agents; what they do not end themselves stays, for the test to find."""

@@ -4,3 +4,15 @@ A ``LauncherProvider`` provides a ``LauncherGroup``: launchers and the channels 
 session uses all groups through the same interface. Runs in the notebook's kernel; some modules are
 also used by the agent of a node.
 """
+
+from __future__ import annotations
+
+import platform
+
+from nbdist.errors import StartError
+
+if platform.system() != "Linux":
+    raise StartError(
+        f"nbdist runs ranks on Linux only, and this is {platform.system()}. On Windows use WSL 2;"
+        " nbdist.plan() works everywhere."
+    )

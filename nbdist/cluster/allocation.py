@@ -243,7 +243,10 @@ def format_names(nodes: Sequence[str], max_names: int = 4) -> str:
 
 
 class Cluster(Protocol):
-    """Allocates nodes and starts agents. Called from one thread at a time, except `lost_nodes`."""
+    """Allocates nodes and starts agents.
+
+    Called from one thread at a time, except `lost_nodes` and `drained_nodes`.
+    """
 
     name: str
     """"ray", "slurm"."""
@@ -277,6 +280,12 @@ class Cluster(Protocol):
         """Return the lost nodes that the cluster reports, with the reason as text.
 
         Called about once a second from a separate thread, so it must be cheap.
+        """
+
+    def drained_nodes(self) -> Mapping[int, float | None]:
+        """Return the nodes that will be lost, each with the Unix time of its end if it is known.
+
+        Called as `lost_nodes`.
         """
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 STDOUT_MARKER = "nbdist-place "
 """Prefix of the lines that an srun task sends to the kernel; other scripts may print too."""
 END_S = 10.0
+DRAIN_POLL_S = 1.0
 """Time for the agent to end launcher and ranks before it is killed."""
 LOG_TAIL_BYTES = 2000
 DROPPED_ENV_PREFIXES = ("RAY_", "OMP_NUM_THREADS", "SLURM_", "PMI_", "PMIX_")
@@ -160,6 +162,18 @@ class NodeBootstrap:
         return f"its agent {exit_text}" + (
             f"; last output: {tail.splitlines()[-1]}" if tail else ""
         )
+
+    def wait_for_drain(self) -> float | None:
+        """Return when Ray drains this node: the Unix time at which it ends, None if not known."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        while True:
+            # ray 2.60 has no public name; its Train library polls it too.
+            draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001
+            if node in draining:
+                return draining[node] / 1000 or None
+            time.sleep(DRAIN_POLL_S)
 
     def end(self) -> None:
         """End the agent with all that it started; kill it after a timeout."""

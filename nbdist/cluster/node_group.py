@@ -701,11 +701,20 @@ class NodeGroup:
             self.close()
 
     def _poll_cluster(self) -> None:
-        """Poll the cluster for lost nodes, and the store for timeouts."""
+        """Poll the cluster for lost and drained nodes, and the store for timeouts."""
+        reported: set[int] = set()
         while not self._closing:
             for index, reason in self._cluster.lost_nodes().items():
                 if self.nodes[index].lost is None:
                     self._events.put(functools.partial(self._lose_node, self.nodes[index], reason))
+            drained = self._cluster.drained_nodes()
+            for index in drained.keys() - reported:
+                end, cause = drained[index], f"the drain of {self.nodes[index].title}"
+                notice = messages.TerminationNotice(
+                    cause, None if end is None else end - time.time()
+                )
+                self._events.put(functools.partial(self.listener, notice))
+            reported |= drained.keys()
             self._store.expire_requests()
             self._ends.wait(POLL_INTERVAL_S)
 

@@ -110,12 +110,13 @@ class RankChannels(ABC):
         *,
         metadata: dict[str, Any] | None = None,
         message_id: str | None = None,
+        buffers: Sequence[bytes | memoryview] = (),
     ) -> None:
         """Queue one request to some ranks, from any thread; `wake()` sends queued requests."""
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
-        self._queue(ranks, channel, self._signer.serialize(message))
+        self._queue(ranks, channel, [*self._signer.serialize(message), *map(bytes, buffers)])
 
     @abstractmethod
     def wake(self) -> None:

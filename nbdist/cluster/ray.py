@@ -79,6 +79,8 @@ class RayCluster:
         """By node index."""
         self._runs: dict[Any, int] = {}
         """Results of running agents, with their node indices."""
+        self._drains: dict[Any, int] = {}
+        """Results of `wait_for_drain`, with their node indices."""
         self._places: list[AllocatedNode] = []
         self._causes: dict[int, str] = {}
         self._nodes_without_folder: list[Mapping[str, Any]] = []
@@ -314,7 +316,7 @@ class RayCluster:
             num_gpus=gpus,
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=4,  # other calls are answered while run() is active
+            max_concurrency=4,  # others are answered while run() and wait_for_drain() are active
         )(node_bootstrap.NodeBootstrap)
         actors = [
             node.options(scheduling_strategy=Bundle(self._group, i)).remote()
@@ -354,6 +356,9 @@ class RayCluster:
             actor.run.remote(ticket): place
             for place, (actor, ticket) in enumerate(zip(self._actors, tickets, strict=True))
         }
+        self._drains = {
+            actor.wait_for_drain.remote(): place for place, actor in enumerate(self._actors)
+        }
 
     def lost_nodes(self) -> Mapping[int, str]:
         """Return the nodes whose actor, machine or agent is lost, as reported by Ray."""
@@ -368,6 +373,18 @@ class RayCluster:
                 self._causes.setdefault(self._runs[run], cause)
         return {place: f"is lost: {reason}" for place, reason in self._causes.items()}
 
+    def drained_nodes(self) -> Mapping[int, float | None]:
+        """Return the nodes that Ray drains."""
+        ray, drains = _ray(), self._drains
+        drained, _ = (
+            ray.wait(list(drains), num_returns=len(drains), timeout=0) if drains else ([], [])
+        )
+        ends: dict[int, float | None] = {}
+        for drain in drained:
+            with contextlib.suppress(ray.exceptions.RayError):  # `lost_nodes` reports it
+                ends[drains[drain]] = ray.get(drain)
+        return ends
+
     def close(self) -> None:
         """End the agents and the actors and release the nodes; keep the connection."""
         with self._lock:
@@ -380,7 +397,7 @@ class RayCluster:
             remaining_actors = [
                 actor for index, actor in enumerate(actors) if index not in self._causes
             ]
-            self._actors, self._runs = [], {}
+            self._actors, self._runs, self._drains = [], {}, {}
             with contextlib.suppress(ray.exceptions.RayError):  # an actor may be lost
                 ends = [actor.end.remote() for actor in remaining_actors]
                 if ends:

@@ -288,6 +288,10 @@ class SlurmCluster:
             by_task[task] = ticket
         self._srun.send(tickets=by_task)
 
+    def drained_nodes(self) -> Mapping[int, float | None]:
+        """Return none: Slurm sends SIGTERM, and drains a node when its jobs have ended."""
+        return {}
+
     def lost_nodes(self) -> Mapping[int, str]:
         """Return the nodes whose task or machine has ended, as reported by srun."""
         srun = self._srun

@@ -75,7 +75,10 @@ _OVERLAY_POSITIONS = {
 
 
 class Html(str):
-    """Markup. Every other string is text."""
+    """Markup. Every other string is text.
+
+    `_repr_html_` returns a plain string: marimo (0.25) cannot send a subclass of str.
+    """
 
     __slots__ = ()
 

@@ -29,7 +29,7 @@ from nbdist.planner.step_time import threshold_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.planner.plan_table import Machine, MachineTable, PlanRow, PlanTable
+    from nbdist.planner.plan_types import Machine, MachineTable, PlanRow, PlanTable
 
 MAX_OTHER_ROWS = 3
 """Number of other backends that an explanation lists."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nbdist.doctor.diagnosis import Diagnosis
 
 
-def doctor(*, run: bool = False) -> Diagnosis:
+def doctor(*, run: bool = False, front_end: bool = False) -> Diagnosis:
     """Check the machine, the kernel and the session, and report problems.
 
     Takes less than a second, changes nothing and works without a session. The result displays
@@ -20,7 +20,13 @@ def doctor(*, run: bool = False) -> Diagnosis:
 
     Args:
         run: check the training run instead: its last errors and its last profile.
+        front_end: check instead what this front end can do, and show the report. Takes some
+            seconds and asks for input.
     """
+    if front_end:
+        from nbdist.doctor.front_end import FrontEndCheck
+
+        return FrontEndCheck().run()
     from nbdist.doctor.diagnosis import diagnose_machine, diagnose_run
 
     return diagnose_run() if run else diagnose_machine()

@@ -15,7 +15,7 @@ from nbdist._version import __version__
 from nbdist.cluster.orphan_cleanup import kernel_descendants
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.doctor import (
-    environment,
+    environment_variables,
     gpus,
     ports,
     resources,
@@ -69,7 +69,7 @@ class Diagnosis:
             remedy = [element("br"), element("i", finding.do)] if finding.do else []
             cells = [level, finding.topic, join([finding.says, *remedy])]
             rows.append(html_row(cells, range(len(cells))))
-        return element("div", element("b", self._heading()), html_table([], rows))
+        return str(element("div", element("b", self._heading()), html_table([], rows)))
 
     def _heading(self) -> str:
         counts = Counter(finding.level for finding in self.findings)
@@ -93,8 +93,8 @@ def diagnose_machine() -> Diagnosis:
         ("limits", lambda: resources.check_resources(ranks=ranks, checkpoints=checkpoints)),
         ("building", software.check_compilers),
         ("leftovers", stale_resources.check_stale_resources),
-        ("environment", environment.check_environment),
-        ("clusters", environment.check_clusters),
+        ("environment", environment_variables.check_environment),
+        ("clusters", environment_variables.check_clusters),
         ("ports", lambda: ports.check_ports(pids)),
         ("notebook", software.check_notebook),
     )

@@ -10,7 +10,7 @@ import psutil
 
 from nbdist.display.number_formatting import format_bytes
 from nbdist.doctor.finding import note, ok, problem, summarize_list
-from nbdist.hardware import discovery
+from nbdist.hardware import amd, discovery
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -38,6 +38,10 @@ def check_gpus(
     """
     nvml = nvml or discovery.import_pynvml()
     cpu_ranks = f"a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks"
+    if nvml is None and amd.is_rocm() and amd.DRIVER.exists():
+        message = "AMD's driver is installed but cannot be queried: amdsmi is missing"
+        yield problem(TOPIC, message, "pip install /opt/rocm/share/amd_smi")
+        return
     if nvml is None and driver.exists():
         message = "the NVIDIA driver is installed but cannot be queried: pynvml is missing"
         yield problem(TOPIC, message, "pip install nvidia-ml-py")
@@ -53,7 +57,9 @@ def check_gpus(
             for index, gpu in enumerate(machine.gpus):
                 yield from _gpu(nvml, index, gpu, own)
     except nvml.NVMLError as error:
-        if driver.exists():
+        if amd.is_rocm() and amd.DRIVER.exists():
+            yield problem(TOPIC, f"AMD's driver does not respond: {error}", "run amd-smi list")
+        elif driver.exists():
             do = "run nvidia-smi: driver and libraries may differ in version, or a GPU was lost"
             yield problem(TOPIC, f"the NVIDIA driver does not respond: {error}", do)
         else:
@@ -68,7 +74,7 @@ def check_gpus(
 def _visible(
     installed: int, found: discovery.Machine, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = amd.visible_devices(environ)
     if found.gpus:
         yield ok(TOPIC, found.describe())
     elif not installed:
@@ -77,7 +83,8 @@ def _visible(
         message, _, do = warning.partition("; ")
         yield problem(TOPIC, message, do)
     if len(found.gpus) < installed and visible is not None:
-        message = f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
+        name = "HIP" if amd.is_rocm() and environ.get("HIP_VISIBLE_DEVICES") else "CUDA"
+        message = f"{name}_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
         make = note if found.gpus or not visible else problem
         yield make(TOPIC, message, "if this is not intended, unset it before you start Jupyter")
 

@@ -23,9 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
+from nbdist.hardware import amd
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-    from types import ModuleType
 
 CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_CPU_RANKS = 2
@@ -152,7 +153,7 @@ def discover_machine(
         driver: a file that exists if the driver is loaded.
     """
     nvml = nvml or import_pynvml()
-    key = nvml, environ.get("CUDA_VISIBLE_DEVICES"), environ.get("CUDA_DEVICE_ORDER")
+    key = nvml, amd.visible_devices(environ), environ.get("CUDA_DEVICE_ORDER")
     seen = _answers.get(key, _NvmlQueryResult())
     if nvml and key not in _answers:
         try:
@@ -161,10 +162,10 @@ def discover_machine(
             if not seen.failures:
                 _answers[key] = seen
         except nvml.NVMLError as error:
-            reason = (
-                f"NVIDIA's driver does not respond ({error}), so no GPU is used; run nvidia-smi"
-            )
-            seen = _NvmlQueryResult(failures=(reason,) if driver.exists() else ())
+            maker, tool = ("AMD", "amd-smi") if amd.is_rocm() else ("NVIDIA", "nvidia-smi")
+            reason = f"{maker}'s driver does not respond ({error}), so no GPU is used; run {tool}"
+            is_loaded = driver.exists() or (amd.is_rocm() and amd.DRIVER.exists())
+            seen = _NvmlQueryResult(failures=(reason,) if is_loaded else ())
     return Machine(
         seen.gpus,
         seen.link,
@@ -175,8 +176,10 @@ def discover_machine(
     )
 
 
-def import_pynvml() -> ModuleType | None:
-    """Return the NVML module, or None if it is not installed."""
+def import_pynvml() -> Any:
+    """Return the NVML module, on ROCm AMD's library in its form; None if it is not installed."""
+    if amd.is_rocm():
+        return amd.import_amdsmi()
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -324,7 +327,7 @@ def _device_order_warning(
     """Return a warning if CUDA may number the GPUs in a different order than assumed here."""
     # CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, and does not
     # document how it ranks them.
-    if order == "PCI_BUS_ID" or not re.search(r"(^|,)\s*[0-9]", visible or ""):
+    if order == "PCI_BUS_ID" or amd.is_rocm() or not re.search(r"(^|,)\s*[0-9]", visible or ""):
         return []
     kinds = {nvml.nvmlDeviceGetName(board) for board in boards if board is not None}
     if len(kinds) < 2:  # noqa: PLR2004 - one kind has no order

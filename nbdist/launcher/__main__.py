@@ -20,7 +20,7 @@ from queue import Empty
 
 from nbdist._version import __version__
 from nbdist.hardware import process_identity
-from nbdist.launcher import crash_dump, device_visibility, process_tree
+from nbdist.launcher import device_visibility, faulthandler_setup, process_tree
 from nbdist.launcher.kernel_link import KernelLink
 from nbdist.protocol import messages
 
@@ -81,7 +81,7 @@ def main() -> None:
     device_visibility.hide_gpus()
     # Ray 2.60 starts workers with SIGINT blocked, and children inherit the mask
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    crash_dump.install_crash_dump(sys.argv[2], "launcher")
+    faulthandler_setup.install_crash_dump(sys.argv[2], "launcher")
     # Python 3.12 warns at each fork of a process with threads: of ranks, of DataLoader's workers
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
     process_tree.adopt_orphans()

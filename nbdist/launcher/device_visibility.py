@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nbdist.hardware import discovery
+from nbdist.hardware import amd, discovery
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 def hide_gpus() -> None:
     """Hide all GPUs from this process."""
-    os.environ[VISIBLE] = ""
+    os.environ.update(amd.visibility_variables(""))
     # torch 2.13: without it is_available() calls cuInit, which breaks forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
@@ -33,9 +33,10 @@ def shown(uuids: Sequence[str] | None) -> dict[str, str]:
         uuids: as in ``LaunchRanksRequest.devices``; None for CPU ranks.
     """
     if not uuids:
-        return {VISIBLE: ""}
+        return amd.visibility_variables("")
     # CUDA's default order is fastest first; NVML, DeepSpeed and torch use PCI bus order
-    return {VISIBLE: discovery.cuda_visible_devices(uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    variables = amd.visibility_variables(discovery.cuda_visible_devices(uuids))
+    return {**variables, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def take(shown: Mapping[str, str]) -> None:

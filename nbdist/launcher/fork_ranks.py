@@ -61,7 +61,7 @@ _NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
 """MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
 
 
-class SingleAgentRendezvous(RendezvousHandler):
+class InMemoryRendezvous(RendezvousHandler):
     """A single agent on one machine: rank 0 of 1 as torch elastic counts agents."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -102,7 +102,7 @@ class SingleAgentRendezvous(RendezvousHandler):
         return True
 
 
-rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, SingleAgentRendezvous)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, InMemoryRendezvous)
 
 
 def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages.AllRanksExited:

@@ -143,7 +143,9 @@ def build_lock(folder: Path, *, progress: Callable[[str], None], limit_s: float)
                 waited_s = time.monotonic() - start
                 if waited_s > limit_s:
                     raise StartError(
-                        f"Another session has been building DeepSpeed's ops for {waited_s:.0f} s."
+                        f"Waited {waited_s:.0f} s for another session that builds DeepSpeed's ops"
+                        f" in {str(folder)!r}. Start again when it has ended, or set"
+                        " NBDIST_CACHE_DIR to another folder."
                     ) from error
                 progress(
                     f"waiting for another session that builds DeepSpeed's ops: {waited_s:.0f} s"

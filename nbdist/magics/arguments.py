@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from typing import Any
 
@@ -14,6 +15,8 @@ from nbdist.errors import OptionError
 from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
+
+_COMMENT = re.compile(r"""((?:'[^']*'|"[^"]*"|[^'"])*?)(?:^|\s)#(?:\s.*)?""")
 
 
 class SessionArgumentsDecorator(ArgDecorator):
@@ -223,6 +226,9 @@ def doctor_parser() -> MagicArgumentParser:
     parser.add_argument(
         "--run", action="store_true", help="check the training: profile, options, last errors"
     )
+    parser.add_argument(
+        "--front-end", action="store_true", help="check this front end: widgets, interrupts, input"
+    )
     add_json(parser)
     return parser
 
@@ -236,6 +242,12 @@ def _add_folder(parser: MagicArgumentParser) -> None:
     parser.add_argument(
         "--dir", metavar="ROOT", help="folder or URL of all checkpoints; default: checkpoints"
     )
+
+
+def without_comment(line: str) -> str:
+    """Return the line of a magic up to a comment, which begins with "# " outside of quotes."""
+    match = _COMMENT.fullmatch(line)
+    return match[1] if match else line
 
 
 def split_line(line: str, command: str) -> list[str]:

@@ -15,7 +15,7 @@ from nbdist._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.session.checkpoints import Checkpoints
     from nbdist.session.session import Session

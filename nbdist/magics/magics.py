@@ -43,8 +43,8 @@ from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
+from nbdist.session.save_on_termination import parse_deadline
 from nbdist.session.session import Session, apply_options, current_session
-from nbdist.session.termination import parse_deadline
 from nbdist.session.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ class NbDist(Magics):
         stop            end the ranks and the launcher
         log [RANK]      last output lines of a rank; without RANK, of the launcher
         log --stacks    current stack of every thread of each rank
-        doctor          problems of this machine; --run: of this training; --json
+        doctor          problems of this machine; --run: of this training; --front-end; --json
         export DIR      write the model as a from_pretrained folder; -h for its options
         script DIR      write the cells as train.py, with accelerate.yaml and a Slurm job
         switch NAME     switch the prepared models to another backend; -h for its options
@@ -335,7 +335,7 @@ class NbDist(Magics):
         panel           memory, curves, ranks and buttons, live; --face auto, widget, html, text
         profile         where the time of a step goes, and what would make it faster
         """
-        name, _, rest = line.strip().partition(" ")
+        name, _, rest = arguments.without_comment(line).strip().partition(" ")
         if not name:
             print(inspect.getdoc(type(self).nbdist))
             return
@@ -626,10 +626,10 @@ class NbDist(Magics):
     @command("doctor", arguments.doctor_parser)
     def doctor_command(self, options: argparse.Namespace) -> None:
         """Show problems of this machine or of this training, and what to do about them."""
-        diagnosis = doctor(run=options.run)
+        diagnosis = doctor(run=options.run, front_end=options.front_end)
         if options.json:
             print(diagnosis.to_json())
-        else:
+        elif not options.front_end:
             display(diagnosis)
 
 
@@ -664,7 +664,9 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
         UsageError: an unknown option, or a quote that is not closed.
     """
     try:
-        options: argparse.Namespace = parse_argstring(NbDist.distribute, line)
+        options: argparse.Namespace = parse_argstring(
+            NbDist.distribute, arguments.without_comment(line)
+        )
     except ValueError as error:
         raise UsageError(f"%%distribute {line}: {error}.") from None
     return options

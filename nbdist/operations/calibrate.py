@@ -75,7 +75,7 @@ class CalibrationReport:
         """Return an HTML table."""
         rows = [html_row([row.what, row.measured, row.before], {0}) for row in self.lines]
         table = html_table(["", "measured", "plans took"], rows, {0})
-        return join([element("div", element("b", self._title)), table, lines(self.notes)])
+        return str(join([element("div", element("b", self._title)), table, lines(self.notes)]))
 
 
 def calibrate(

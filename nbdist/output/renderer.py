@@ -105,6 +105,11 @@ class OutputRenderer:
     def sink(self, screen: OutputSink) -> None:
         self._recorder.sink = screen
 
+    @property
+    def marimo_displays(self) -> object:
+        """The displays of a cell in marimo, as one; None without any, and in other notebooks."""
+        return getattr(self._recorder.sink, "displays", None)
+
     def replay(self, screen: OutputSink) -> None:
         """Show the output so far on another sink."""
         self._recorder.replay(screen)
@@ -318,9 +323,11 @@ class CellWriter:
             start = f"{label} " if label else "\n" if self._is_mid_line else ""
             self._write_text("stderr", f"{start}{content.describe(ranks[0])}\n")
         elif isinstance(content, DisplayOutput):
-            if label:
+            if label and not self.sink.has_output_area:
                 self._write_text("stdout", f"{label}\n")
             self.flush_text()
+            if label and self.sink.has_output_area:
+                self.sink.display({"text/plain": label}, {})
             self.sink.display(content.bundle, content.metadata, display_id=content.display_id)
             self.pending_displays.discard(content.display_id or "")
             self._is_mid_line, self._has_output = False, True

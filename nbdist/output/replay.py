@@ -60,6 +60,11 @@ class RecordingSink:
         """Return whether the sink can change a display after it was shown."""
         return self.sink.can_update
 
+    @property
+    def has_output_area(self) -> bool:
+        """Return whether displays are shown apart from text."""
+        return self.sink.has_output_area
+
     def write(self, name: StreamName, text: str) -> None:
         """Write text to a stream of the cell."""
         self.sink.write(name, text)

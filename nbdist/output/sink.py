@@ -2,7 +2,8 @@
 
 ``RunningCellWriter`` serves a cell that blocks and is used on the main thread only.
 ``FinishedCellSink`` serves a cell that has returned and may be used from any thread. Neither needs
-a kernel: in a terminal or a script they print.
+a kernel: in a terminal or a script they print. `running_cell` and `finished_cell` return them, or
+in a marimo notebook their counterpart `MarimoCell`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class OutputSink(Protocol):
     @property
     def can_update(self) -> bool:
         """Return whether a display can be changed after it was shown."""
+
+    @property
+    def has_output_area(self) -> bool:
+        """Return whether displays are shown apart from text, as in marimo."""
 
     def write(self, name: StreamName, text: str) -> None:
         """Write text to a stream of the cell."""
@@ -56,6 +61,8 @@ class RunningCellWriter:
     Uses sys.stdout, sys.stderr and IPython's display publisher, so %%capture, Output
     widgets, terminal IPython and plain scripts work as with the user's own prints.
     """
+
+    has_output_area = False
 
     def __init__(self) -> None:
         self._last: StreamName | None = None
@@ -119,6 +126,8 @@ class FinishedCellSink:
     prints). Front ends show them below the pinned cell. nbclient 0.11 drops every message whose
     parent is not the cell that it runs, as it does with the output of any thread.
     """
+
+    has_output_area = False
 
     def __init__(self, parent: MimeBundle | None = None) -> None:
         """Pin to a cell; by default to the one that runs now on this thread."""
@@ -185,6 +194,33 @@ class FinishedCellSink:
         with self._lock:
             self.flush()
             _send(msg_type, content, self._parent, **more)
+
+
+def running_cell() -> OutputSink:
+    """Return the sink of the cell that runs now on this thread, for this thread."""
+    return _marimo_cell(uses_streams=True) or RunningCellWriter()
+
+
+def finished_cell() -> OutputSink:
+    """Return a sink pinned to the cell that runs now on this thread, for any thread."""
+    return _marimo_cell(uses_streams=False) or FinishedCellSink()
+
+
+def in_marimo_cell() -> bool:
+    """Return whether a cell of a marimo notebook runs on this thread. Never imports marimo."""
+    marimo = sys.modules.get("marimo")
+    if marimo is None or not marimo.running_in_notebook():  # False in `python notebook.py`
+        return False
+    context = sys.modules["marimo._runtime.context"].get_context()
+    return context.execution_context is not None
+
+
+def _marimo_cell(*, uses_streams: bool) -> OutputSink | None:
+    if not in_marimo_cell():
+        return None
+    from nbdist.output.marimo_cell import MarimoCell
+
+    return MarimoCell(uses_streams=uses_streams)
 
 
 def parent_header() -> MimeBundle:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from nbdist.errors import OptionError
-from nbdist.output.sink import PANEL_FORMATS, get_kernel, get_shell
+from nbdist.output.sink import PANEL_FORMATS, get_kernel, in_marimo_cell, running_cell
 from nbdist.panel import assets
 from nbdist.panel.controller import PanelController, PanelData
 from nbdist.panel.curves import curve_history
 from nbdist.session import progress
 
 if TYPE_CHECKING:
+    from nbdist.output.sink import OutputSink
     from nbdist.panel.curves import Points
     from nbdist.panel.protocol import PanelState
     from nbdist.panel.widget import PanelWidget
@@ -46,12 +48,10 @@ def show_panel(session: Session, face: str = "auto") -> None:
         open_panel(session).show()
         return
     mime_bundle = static_mime_bundle(session, look=True)
-    if chosen == "text" or get_shell() is None:
+    if chosen == "text":
         print(mime_bundle["text/plain"])  # noqa: T201 - the requested output
-        return
-    from IPython.display import display
-
-    display(mime_bundle, raw=True)
+    else:
+        running_cell().display(mime_bundle, {})
 
 
 def choose_output_format(face: str) -> str:
@@ -65,14 +65,14 @@ def choose_output_format(face: str) -> str:
         raise OptionError(
             f"Unknown panel format {face!r} (--face). Use {', '.join(formats)} or {last_format}."
         )
-    if face == "widget" and (reason := _why_no_widget()):
+    if face == "widget" and (reason := why_no_widget()):
         raise OptionError(f"The live panel is not available here: {reason}. Use --face html.")
     if face != "auto":
         return face
-    if get_kernel() is None:
+    if not _is_notebook():
         return "text"
     on_kaggle = any(name.startswith(_KAGGLE) for name in os.environ)
-    return "html" if on_kaggle or _why_no_widget() else "widget"
+    return "html" if on_kaggle or why_no_widget() else "widget"
 
 
 def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str]:
@@ -93,7 +93,7 @@ def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, st
     from nbdist.display import panel_html, panel_text
 
     return {
-        "text/html": panel_html.render_page(drawn, curves),
+        "text/html": str(panel_html.render_page(drawn, curves)),
         "text/plain": panel_text.render_page(drawn, curves),
     }
 
@@ -111,9 +111,13 @@ def _sample_and_plan(view: PanelData) -> None:
             session.lock.release()
 
 
-def _why_no_widget() -> str:
+def _is_notebook() -> bool:
+    return get_kernel() is not None or in_marimo_cell()
+
+
+def why_no_widget() -> str:
     """Return why a widget cannot be shown; "" if it can."""
-    if get_kernel() is None:
+    if not _is_notebook():
         return "this is not a notebook"
     if importlib.util.find_spec("anywidget") is None:
         return "anywidget is not installed"
@@ -131,7 +135,7 @@ class Panel:
 
         self._session = session
         self.view = panel_data(session)
-        self._handles: list[Any] = []
+        self._displays: list[tuple[OutputSink, str]] = []
         self._widget: PanelWidget = PanelWidget(self._receive, lambda: static_mime_bundle(session))
         self.live = PanelController(self.view, self._widget.send_message)
         self.view.panel = self  # last, since the lines above may fail
@@ -139,9 +143,9 @@ class Panel:
 
     def show(self) -> None:
         """Display the panel below the running cell."""
-        from IPython.display import display
-
-        self._handles.append(display(self._widget, display_id=True))
+        screen, display_id = running_cell(), f"nbdist-panel-{uuid4().hex}"
+        screen.display(*self._widget._repr_mimebundle_(), display_id=display_id)
+        self._displays.append((screen, display_id))
 
     def freeze(self) -> None:
         """Replace the widget permanently by a static view of the last state."""
@@ -149,9 +153,9 @@ class Panel:
             return
         self.live.close()
         mime_bundle = render_formats(self.view.snapshot(), curve_history(self._session.metrics))
-        for handle in self._handles:
-            handle.update(mime_bundle, raw=True)
-        self._handles.clear()
+        for screen, display_id in self._displays:
+            screen.display(mime_bundle, {}, display_id=display_id, update=True)
+        self._displays.clear()
         self.live.send_final_state()  # a reloaded page does not know which output to replace
         self.view.panel = None
 
@@ -170,6 +174,8 @@ def open_panel(session: Session) -> Panel:
     """Return the panel of a session, created on first use."""
     view = panel_data(session)
     if isinstance(view.panel, Panel):
-        return view.panel
+        if not in_marimo_cell():
+            return view.panel
+        view.panel.freeze()  # marimo (0.25) has closed its comm if the cell runs again
     _sample_and_plan(view)  # now, because there may be no time between consecutive cells
     return Panel(session)

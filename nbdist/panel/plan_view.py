@@ -20,7 +20,7 @@ from nbdist.session import planner
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.protocol import messages
     from nbdist.session.session import Session

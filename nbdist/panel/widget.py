@@ -31,8 +31,8 @@ class PanelWidget(anywidget.AnyWidget):
         words: returns the MIME bundle for front ends without widgets.
     """
 
-    _esm = assets.SCRIPT
-    _css = assets.STYLE
+    _esm: Any = assets.SCRIPT
+    _css: Any = assets.STYLE
     _model_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
     _view_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
     # ipywidgets 7 defines it, which would bypass the MIME bundle below and the display id

@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     """
     from nbdist.errors import PlanError
     from nbdist.planner import build_model_spec, machines, optimizers, search
-    from nbdist.planner.plan_table import PlanInput
+    from nbdist.planner.plan_types import PlanInput
     from nbdist.planner.target_devices import print_progress, resolve_cluster
 
     several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]

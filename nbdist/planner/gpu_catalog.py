@@ -158,7 +158,9 @@ _AMPERE = _GpuGeneration(0.72, 31.5, fitted=True)
 _ADA = _GpuGeneration(0.65, 31.5)
 _HOPPER = _GpuGeneration(0.52, 63, reduces_in_switch=True, fitted=True)
 _BLACKWELL = _GpuGeneration(0.52, 63, reduces_in_switch=True)
-_CDNA = _GpuGeneration(0.45, 31.5)
+_CDNA2 = _GpuGeneration(0.45, 31.5)
+_CDNA3 = _CDNA4 = _GpuGeneration(0.45, 63)
+_RDNA3 = _GpuGeneration(0.45, 31.5)
 
 
 class _GpuCatalogEntry(NamedTuple):
@@ -246,8 +248,16 @@ _ROWS = (
     _GpuCatalogEntry("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
     _GpuCatalogEntry("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
     _GpuCatalogEntry("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
-    _GpuCatalogEntry("MI250-64GB", _CDNA, 64.0, 1638, (45.3, 181), 150),
-    _GpuCatalogEntry("MI300X-192GB", _CDNA, 191.5, 5300, (163.4, 1307, 2614), 448),
+    # AMD's published peaks, not measured; fp32 of the matrix cores, a link is Infinity Fabric
+    # (XGMI). An MI250 is two GPUs of 64 GB each.
+    _GpuCatalogEntry("MI210-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150, bridged=True),
+    _GpuCatalogEntry("MI250-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150),
+    _GpuCatalogEntry("MI250X-64GB", _CDNA2, 64.0, 1638, (47.9, 191.5), 150),
+    _GpuCatalogEntry("MI300X-192GB", _CDNA3, 191.5, 5300, (163.4, 1307, 2614), 448),
+    _GpuCatalogEntry("MI325X-256GB", _CDNA3, 255.5, 6000, (163.4, 1307, 2614), 448),
+    _GpuCatalogEntry("MI355X-288GB", _CDNA4, 287.5, 8000, (157.3, 2517, 5033), 537),
+    _GpuCatalogEntry("RX7900XTX-24GB", _RDNA3, 24.0, 960, (61.4, 122.8)),
+    _GpuCatalogEntry("W7900-48GB", _RDNA3, 48.0, 864, (61.3, 122.6)),
 )
 # fmt: on
 
@@ -259,7 +269,8 @@ GPU_CATALOG: Mapping[str, DeviceSpec] = MappingProxyType(
 _FORM = re.compile(r"SXM[0-9]?|PCIE|NVL")
 _MEMORY = re.compile(r"([0-9]+)\s*GI?B")
 _NOISE = re.compile(
-    r"NVIDIA|AMD|INSTINCT|TESLA|GEFORCE|QUADRO|GRAPHICS|GENERATION|BLACKWELL|WORKSTATION|SERVER"
+    r"NVIDIA|AMD|INSTINCT|\(MCM\)|OAM|AC MBA|RADEON(?: PRO)?"
+    r"|TESLA|GEFORCE|QUADRO|GRAPHICS|GENERATION|BLACKWELL|WORKSTATION|SERVER"
     r"|EDITION|MAX-Q|HBM[0-9]E?|MIG .*|\b(?:GPU|D)\b|[-_ ]"
 )
 

@@ -15,13 +15,13 @@ from nbdist.planner.cluster_spec import (
     default_link,
     with_default_network,
 )
-from nbdist.planner.plan_table import Machine, MachineTable
+from nbdist.planner.plan_types import Machine, MachineTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.planner.gpu_catalog import DeviceSpec
-    from nbdist.planner.plan_table import PlanInput
+    from nbdist.planner.plan_types import PlanInput
 
 DEFAULT_MAX_NODES = 4
 TYPICAL = "A100-80GB"
@@ -56,7 +56,7 @@ class MachinePlan(MachineTable):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML."""
-        return display.render_machines_html(self)
+        return str(display.render_machines_html(self))
 
 
 def find_machines(

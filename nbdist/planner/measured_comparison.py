@@ -182,7 +182,7 @@ class MeasuredComparison:
         ]
         table = html_table(["", "predicted", "measured", "error"], rows, {0})
         title = element("div", element("b", self.title))
-        return join([title, table, element("div", self.note)])
+        return str(join([title, table, element("div", self.note)]))
 
 
 def compare_plan_with_measurements(

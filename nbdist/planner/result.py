@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display import plan
 from nbdist.errors import PlanError
-from nbdist.planner.plan_table import PlanRow, PlanTable
+from nbdist.planner.plan_types import PlanRow, PlanTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +103,7 @@ class Plan(PlanTable):
 
     def _repr_html_(self) -> str:
         """Return the table with bars against the device's memory."""
-        return plan.render_html(self)
+        return str(plan.render_html(self))
 
 
 _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate_across")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.display.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
-from nbdist.planner import measured_errors, memory, memory_margin, step_time
+from nbdist.planner import memory, memory_margin, speed_prediction_errors, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
@@ -27,7 +27,7 @@ from nbdist.planner.memory.timeline import (
 from nbdist.planner.model_spec import Workload, num_params
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.decoder import DecoderSpec
-from nbdist.planner.plan_table import PlanInput, PlanRow, hardware_for_cluster
+from nbdist.planner.plan_types import PlanInput, PlanRow, hardware_for_cluster
 from nbdist.planner.result import Plan
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def _comparison_doubt(row: PlanRow, other: PlanRow, request: PlanInput) -> float
     """Return the uncertainty of the ratio of two rows' speeds."""
     if row.backend == other.backend:
         return SAME_BACKEND_TOLERANCE
-    return measured_errors.comparison_uncertainty(request.cluster.kind)
+    return speed_prediction_errors.comparison_uncertainty(request.cluster.kind)
 
 
 def _complexity(row: PlanRow) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from nbdist.profiler import advice, bottleneck, select_recommendations, what_if
 from nbdist.profiler.profile_data import ProfileData
 
 if TYPE_CHECKING:
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
     from nbdist.profiler.advice import Advice
     from nbdist.profiler.bottleneck import Bottleneck
     from nbdist.profiler.what_if import CalibratedPlanner

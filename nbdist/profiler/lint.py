@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist.profiler.dataloader_source import (
+from nbdist.profiler.dataloader_call import (
     calls,
     find_loader,
     find_trainer_arguments,
@@ -23,7 +23,7 @@ from nbdist.profiler.dataloader_source import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.dataloader_call import DataLoaderCall
     from nbdist.profiler.measurements import RankProfile
 
 LintKind = Literal["num_workers", "pin_memory", "sharding", "fp16", "sync", "train_mode"]
@@ -99,7 +99,7 @@ class TrainingCellVisitor(ast.NodeVisitor):
         self.lines = lines
         self.train_line = 0
         """Line of the first training loop or of `trainer.train()`; 0 if there is none."""
-        self.loader: DataLoaderSource | None = None
+        self.loader: DataLoaderCall | None = None
         """Source of the loader; None if it is unknown or ambiguous."""
         self.waits: dict[int, tuple[str, Confidence]] = {}
         """Line -> call that waits for the device in every iteration, such as ".item()"."""
@@ -354,7 +354,7 @@ def lint_cell(
     )
 
 
-def _check_loader(source: DataLoaderSource, ranks: Sequence[RankProfile]) -> Iterator[LintFinding]:
+def _check_loader(source: DataLoaderCall, ranks: Sequence[RankProfile]) -> Iterator[LintFinding]:
     """Rules num_workers, pin_memory and sharding."""
     place = (source.cell, source.line, source.text)
     loaders = [loader for rank in ranks for loader in rank.loaders]

@@ -12,7 +12,7 @@ from nbdist.profiler.analysis import ProfileAnalysis
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.dataloader_call import DataLoaderCall
     from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import RankProfile
     from nbdist.profiler.profile_data import ProfiledConfig
@@ -32,7 +32,7 @@ class Profile(ProfileAnalysis):
         setting: ProfiledConfig,
         *,
         remarks: Sequence[LintFinding] = (),
-        loader_text: DataLoaderSource | None = None,
+        loader_text: DataLoaderCall | None = None,
         before: Profile | None = None,
         notes: Sequence[str] = (),
     ) -> Self:
@@ -100,4 +100,4 @@ class Profile(ProfileAnalysis):
 
     def _repr_html_(self) -> str:
         """Return the profile as HTML without scripts, with a stacked bar per rank."""
-        return profile.render_html(self)
+        return str(profile.render_html(self))

@@ -15,7 +15,7 @@ from nbdist.profiler.measurements import STEP_PARTS
 if TYPE_CHECKING:
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.dataloader_call import DataLoaderCall
     from nbdist.profiler.lint import LintFinding
     from nbdist.profiler.measurements import (
         CollectiveStats,
@@ -50,7 +50,7 @@ class ProfileData:
     setting: ProfiledConfig
     remarks: tuple[LintFinding, ...] = ()
     """Lint findings for the cell."""
-    loader_text: DataLoaderSource | None = None
+    loader_text: DataLoaderCall | None = None
     """Source of the call that created the loop's DataLoader, if known."""
     told: tuple[str, ...] = ()
     """Notes of the kernel and of the comparison of ranks."""

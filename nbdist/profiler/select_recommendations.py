@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nbdist.display.number_formatting import format_duration, format_source_line
 from nbdist.profiler import option_recommendations
 from nbdist.profiler.advice import MIN_GAIN, Advice, Speedup, speedup_without
-from nbdist.profiler.dataloader_source import loader_code
+from nbdist.profiler.dataloader_call import loader_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -15,14 +15,14 @@ from nbdist.planner import measured_comparison, optimizers, search
 from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
-from nbdist.planner.plan_table import PlanInput
+from nbdist.planner.plan_types import PlanInput
 from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.planner.measurement_store import Collective
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.step_time import StepCost
     from nbdist.profiler.measurements import StepPart
     from nbdist.profiler.profile_data import ProfileData

@@ -29,6 +29,8 @@ plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protoco
     nbdist_inspect_request/_reply  control  queue an expression for the main thread
     nbdist_answer_request/_reply  control  the user's answer to a prompt
     nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
+    debug_request                 control  Jupyter's own, while a cell with breakpoints runs
+    comm_msg, comm_close          control  of the front end, for a widget of the rank
     interrupt_request             control  Jupyter's own, with the id of the execute_request
     nbdist_report                 iopub    metrics of report(), from a rank
     nbdist_send                   iopub    one value of send(), in a payload file
@@ -73,6 +75,7 @@ INPUT = "nbdist_input"
 PROGRESS = "nbdist_phase"
 SAVE_STATUS = "nbdist_saved"
 PROFILE_RESULT = "nbdist_profiled"
+DEBUG_EVENT = "debug_event"
 TERMINATION = "nbdist_termination"
 """A rank received SIGTERM; its content is empty."""
 
@@ -84,7 +87,7 @@ TERMINATION_GRACE_S = 30.0
 """Time from SIGTERM to SIGKILL, by default of Slurm (KillWait) and Kubernetes."""
 
 SESSION_MESSAGES = frozenset(
-    {METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT, TERMINATION}
+    {METRICS_REPORT, AUTO_DECISION, PROGRESS, SAVE_STATUS, PROFILE_RESULT, TERMINATION, DEBUG_EVENT}
 )
 """Messages on iopub that are for the session, independent of their parent cell."""
 
@@ -199,6 +202,8 @@ class PauseReply(TypedDict):
     """Steps started by this cell."""
     next_s: float
     """Seconds until its next step would start."""
+    is_training: bool
+    """It has begun the forward or backward of its next step."""
 
 
 class PushRequest(TypedDict):

@@ -21,6 +21,7 @@ from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.output.ansi import strip_ansi
 from nbdist.protocol import messages, serialization
+from nbdist.session.rank_comms import RankComms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,6 +142,8 @@ class Cell:
         renderer: shows the output.
         on_send: called with rank, name and path of each value of send().
         on_done: called with the cell when it has finished.
+        on_comm: called with the cell, a rank and the front end's message for a widget that the rank
+            has opened in this cell; on any thread.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class Cell:
         *,
         on_send: Callable[[int, str, str], None],
         on_done: Callable[[Cell], None],
+        on_comm: Callable[[Cell, int, Message], None],
     ) -> None:
         self.ranks = tuple(ranks)
         self.renderer = renderer
@@ -176,6 +180,9 @@ class Cell:
         self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
+        self._on_front_end_comm = on_comm
+        self.comms = RankComms(self._forward)
+        """Comms of the widgets that the ranks show in this cell."""
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         """What to do next, in the order of arrival, on the thread that renders."""
         self._lock = threading.Lock()
@@ -189,6 +196,10 @@ class Cell:
         if handle is not None:
             self._heard_at = time.monotonic()
             self._inbox.put(functools.partial(self._handle, handle, ranks, message))
+
+    def _forward(self, rank: int, message: Message) -> None:
+        self._heard_at = time.monotonic()  # the reader thread shows the answer soon
+        self._on_front_end_comm(self, rank, message)
 
     def fail(self, death: RankDied) -> None:
         """Fail the cell because its ranks have ended."""
@@ -457,13 +468,9 @@ class Cell:
         self.renderer.clear_output(rank, wait=message["content"].get("wait", False))
 
     def _on_comm(self, rank: int, message: Message) -> None:
-        self.renderer.relay_comm(
-            rank,
-            message["header"]["msg_type"],
-            message["content"],
-            message["metadata"],
-            message["buffers"],
-        )
+        msg_type, content = message["header"]["msg_type"], message["content"]
+        self.comms.follow(rank, msg_type, content["comm_id"])
+        self.renderer.relay_comm(rank, msg_type, content, message["metadata"], message["buffers"])
 
     def _on_oom_advice(self, rank: int, message: Message) -> None:
         self.oom_advice[rank] = message["content"]
@@ -548,3 +555,7 @@ class CellResult:
         """Return state and ranks on one line."""
         state = "ok" if self.ok else "failed" if self.done else "running"
         return f"CellResult({state}, ranks={list(self._cell.ranks)})"
+
+    def _display_(self) -> object:
+        """Return what marimo shows: in its notebooks the last value replaces all displays."""
+        return self._cell.renderer.marimo_displays or repr(self)

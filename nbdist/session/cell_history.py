@@ -27,6 +27,11 @@ MAX_RUNS = 1_000
 MAX_LITERAL = 200
 """Maximum length of a pushed value that is written into a script."""
 
+CALL_COMMENT = "# @nbdist.distribute: "
+"""Begins the code that calls a distributed function; its name follows."""
+CALLED = "_function"
+"""Name of the variable with a distributed function that is called."""
+
 deleted_cells: set[str] = set()
 """Ids of the cells that were deleted from the notebook; kept by `note_notebook_cell`."""
 
@@ -35,9 +40,9 @@ deleted_cells: set[str] = set()
 class Command:
     """Something that a cell did with the session, besides code for the ranks."""
 
-    kind: Literal["push", "save", "export", "load", "switch"]
+    kind: Literal["push", "save", "export", "load", "switch", "call"]
     name: str
-    """Of the variable, checkpoint or folder; the change of a switch."""
+    """Of the variable, checkpoint, folder or function; the change of a switch."""
     text: str = ""
     """A pushed value as Python source, else its type."""
     is_literal: bool = False
@@ -106,7 +111,11 @@ class CellHistory:
     ) -> Iterator[RankCode]:
         """Add code, which runs in this context."""
         part = RankCode(code=code, ranks=tuple(ranks), world_size=world_size)
-        self._add(part, number)
+        first, _, _ = code.partition("\n")
+        if first.startswith(CALL_COMMENT):
+            self._add(Command(kind="call", name=first.removeprefix(CALL_COMMENT)), number)
+        else:
+            self._add(part, number)
         try:
             yield part
         except CellInterrupted:  # it took too long in the notebook; it did not fail
@@ -120,6 +129,8 @@ class CellHistory:
     def add_pushes(self, values: Mapping[str, object]) -> None:
         """Add variables that were pushed to the ranks."""
         for name, value in values.items():
+            if name == CALLED:
+                continue
             literal = _literal(value)
             text = literal or type(value).__name__
             self._add(Command(kind="push", name=name, text=text, is_literal=bool(literal)))

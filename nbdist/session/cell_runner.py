@@ -15,25 +15,29 @@ from typing import TYPE_CHECKING
 from nbdist import rank_sets as rank_names
 from nbdist.errors import CellInterrupted, SessionError
 from nbdist.output.renderer import OutputRenderer
-from nbdist.output.sink import FinishedCellSink, RunningCellWriter
+from nbdist.output.sink import finished_cell, running_cell
 from nbdist.protocol import messages
 from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
 from nbdist.session.prompts import InputPrompts, has_keyboard
+from nbdist.session.rank_debugger import RankDebugger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from nbdist.cluster.rank_channels import Message
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
+    from nbdist.output.sink import OutputSink
     from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_polling import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64
-"""Number of past cells for which late output (of a rank's background thread) is shown."""
+"""Number of past cells for which late output (of a rank's background thread) is shown, and of which
+the widgets work."""
 
 
 class CellRunner:
@@ -71,6 +75,7 @@ class CellRunner:
         self._counter = itertools.count(1)
         self._workers, self._rank_activity, self._profiler = workers, rank_activity, profiler
         self._on_send = on_send
+        self.debugger = RankDebugger(workers)
 
     # -- a cell's life
 
@@ -103,11 +108,17 @@ class CellRunner:
             CellInterrupted: the cell was interrupted.
             RankDied: a rank ended.
         """
-        pinned = FinishedCellSink()  # output stays below this notebook cell, also while others run
-        screen = pinned if background else RunningCellWriter()
+        pinned = finished_cell()  # output stays below this notebook cell, also while others run
+        screen = pinned if background else running_cell()
         renderer = OutputRenderer(screen, ranks=ranks, show=shown, logs=logs)
         profile = self._profiler.start_recording(ranks, None)
-        cell = Cell(ranks, renderer, on_send=self._on_send, on_done=self._cell_done)
+        cell = Cell(
+            ranks,
+            renderer,
+            on_send=self._on_send,
+            on_done=self._cell_done,
+            on_comm=self._send_comm_message,
+        )
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
             profile.cell, profile.sources = cell, self.cell_sources(cell)
@@ -115,6 +126,8 @@ class CellRunner:
             count=cell.count, checkpoints=checkpoints, ranks=list(ranks), debugs_error=debugs_error
         )
         failed = self.last_cell if debugs_error else None
+        if not background:
+            self.debugger.attach(cell)
         prompts = self.send(cell, note, allow_stdin=not background and has_keyboard())
         if background:
             self._background_cell = cell
@@ -143,6 +156,7 @@ class CellRunner:
             )
         for past in old:
             self._workers.drop_requests(set(past.requests.values()))
+            past.comms.close()
         content = messages.make_execute_request(cell.code, allow_stdin=allow_stdin)
         request = self._workers.queue_request(
             cell.ranks,
@@ -158,7 +172,7 @@ class CellRunner:
         self._prompts = InputPrompts(cell, self.escalation, self._workers, self._rank_activity)
         return self._prompts
 
-    def _join(self, cell: Cell, prompts: InputPrompts, afterwards: FinishedCellSink) -> None:
+    def _join(self, cell: Cell, prompts: InputPrompts, afterwards: OutputSink) -> None:
         """Show the cell's output until it has finished; forward interrupts to the ranks.
 
         `afterwards` shows output that arrives later.
@@ -189,6 +203,7 @@ class CellRunner:
                 )
             self._profiler.show_pending(cell)
         finally:
+            self.debugger.detach()
             cell.detach(afterwards)
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -218,13 +233,14 @@ class CellRunner:
             raise SessionError(
                 "No cell has run on these ranks yet, so there is no output to show again."
             )
-        cell.replay(FinishedCellSink())
+        cell.replay(finished_cell())
 
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
         if self.running_cell is None or self.escalation is None:
             return False
         self._cancel_prompt()
+        self.debugger.detach()
         self.escalation.escalate()
         return True
 
@@ -254,6 +270,9 @@ class CellRunner:
         )
         self.escalation = None
         return problem
+
+    def _send_comm_message(self, cell: Cell, rank: int, message: Message) -> None:
+        self._workers.send_comm_message(rank, cell.requests[rank], message)
 
     # -- messages, on the reader thread
 
@@ -288,6 +307,7 @@ class CellRunner:
         with self._lock:
             dying, self._recent_cells = self._recent_cells, []
         for cell in dying:
+            cell.comms.close()
             if not cell.finished.is_set():
                 cell.fail(death)
                 self._cancel_prompt()

@@ -19,7 +19,7 @@ from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, name_validation
 from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
-from nbdist.output.sink import FinishedCellSink
+from nbdist.output.sink import finished_cell
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import SAVE
 from nbdist.session.collective_request import CollectiveRequest
@@ -446,7 +446,7 @@ class BackgroundSaves:
 
 def show_when_done(save: Save) -> None:
     """Print the result of a save below the current cell, once it has finished."""
-    screen = FinishedCellSink()
+    screen = finished_cell()
 
     def show(over: Save) -> None:
         screen.write("stderr" if over.error else "stdout", f"nbdist: checkpoint {over}\n")
@@ -469,7 +469,7 @@ def check_writable_async(url: Url, on_warning: Callable[[str], object]) -> None:
 
 def make_async_warning() -> Callable[[str], object]:
     """Return a function that prints, below the current cell, why a save would fail."""
-    screen = FinishedCellSink()
+    screen = finished_cell()
 
     def on_warning(reason: str) -> None:
         screen.write("stderr", f"nbdist: save() would fail: {reason}\n")

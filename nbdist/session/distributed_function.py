@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError, PayloadError
 from nbdist.rank_sets import resolve_ranks
+from nbdist.session.cell_history import CALL_COMMENT
 from nbdist.session.progress import StatusLine
 from nbdist.session.session import Session, apply_options, current_session
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _RUN = """\
+{comment}{name}
 from nbdist.worker.distributed_function import call as _call
 _result = _call(_function, globals())
 del _call, _function"""
@@ -41,11 +43,11 @@ def distribute(
 
     Example:
         @nbdist.distribute(backend="fsdp", nproc=2)
-        def train(steps):
-            ...
-            return loss
+        def mean(size):
+            values = torch.rand(size, device=device)
+            return accelerator.reduce(values.mean(), "mean").item()
 
-        losses = train(100)  # a list: the value of each rank
+        means = mean(100)  # a list: the value of each rank
 
     Args:
         function: the function, if the decorator is used without parentheses.
@@ -86,7 +88,8 @@ class DistributedFunction:
             with StatusLine() as line:
                 line.show(changed)
         session.push(_function=self._pickle_call(args, kwargs))
-        session.run(_RUN, self._ranks)
+        name = self._function.__name__
+        session.run(_RUN.format(comment=CALL_COMMENT, name=name), self._ranks)
         ranks = resolve_ranks(self._ranks, session.world_size)
         return [session.pull("_result", rank=rank) for rank in ranks]
 

@@ -84,7 +84,7 @@ SILENT_S = 5.0
 """Ranks that have not replied for this long are reported."""
 REPAIR_S = 30.0
 """A repair is aborted if no rank makes progress for this long."""
-_UNKNOWN = messages.PauseReply(begun=0, next_s=math.inf)
+_UNKNOWN = messages.PauseReply(begun=0, next_s=math.inf, is_training=False)
 """Reply for a rank that cannot report its step."""
 
 Kind = Literal["cell", "request", "repair"]
@@ -378,8 +378,10 @@ class InterruptEscalation:
         begun = [reply["begun"] for reply in self._begun.values()]
         if len(self.work.running) < len(self.work.ranks):
             begun.append(self._named)  # the other ranks have stopped after that step
-        if not any(begun):
-            return 0  # no training is running
+        if not any(begun) and not (
+            self._patience_s and any(reply["is_training"] for reply in self._begun.values())
+        ):
+            return 0  # no training is running, or a user waits for the end of its first step
         waited_s = time.monotonic() - self._interrupted_at
         if not self._begun.keys() >= set(self.work.running):
             # A rank that did not reply can be ahead, but by one step at most: the backward pass of

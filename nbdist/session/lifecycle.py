@@ -37,7 +37,7 @@ from nbdist.session.metrics import Metrics
 from nbdist.session.profiler import SessionProfiler, build_profile
 from nbdist.session.progress import CurrentOperation, StatusLine
 from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
-from nbdist.session.termination import RunTermination
+from nbdist.session.save_on_termination import RunTermination
 from nbdist.session.tracking import TrackedRun, Tracker
 from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from nbdist.session.failure_causes import WorkerFailure
 
 SessionState = Literal["new", "ready", "running", "dead", "stopped"]
-SETTLE_S = 0.3
+SETTLE_S = 0.1
 """Time for the launcher to report that a rank has exited."""
 NEWEST_S = 1.0
 """Timeout for listing checkpoints after ranks have died: the file system may hang."""
@@ -604,6 +604,8 @@ class SessionLifecycle:
             self._on_save_status(content)
         elif message["header"]["msg_type"] == messages.TERMINATION:
             self._on_termination(messages.TerminationNotice(f"SIGTERM to rank {rank}"))
+        elif message["header"]["msg_type"] == messages.DEBUG_EVENT:
+            self._cells.debugger.on_event(rank, content)
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:

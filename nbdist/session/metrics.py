@@ -261,9 +261,9 @@ class Metrics:
         """Return the last rows as an HTML table."""
         summary, rows = self._last_rows()
         if not rows:
-            return element("p", f"Metrics: {summary}")
+            return str(element("p", f"Metrics: {summary}"))
         header, *others = rows
-        return html_table(header, map(html_row, others), caption=summary)
+        return str(html_table(header, map(html_row, others), caption=summary))
 
     def _reports(self, name: str, *, since: int | None = None) -> MetricReports:
         """Return copies of one column, from step `since` on; computed without the lock."""

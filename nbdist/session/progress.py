@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 from uuid import uuid4
 
-from nbdist.output.sink import RunningCellWriter
+from nbdist.output.sink import running_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,7 +116,7 @@ class StatusLine:
     """
 
     def __init__(self) -> None:
-        self._screen = RunningCellWriter() if _shown.get() else None
+        self._screen = running_cell() if _shown.get() else None
         self._operation = _heard_by.get()
         self._display_id = f"nbdist-{uuid4().hex}"
         self._shown_text = ""

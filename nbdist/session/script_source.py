@@ -129,6 +129,12 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
         elif part.kind == "switch":
             comments.append(f"The notebook switched here, {part.name}; the script does not.")
             continue
+        elif part.kind == "call":
+            script.left_out.append(
+                f"the call of {part.name}() in cell {run.number}, a function with"
+                " @nbdist.distribute: copy it into train.py"
+            )
+            continue
         elif part.kind == "push" and not part.is_literal:
             script.to_provide.append(
                 f"{part.name} = ...  ({part.text}, used from cell {run.number})"

@@ -21,8 +21,8 @@ from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.session.progress import StatusLine
 from nbdist.session.prompts import has_keyboard
+from nbdist.session.save_on_termination import parse_deadline
 from nbdist.session.script import WrittenScript, write_script
-from nbdist.session.termination import parse_deadline
 
 if TYPE_CHECKING:
     import os

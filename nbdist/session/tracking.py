@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.errors import OptionError
 from nbdist.hardware import process_identity
-from nbdist.output.sink import FinishedCellSink
+from nbdist.output.sink import finished_cell
 from nbdist.redaction import redact_secrets
 from nbdist.session.metrics import UnsentPoints
 
@@ -102,7 +102,7 @@ class TrackedRun:
         self._has_config = self._timed_out = False
         self._points, self._events = UnsentPoints(metrics, wait_s=RANK_WAIT_S), events
         self._last_event = -math.inf
-        self._sink = FinishedCellSink()
+        self._sink = finished_cell()
         """Below the cell that started the run."""
         self._closing = threading.Event()
         self._process = _start_process()

@@ -365,6 +365,24 @@ class WorkerGroup:
         )
         return request
 
+    def send_comm_message(self, rank: int, request: str, message: Message) -> None:
+        """Send the front end's message for a widget to a rank, from any thread.
+
+        The rank's output of its callback belongs to `request`, the cell that shows the widget.
+        """
+        if self._channels is None:
+            raise _not_started()
+        self._channels.queue_request(
+            [rank],
+            "control",
+            message["header"]["msg_type"],
+            message["content"],
+            metadata=message["metadata"],
+            message_id=request,
+            buffers=message["buffers"],
+        )
+        self.wake()
+
     def drop_requests(self, requests: Iterable[str]) -> None:
         """Stop routing replies to these requests."""
         for request in requests:

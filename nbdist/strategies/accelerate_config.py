@@ -125,6 +125,7 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
             f"A session cannot run the config's {abbreviate(what)}. Use distributed_type"
             f" {', '.join(_ENGINES)}."
         )
+    _check_parallelism(content.get("parallelism_config") or {})
     options: JsonObject = {"precision": str(content.get("mixed_precision") or "no")}
     ignored = [
         key
@@ -136,6 +137,16 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
         options |= more
         ignored += unused
     return options, ignored
+
+
+def _check_parallelism(sizes: Mapping[str, Any]) -> None:
+    """Raise OptionError for tensor, context or sequence parallelism, which change the training."""
+    for kind in ("tp", "cp", "sp"):
+        if sizes.get(name := f"parallelism_config_{kind}_size") not in {None, 1}:
+            raise OptionError(
+                f"A session cannot run the config's parallelism_config: {name} is {sizes[name]!r}."
+                " Set it to 1; docs/scope.md lists what to use instead."
+            )
 
 
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
@@ -337,15 +348,10 @@ def _fsdp_section(options: Options) -> JsonObject:
 
 
 def write_deepspeed_config(options: Options, hardware: Hardware) -> JsonObject:
-    """Return the DeepSpeed config of a session, with the values that only nbdist fills."""
+    """Return the DeepSpeed config of a session; Accelerate or a Trainer fill "auto"."""
     config = options.strategy.deepspeed_config(options, hardware)
-    precision = {name: {"enabled": True} for name in ("fp16", "bf16") if options.precision == name}
-    return (
-        config
-        | precision
-        | {
-            "gradient_accumulation_steps": options.accumulate,
-            # Accelerate would set "auto" to 1.0, while the session clips only with --clip.
-            "gradient_clipping": options.clip or 0.0,
-        }
-    )
+    if options.accumulate > 1:
+        config["gradient_accumulation_steps"] = options.accumulate
+    return config | {
+        name: {"enabled": True} for name in ("fp16", "bf16") if options.precision == name
+    }

@@ -33,7 +33,7 @@ class Inspection:
 
     def queue(self, request: messages.InspectRequest) -> dict[str, Any]:
         """Queue an expression; runs on the control thread."""
-        parent = self._kernel.get_parent("control")
+        parent = self._kernel.get_parent("control")  # type: ignore[no-untyped-call]
         self._pending.put((parent, request, time.monotonic() + request["within_s"]))
         keyboard.wake()
         self._kernel.io_loop.add_callback(self.evaluate_pending)
@@ -50,7 +50,7 @@ class Inspection:
                 self._kernel.session.send(
                     self._kernel.iopub_socket,
                     messages.INSPECTED,
-                    self._evaluate(request["expression"]),
+                    dict(self._evaluate(request["expression"])),
                     parent=parent,
                 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
-from traitlets import DottedObjectName, Float, Type
+from traitlets import Bool, DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
@@ -47,6 +48,7 @@ from nbdist.worker.operations.collective_phases import error_text
 from nbdist.worker.output_streams import MAX_ERROR_CHARS, log_to_launcher, truncate
 from nbdist.worker.profiling import profile_window
 from nbdist.worker.stacks import MainThreadMonitor
+from nbdist.worker.widget_messages import WidgetMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,6 +121,9 @@ class RankShell(ZMQInteractiveShell):
     def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
         """Send an error with its message and traceback truncated."""
         parts = [truncate(part, longest=MAX_ERROR_CHARS) for part in stb]
+        if self.kernel.widget_messages.in_callback:  # an error message would end the running cell
+            sys.stderr.write(f"{self.InteractiveTB.stb2text(parts)}\n")
+            return
         super()._showtraceback(etype, truncate(str(evalue), longest=MAX_ERROR_CHARS), parts)
 
 
@@ -127,6 +132,7 @@ class RankKernel(IPythonKernel):
 
     shell: RankShell
     session: MessageSigner  # traitlets types both as optional; on a rank they are always set
+    debug_just_my_code = Bool(default_value=True)  # ipykernel 7.4's default traces all libraries
     shell_class = Type(RankShell)
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
 
@@ -178,6 +184,9 @@ class RankKernel(IPythonKernel):
             messages.ANSWER_INPUT: self.on_control_thread(keyboard.answer),
         }
         keyboard.publish = self.publish
+        self.widget_messages = WidgetMessages(self)
+        self.control_handlers |= dict.fromkeys(("comm_msg", "comm_close"), self.widget_messages.add)
+        optimizer_step_gate.between_steps = self.widget_messages.run_callbacks
 
     def on_main_thread(
         self, work: Callable[[Any], Any], *, in_phases: bool = False
@@ -298,9 +307,11 @@ class RankKernel(IPythonKernel):
     def _publish_execute_input(self, *_: object) -> None:
         """Send nothing: the notebook already has the code."""
 
-    def _publish_status(self, status: str, *args: Any, **kwargs: Any) -> None:
-        if status != "busy":  # the kernel that sent the cell knows that the rank is busy
-            super()._publish_status(status, *args, **kwargs)
+    def _publish_status(self, status: str, channel: str, *args: Any, **kwargs: Any) -> None:
+        # The kernel that sent the cell knows that the rank is busy. A widget's message on the
+        # control channel has the id of a cell, which has not ended with it.
+        if status != "busy" and channel != "control":
+            super()._publish_status(status, channel, *args, **kwargs)
 
     async def interrupt_request(self, stream: Any, ident: Any, parent: Message) -> None:
         """Interrupt a running or queued cell in this process only.
@@ -313,12 +324,18 @@ class RankKernel(IPythonKernel):
             keyboard.release()
         else:
             self.interrupted_request = content["request"]
+            if self.widget_messages.in_callback:  # the cell waits for a widget's callback
+                os.kill(os.getpid(), signal.SIGINT)
         self.session.send(stream, "interrupt_reply", {"status": "ok"}, parent, ident=ident)
 
     def pause_steps(self, _: object) -> messages.PauseReply:
         """Pause before the next optimizer step until the kernel sends the step to stop after."""
         begun, next_s = optimizer_step_gate.pause_steps()
-        return messages.PauseReply(begun=begun, next_s=PROMPT_S if keyboard.is_asking else next_s)
+        return messages.PauseReply(
+            begun=begun,
+            next_s=PROMPT_S if keyboard.is_asking else next_s,
+            is_training=optimizer_step_gate.is_training,
+        )
 
     def raw_input(self, prompt: object = "") -> str:
         """Ask the user for a line; `input()` and pdb call it."""

@@ -8,6 +8,7 @@ makes Accelerate run FSDP and DeepSpeed on CPU processes, to try a script out.
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import json
 import os
@@ -132,7 +133,7 @@ def _prepare_like_a_session(prepare: Any) -> Any:
                 _broadcast_from_rank_0(model, self.device)
         is_deepspeed = self.distributed_type == DistributedType.DEEPSPEED
         if models and is_deepspeed:
-            _fill_batch_size(self, args)
+            _fill_deepspeed_config(self, args)
         result = prepare(self, *args, **kwargs)
         if models:
             _accelerators[:] = [self]
@@ -156,9 +157,14 @@ def _broadcast_from_rank_0(model: torch.nn.Module, device: torch.device) -> None
         tensor.data.copy_(whole)
 
 
-def _fill_batch_size(accelerator: Accelerator, args: Any) -> None:
-    """Set the "auto" batch size that accelerate 1.15 only takes from a prepared DataLoader."""
+def _fill_deepspeed_config(accelerator: Accelerator, args: Any) -> None:
+    """Set the "auto" values that accelerate 1.15 does not, and let a model replace the last one."""
     plugin = accelerator.state.deepspeed_plugin
+    accelerator.deepspeed_engine_wrapped = None  # backward() would use the first model
+    before = accelerator.__dict__.setdefault("_before", copy.deepcopy(plugin.deepspeed_config))
+    plugin.deepspeed_config.update(copy.deepcopy(before))
+    if plugin.is_auto("gradient_clipping"):
+        plugin.deepspeed_config["gradient_clipping"] = 0.0  # Accelerate would clip at 1.0
     key = "train_micro_batch_size_per_gpu"
     has_size = any(isinstance(getattr(arg, "batch_size", None), int) for arg in args)
     if plugin.is_auto(key) and not has_size:

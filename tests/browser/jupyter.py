@@ -138,14 +138,14 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], told: Path) -> None:
 
 
 @contextlib.contextmanager
-def browse(playwright: Playwright, folder: Path) -> Iterator[BrowserContext]:
+def browse(playwright: Playwright, folder: Path, *, scale: int = 2) -> Iterator[BrowserContext]:
     """Debian's chromium without a window, and with nothing of an earlier run."""
     context = playwright.chromium.launch_persistent_context(
         folder / "chrome",
         executable_path=shutil.which("chromium"),
         headless=True,
         viewport={"width": 1400, "height": 1400},
-        device_scale_factor=2,
+        device_scale_factor=scale,
         args=FLAGS,
     )
     context.set_default_timeout(1000 * DEADLINE_S)

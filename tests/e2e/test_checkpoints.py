@@ -30,10 +30,11 @@ ANY_RANKS = MODEL.replace("batch_size=2", "batch_size=4 // world_size").replace(
 STATE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
-    from nbdist.worker.training.model_state import ModelState
+    from nbdist.worker.training.training_state import ModelAndOptimizerState
     from nbdist.state import tensor_digest
     def fingerprint():
-        return tensor_digest.global_digests(ModelState(training.all_models()[0]).owned_shards())
+        state = ModelAndOptimizerState(training.all_models()[0])
+        return tensor_digest.global_digests(state.owned_shards())
     """
 )
 

@@ -130,6 +130,26 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     assert session.run("rank").ok  # a deadline does not end the ranks
 
 
+@pytest.mark.nightly
+def test_a_save_that_takes_longer_than_the_time_left_is_announced(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(
+        "from nbdist.worker.operations import save as saving\n"
+        "saving.before_save_stage.append(lambda stage: time.sleep(4 * (stage == 'write')))"
+    )
+    session.save("slow").wait()
+    session.set_deadline(str(int(time.time()) + 4))
+    said: list[str] = []
+
+    def is_announced() -> bool:
+        said.append(capsys.readouterr().err)
+        return "nbdist: a save is predicted to take 4" in "".join(said)
+
+    eventually(is_announced, within_s=4)
+    assert "before the deadline. Save earlier with %nbdist save NAME" in "".join(said)
+
+
 @pytest.mark.fault("B17")
 def test_sigterm_to_a_rank_does_not_end_the_ranks_of_a_restart(session: Session) -> None:
     send_sigterm(session, 1)
@@ -198,6 +218,18 @@ def test_sigterm_to_the_agent_of_a_node_saves_all_ranks(folder: Path) -> None:
         session.run(PREPARE)
         said = train_until_ended(session, nodes.agents["beta"].terminate)
         assert "SIGTERM to the agent of node beta" in said
+        assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
+        eventually(lambda: session.state == "dead", within_s=20)
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("B17")
+def test_a_node_that_is_drained_saves_all_ranks(folder: Path) -> None:
+    nodes = LocalNodes("alpha", "beta")
+    with Session(nproc=2, precision="no", engine=ClusterLauncherProvider(nodes)) as session:
+        session.run(PREPARE)
+        said = train_until_ended(session, lambda: nodes.drained.update({1: time.time() + 25}))
+        assert "Ended by the drain of node beta (127.0.0.1): all ranks stopped after step" in said
         assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
         eventually(lambda: session.state == "dead", within_s=20)
 

@@ -69,16 +69,7 @@ class Page:
         self.post({"method": "custom", "content": content}, subshell=subshell)
 
     def post(self, data: dict[str, Any], *, subshell: str | None = None) -> None:
-        message = self.kernel.client.session.msg("comm_msg", {"comm_id": self.model, "data": data})
-        if subshell is not None:
-            message["header"]["subshell_id"] = subshell
-        self.kernel.client.shell_channel.send(message)
-
-    def subshell(self) -> str:
-        """A shell that answers while a cell blocks the main one, as JupyterLab makes it."""
-        client = self.kernel.client
-        client.control_channel.send(client.session.msg("create_subshell_request", {}))
-        return str(client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"])
+        self.kernel.send_comm(self.model, data, subshell=subshell)
 
     def command(self, name: str, /, subshell: str | None = None, **arguments: Any) -> str:
         """Press a button; returns the id of the command."""
@@ -348,7 +339,7 @@ def test_interrupt_does_not_wait_and_says_where_ranks_are(page: Page) -> None:
 
 
 def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
-    subshell = page.subshell()
+    subshell = page.kernel.subshell()
     blocked = page.kernel.send("%%distribute\nx = 1\nimport time\ntime.sleep(80)")
     page.until(lambda: page.picture["header"]["state"] == "running")
     page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
@@ -360,7 +351,7 @@ def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
 
 
 def test_a_restart_ends_a_cell_that_blocks(page: Page) -> None:
-    subshell = page.subshell()
+    subshell = page.kernel.subshell()
     stuck = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
     # a picture of before may say "running" of the last cell
     page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
@@ -424,7 +415,7 @@ def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
 def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None:
     page.until(lambda: [rank["pid"] for rank in page.picture["ranks"] if rank["pid"]])
     psutil.Process(page.picture["ranks"][1]["pid"]).suspend()
-    subshell = page.subshell()
+    subshell = page.kernel.subshell()
     saving = page.command("save", subshell, name="hangs")
     page.until(lambda: page.picture["header"]["state"] == "saving")
     waits = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
@@ -451,7 +442,7 @@ def test_log_is_searched(page: Page) -> None:
 
 def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) -> None:
     assert page.cell(SETUP) == "ok"  # the ranks are new ones by now
-    subshell = page.subshell()
+    subshell = page.kernel.subshell()
     slow = TRAIN.replace("range(5)", "range(300)").replace("report", "time.sleep(0.3); report")
     asked = page.kernel.send(slow.replace("\n", "\nimport time\n", 1))
     page.until(lambda: "sleep(0.3)" in page.picture["ranks"][0]["where"])

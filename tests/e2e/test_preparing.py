@@ -295,3 +295,15 @@ def test_a_deepspeed_config_file_with_auto_values_trains() -> None:
         config = "accelerator.deepspeed_config['zero_optimization']['reduce_bucket_size']"
         assert value(session, config) == 45 * 45
         assert value(session, "train(model, optimizer)") < 5.4
+
+
+@pytest.mark.nightly
+def test_a_model_with_tensor_parallelism_is_refused(ranks: Session) -> None:
+    with pytest.raises(CellError, match="has DTensor parameters"):
+        ranks.run("""
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (world_size,))
+cut = parallelize_module(torch.nn.Sequential(torch.nn.Linear(8, 8)), mesh, {"0": ColwiseParallel()})
+accelerator.prepare(cut, torch.optim.AdamW(cut.parameters()))
+""")

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import nbdist
 from nbdist import OptionError, Session
 from tests import engines
 from tests.notebooks.run_notebook import ROOT
@@ -107,6 +108,19 @@ def test_every_engine_and_option_has_the_same_losses_in_a_job(
     same_losses_in_a_job(backend, tmp_path / "job", **options)
 
 
+def test_calls_of_distributed_functions_are_left_out(session: Session, tmp_path: Path) -> None:
+    @nbdist.distribute
+    def add(x: int) -> int:
+        return x + 1
+
+    session.run("x = 1")
+    assert add(1) == [2, 2]
+    files = session.script(tmp_path / "job")
+    (note,) = [note for note in files.notes if "add()" in note]
+    assert note.startswith("not in the script: the call of add() in cell")
+    assert "worker" not in (tmp_path / "job" / "train.py").read_text()
+
+
 def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path) -> None:
     session.run("x = 1")
     (tmp_path / "notes.txt").touch()
@@ -123,19 +137,11 @@ def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path)
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_has_its_losses_in_a_job(name: str, backend: str, tmp_path: Path) -> None:
     """Notebooks that train with a Trainer print its losses; the others report them."""
-    client = NotebookClient(
-        with_script(name, backend, tmp_path),
-        timeout=600,
-        allow_errors=True,
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute()
-    printed = launch(tmp_path / "job", PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
-    in_notebook = json.loads((tmp_path / "metrics.json").read_text())
+    in_notebook, printed = run_in_both(name, backend, tmp_path)
     metrics = {"loss", "pretraining", "straight"} & in_notebook.keys()
     assert metrics
     for metric in metrics:
-        losses = {int(rank): values for rank, values in in_notebook[metric].items()}
+        losses = in_notebook[metric]
         if any(written(tmp_path / "job", metric).values()):
             assert written(tmp_path / "job", metric) == losses
         else:  # a Trainer prints four digits
@@ -143,18 +149,54 @@ def test_a_notebook_has_its_losses_in_a_job(name: str, backend: str, tmp_path: P
             assert by_trainer == pytest.approx(losses[0], rel=1e-3)
 
 
-def with_script(name: str, backend: str, folder: Path) -> nbformat.NotebookNode:
-    """Return a notebook under one backend that writes its script and metrics before it stops."""
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_notebook_that_switched_has_its_losses_up_to_rounding(tmp_path: Path) -> None:
+    """The job uses the last engine, ddp, from the start."""
+    in_notebook, _ = run_in_both("05_switch", None, tmp_path)
+    job = {name: written(tmp_path / "job", name) for name in ("straight", "switched")}
+    assert job["straight"] == in_notebook["straight"]
+    for rank, losses in in_notebook["switched"].items():
+        assert job["switched"][rank][:20] == losses[:20]  # before the first switch
+        assert job["switched"][rank] == pytest.approx(losses, abs=1e-5)
+
+
+def run_in_both(name: str, backend: str | None, folder: Path) -> tuple[dict[str, Rows], str]:
+    """Run a notebook and its job; return the notebook's metrics and what the job printed."""
+    client = NotebookClient(
+        with_script(name, backend, folder),
+        timeout=600,
+        allow_errors=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+    printed = launch(folder / "job", PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1")
+    metrics = json.loads((folder / "metrics.json").read_text())
+    rows = {name: {int(r): values for r, values in of.items()} for name, of in metrics.items()}
+    return rows, printed
+
+
+def with_script(name: str, backend: str | None, folder: Path) -> nbformat.NotebookNode:
+    """Return a notebook that writes its script and metrics before it stops.
+
+    Args:
+        name: of the notebook.
+        backend: all cells use this one. Default: those of the notebook.
+        folder: where they are written.
+    """
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     first = next(cell for cell in cells if cell.source.startswith("%%distribute"))
-    for cell in cells:
+    for cell in cells if backend else ():
         cell.source = re.sub(r"^(%%distribute.*) --backend \S+", r"\1", cell.source)
         cell.source = re.sub(r"^%nbdist switch .*", "", cell.source)
-    first.source = first.source.replace("%%distribute", f"%%distribute --backend {backend}", 1)
+    if backend:
+        first.source = first.source.replace("%%distribute", f"%%distribute --backend {backend}", 1)
     kept = [c for c in cells if "run_cell_magic" not in c.source and "plt" not in c.source]
+    # TRL's bf16 by default needs a GPU or the session's options.
+    arguments = "--with-nbdist" if name == "09_fine_tune" else ""
     kept[-1].source = (
-        f"import json, math, nbdist\n%nbdist script {folder}/job\n"
+        f"import json, math, nbdist\n%nbdist script {folder}/job {arguments}\n"
         "found = nbdist.session().metrics\n"
         "values = {n: {r: [v for v in of if not math.isnan(v)]"
         " for r, of in found.by_rank(n).items()} for n in found.names}\n"

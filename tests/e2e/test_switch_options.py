@@ -18,13 +18,13 @@ pytestmark = pytest.mark.timeout(900)
 PRELUDE = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
-    from nbdist.worker.training.model_state import ModelState
+    from nbdist.worker.training.training_state import ModelAndOptimizerState
     from nbdist.state import tensor_digest, layouts
 
     def digests():
         "Of all state; the same on all ranks."
         (trained,) = training.all_models()
-        found = ModelState(trained)
+        found = ModelAndOptimizerState(trained)
         return tensor_digest.global_digests(found.owned_shards()), found.scalar_state()
 
     def types():

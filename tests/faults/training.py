@@ -7,7 +7,7 @@ import textwrap
 MODEL = textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as inside
-    from nbdist.worker.training.model_state import ModelState
+    from nbdist.worker.training.training_state import ModelAndOptimizerState
     from nbdist.state import tensor_digest as digests
 
     def build():
@@ -35,7 +35,7 @@ MODEL = textwrap.dedent(
         return [step() for _ in range(steps)]
 
     def fingerprint():
-        return digests.global_digests(ModelState(inside.all_models()[0]).owned_shards())
+        return digests.global_digests(ModelAndOptimizerState(inside.all_models()[0]).owned_shards())
     """
 )
 """Defines build(), step(), train(steps) and fingerprint(); its losses depend on `done` alone."""

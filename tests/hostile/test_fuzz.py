@@ -392,7 +392,7 @@ def test_contents_of_messages_of_a_rank(kind: str, examples: int) -> None:
     assert (channel, kind) in Cell.HANDLERS
 
     def check(content: Any) -> None:
-        cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None)
+        cell = Cell((0, 1), Mock(), on_send=lambda *_: None, on_done=lambda _: None, on_comm=print)
         header = {"msg_type": kind, "date": datetime.now(tz=UTC)}
         message = {"header": header, "content": content, "metadata": {}, "buffers": []}
         cell.on_message((0,), channel, message)  # type: ignore[arg-type]

@@ -159,6 +159,27 @@ def test_fine_tune() -> None:
     assert "MERGED!" in text(notebook, "merged-answer")
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "cell_id", "shown"),
+    [
+        ("11_vision.ipynb", "train", "of 999 test pictures"),
+        (
+            "12_plain_torch.ipynb",
+            "shard",
+            "a weight of shape (64, 2) of which this rank has (32, 2)",
+        ),
+        ("13_embeddings.ipynb", "search", "heapq.heappop: "),
+        ("14_to_slurm.ipynb", "script", "not in the script: cell 4, which failed with NameError"),
+    ],
+)
+def test_recipes(name: str, cell_id: str, shown: str, tmp_path: Path) -> None:
+    notebook = executed(name, folder=tmp_path)
+    assert shown in text(notebook, cell_id)
+    assert "image/png" in mimes(notebook, "plot")
+
+
 @pytest.mark.timeout(300)
 def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
     notebook = executed("08_panel.ipynb")

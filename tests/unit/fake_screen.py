@@ -9,6 +9,8 @@ from typing import Any
 class FakeScreen:
     """Keeps outputs as a notebook would: [kind, ...] in order, displays updated in place."""
 
+    has_output_area = False
+
     def __init__(self, *, can_update: bool = True) -> None:
         self.can_update = can_update
         self.outputs: list[list[Any]] = []

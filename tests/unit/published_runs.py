@@ -28,7 +28,7 @@ from nbdist.planner import (
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.plan_table import PlanInput
+from nbdist.planner.plan_types import PlanInput
 from nbdist.strategies import STRATEGIES, Options
 
 if TYPE_CHECKING:

@@ -131,3 +131,10 @@ def test_what_a_session_cannot_run_is_refused(
 def test_more_ranks_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"^512 (ranks need 512 GPUs|CPU ranks are too many)"):
         Session(config=file(tmp_path, FSDP | {"num_processes": 512}))
+
+
+@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
+def test_a_config_with_another_parallelism_is_refused(tmp_path: Path, kind: str) -> None:
+    sizes = {f"parallelism_config_{kind}_size": 2, "parallelism_config_dp_shard_size": 1}
+    with pytest.raises(OptionError, match=f"parallelism_config_{kind}_size is 2"):
+        options(tmp_path, FSDP | {"parallelism_config": sizes})

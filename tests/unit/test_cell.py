@@ -17,7 +17,7 @@ from nbdist.session.cell_runner import CellRunner
 
 def cell_of(*ranks: int) -> tuple[Cell, Mock]:
     renderer = Mock()
-    cell = Cell(ranks, renderer, on_send=lambda *_: None, on_done=lambda _: None)
+    cell = Cell(ranks, renderer, on_send=lambda *_: None, on_done=lambda _: None, on_comm=print)
     return cell, renderer
 
 

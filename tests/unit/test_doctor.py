@@ -18,7 +18,7 @@ import nbdist
 from nbdist.cluster.orphan_cleanup import OrphanResources
 from nbdist.doctor import (
     diagnosis,
-    environment,
+    environment_variables,
     finding,
     gpus,
     ports,
@@ -123,7 +123,7 @@ def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
 )
 def test_a_secret_is_never_shown(name: str) -> None:
     assert finding.redacted_variable(name, "hunter2") == f"{name}=***"
-    found = environment.check_environment(
+    found = environment_variables.check_environment(
         {name: "hunter2", f"NCCL_{name}": "hunter2", "PYTORCH_X": "1"}
     )
     assert "hunter2" not in str([*found])
@@ -342,7 +342,7 @@ def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
 @pytest.mark.fault("A6")
 def test_what_another_launcher_left_is_told() -> None:
     only(
-        environment.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
+        environment_variables.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
         "note",
         "MASTER_ADDR, RANK",
     )
@@ -350,14 +350,16 @@ def test_what_another_launcher_left_is_told() -> None:
 
 def test_what_slows_down_or_has_no_effect_is_told() -> None:
     only(
-        environment.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
+        environment_variables.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
         "note",
         "waits for every CUDA kernel",
     )
-    assert worst(environment.check_environment({"CUDA_LAUNCH_BLOCKING": "0"})) == []
-    only(environment.check_environment({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect")
+    assert worst(environment_variables.check_environment({"CUDA_LAUNCH_BLOCKING": "0"})) == []
     only(
-        environment.check_environment({"NCCL_IB_HCA": "mlx5"}),
+        environment_variables.check_environment({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect"
+    )
+    only(
+        environment_variables.check_environment({"NCCL_IB_HCA": "mlx5"}),
         "note",
         "ranks inherit NCCL_IB_HCA=mlx5",
     )

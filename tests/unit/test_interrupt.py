@@ -60,9 +60,9 @@ class Ranks:
 
     def wake(self) -> None: ...
 
-    def say(self, rank: int, begun: int) -> None:
+    def say(self, rank: int, begun: int, *, is_training: bool = False) -> None:
         """Reply to the last pause."""
-        content = messages.PauseReply(begun=begun, next_s=9.0)
+        content = messages.PauseReply(begun=begun, next_s=9.0, is_training=is_training)
         self.replies(rank, "control", {"content": content})
 
     def end(self, who: str, how: str) -> None:
@@ -253,6 +253,18 @@ def test_ranks_that_agree_but_go_on_are_interrupted_at_once(clock: Clock, ranks:
     ranks.say(0, 8)
     ranks.say(1, 8)
     assert ranks.after == [8, 0]
+
+
+def test_a_run_that_ends_completes_its_first_step(clock: Clock, ranks: Ranks) -> None:
+    stages, _ = watching(ranks)
+    stages.escalate(patience_s=10)
+    ranks.say(0, 0, is_training=True)
+    ranks.say(1, 0, is_training=True)
+    assert ranks.after == [1]
+    passes(clock, stages, 11)  # it takes longer than the grace period allows
+    ranks.say(0, 0, is_training=True)
+    ranks.say(1, 0, is_training=True)
+    assert ranks.after == [1, 0]
 
 
 def test_a_rank_that_is_late_to_answer_may_be_one_step_ahead(clock: Clock, ranks: Ranks) -> None:

@@ -36,7 +36,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def flush(self) -> None:
             pass
 
-    monkeypatch.setattr(progress, "RunningCellWriter", Screen)
+    monkeypatch.setattr(progress, "running_cell", Screen)
     return shown
 
 

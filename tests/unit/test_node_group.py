@@ -93,6 +93,9 @@ class TwoNodes:
     def start_agents(self, tickets: Sequence[str]) -> None:
         self.agents = [Agent(self.context, ticket) for ticket in tickets]
 
+    def drained_nodes(self) -> Mapping[int, float | None]:
+        return {}
+
     def lost_nodes(self) -> Mapping[int, str]:
         return {}
 

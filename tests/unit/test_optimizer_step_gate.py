@@ -59,6 +59,16 @@ def test_a_rank_that_lags_makes_the_last_step_and_ends_its_iteration() -> None:
     assert optimizer.steps == 2
 
 
+def test_a_forward_with_gradients_announces_a_step() -> None:
+    gate, cls = gated()
+    gate.end_iteration(is_training=False)
+    assert not gate.is_training
+    gate.end_iteration()
+    assert gate.is_training
+    cls().step()
+    assert not gate.is_training
+
+
 def test_a_held_rank_waits_for_the_word() -> None:
     gate, cls = gated()
     optimizer = cls()

@@ -79,6 +79,13 @@ def test_only_options_on_the_line_are_passed_on() -> None:
     }
 
 
+def test_a_line_may_end_with_a_comment() -> None:
+    line = "-b fsdp --config 'runs # 2.yaml' # don't offload"
+    assert arguments.without_comment(line) == "-b fsdp --config 'runs # 2.yaml'"
+    assert magics.parse_distribute_line("-b fsdp # 8 GPUs").backend == "fsdp"
+    assert arguments.without_comment("load s3://bucket/a#b") == "load s3://bucket/a#b"
+
+
 def test_what_needs_new_ranks_cannot_be_switched() -> None:
     with pytest.raises(UsageError, match="--auto"):
         arguments.switch_parser().parse_args(["--auto"])

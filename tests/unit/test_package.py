@@ -5,11 +5,16 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import nbdist
 
@@ -22,9 +27,29 @@ def pins(path: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def test_version_is_said_once_more_in_pyproject() -> None:
+def test_version_is_the_same_in_all_files() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == nbdist.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
+    versions = [project["version"], citation["version"], recipe["context"]["version"]]
+    assert versions == [nbdist.__version__] * 3
+
+
+def test_the_conda_recipe_requires_what_ranks_need() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    recipe = yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text())
+    there = dict(line.split(" ", 1) for line in recipe["requirements"]["run"] if " " in line)
+    ranks = [Requirement(line) for line in project["optional-dependencies"]["ranks"]]
+    for needed in ranks:
+        name = {"torch": "pytorch"}.get(needed.name, needed.name)
+        assert SpecifierSet(there[name]) == needed.specifier, name
+
+
+def test_a_report_of_a_bug_has_the_output_of_the_doctor() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    (field,) = (part for part in form["body"] if part.get("id") == "doctor")
+    assert "%nbdist doctor --json" in field["attributes"]["label"]
+    assert field["validations"]["required"]
 
 
 def test_binder_takes_the_tested_versions() -> None:
@@ -74,6 +99,16 @@ def test_every_package_is_in_the_tree_with_its_first_sentence() -> None:
 def test_every_module_says_what_it_holds() -> None:
     for path in (ROOT / "nbdist").rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_another_system_than_linux_can_plan_and_is_told_why_no_session_starts() -> None:
+    code = "import platform; platform.system = lambda: 'Windows'; import nbdist\n"
+    code += "print(nbdist.plan('7b', devices='8xA100-80GB,nvlink').best)\nnbdist.Session"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert "tokens" in done.stdout
+    assert "nbdist runs ranks on Linux only, and this is Windows." in done.stderr
 
 
 def test_the_readme_stays_short() -> None:

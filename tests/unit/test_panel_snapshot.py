@@ -54,7 +54,7 @@ def drawn(session: Session, **more: Any) -> PanelState:
 
 
 def cell_of(session: Session, *, count: int = 4) -> Cell:
-    cell = Cell([0, 1], None, on_send=print, on_done=print)  # type: ignore[arg-type]
+    cell = Cell([0, 1], None, on_send=print, on_done=print, on_comm=print)  # type: ignore[arg-type]
     cell.count = count
     cell_runner(session).running_cell, session.state = cell, "ready"
     return cell

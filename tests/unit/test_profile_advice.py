@@ -17,7 +17,7 @@ from nbdist.profiler.measurements import LineProfile, RankProfile
 from tests.unit.profile_figures import BALANCED, LENGTH, SAMPLES, both, profile, rank, setting
 
 if TYPE_CHECKING:
-    from nbdist.profiler.dataloader_source import DataLoaderSource
+    from nbdist.profiler.dataloader_call import DataLoaderCall
     from nbdist.profiler.profile import Profile
 
 
@@ -60,7 +60,7 @@ for batch in loader:
 WORKERS = "num_workers=4, persistent_workers=True"
 
 
-def source_of(*cells: str) -> DataLoaderSource | None:
+def source_of(*cells: str) -> DataLoaderCall | None:
     """The call that made the loader of the last cell."""
     found = read_training_cell([(f"In[{number}]", one) for number, one in enumerate(cells, 1)])
     assert found is not None

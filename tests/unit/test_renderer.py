@@ -175,6 +175,14 @@ def test_different_bundles_are_shown_apart() -> None:
     ]
 
 
+def test_labels_are_displays_where_displays_are_apart_from_text() -> None:
+    cell = Cell()
+    cell.screen.has_output_area = True
+    cell.renderer.display(1, {"text/html": "<b>1</b>"}, {})
+    cell.close()
+    assert cell.screen.displays == [{"text/plain": "[1]"}, {"text/html": "<b>1</b>"}]
+
+
 def test_display_ids_are_own_to_each_rank_and_updates_find_them() -> None:
     cell = Cell()
     for rank in (0, 1):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 70_200,
-    "files in nbdist/": 307,
+    "lines in nbdist/": 70_950,
+    "files in nbdist/": 310,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 49_700,
+    "lines in tests/ and benchmarks/": 50_400,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nbdist import OptionError
-from nbdist.session.termination import parse_deadline
+from nbdist.session.save_on_termination import parse_deadline
 
 
 def test_a_duration_counts_from_the_start_of_the_kernel() -> None:

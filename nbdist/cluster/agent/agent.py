@@ -59,6 +59,8 @@ _NODE_VARIABLES = (
     "TMPDIR",
     "XDG_RUNTIME_DIR",
     "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
     "LD_LIBRARY_PATH",
 )
 """Environment variables of the machine: the node's own values are kept."""

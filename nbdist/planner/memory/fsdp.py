@@ -50,8 +50,8 @@ class FsdpUnit(NamedTuple):
     """Trainable elements of this rank's shard."""
     largest_shard_size: int = 0
     """Elements of this rank's shard of the largest parameter."""
-    padded_bytes: int = 0
-    """Copies of gradients whose rows do not divide evenly, while they are put together."""
+    copied_grad_bytes: int = 0
+    """Copies of gradients while they are put together for the reduction."""
 
 
 class TransientMemory(NamedTuple):
@@ -425,16 +425,22 @@ class Fsdp2Timeline(FsdpTimeline):
                 accumulate=self.reduce_width,
                 largest=largest,
             )
-            units.append(unit._replace(padded_bytes=self._padded_bytes(group)))
+            units.append(unit._replace(copied_grad_bytes=self._copied_grad_bytes(group)))
         return units
 
-    def _padded_bytes(self, group: LayerGroup) -> int:
-        """Bytes of padded gradients; torch 2.13's _chunk_cat makes them on a CPU only."""
+    def _copied_grad_bytes(self, group: LayerGroup) -> int:
+        """Bytes of copies of gradients on their way to the reduction's buffer, on a CPU only.
+
+        torch 2.13's `_chunk_cat` pads gradients of uneven rows, then casts one after another.
+        """
         if self.setup.kind != "cpu":
             return 0
         ranks = self.setup.num_shards
-        uneven = [shape for shape in group.tensors if shape.trainable and shape.rows % ranks]
-        return self.compute_width * ranks * sum(shape.shard(ranks).num_elements for shape in uneven)
+        trained = [shape for shape in group.tensors if shape.trainable]
+        sizes = [ranks * shape.shard(ranks).num_elements for shape in trained]
+        padded = sum(size for shape, size in zip(trained, sizes, strict=True) if shape.rows % ranks)
+        cast = max(sizes, default=0) if self.reduce_width != self.compute_width else 0
+        return self.compute_width * (padded + cast)
 
     def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""
@@ -473,7 +479,7 @@ class Fsdp2Timeline(FsdpTimeline):
         full, shards = self._finished(micro, step)
         buffers = 0
         if micro in {"only", "last"}:
-            buffers = unit.reduce_bytes + max(unit.reduce_shard_bytes, unit.padded_bytes)
+            buffers = unit.reduce_bytes + max(unit.reduce_shard_bytes, unit.copied_grad_bytes)
             buffers += self._kept_on_gpu(shards)
         if micro == "first":
             # Gradients are cast to the reduce dtype one after another.

@@ -42,8 +42,8 @@ MarkKind = Literal["forward", "exit", "returned", "backward", "end"]
 """Start and end of a group's forward; return of the model; start of a group's backward; end."""
 
 
-class MicroBatchEvent(NamedTuple):
-    """A point in time."""
+class GroupBoundary(NamedTuple):
+    """Begin or end of the forward or backward pass of a group of modules."""
 
     kind: MarkKind
     group_index: int
@@ -58,7 +58,7 @@ class MicroBatchMemoryTrace(NamedTuple):
     """Recording of one micro-batch."""
 
     moments: list[MemoryTracePoint]
-    marks: list[MicroBatchEvent]
+    marks: list[GroupBoundary]
     saved_bytes: dict[int, int]
     """Bytes left from each group's forward when the backward begins, by group index, without the
     model's output."""
@@ -108,7 +108,7 @@ class _RecordingTracker(MemoryTracker):
         """Assign the model's own tensors."""
         super().__init__(on_change=self._record_moment)
         self.moments: list[MemoryTracePoint] = []
-        self.marks: list[MicroBatchEvent] = []
+        self.marks: list[GroupBoundary] = []
         self.in_forward = True
         self.flops = 0.0
         self._formulas = _table()
@@ -123,7 +123,7 @@ class _RecordingTracker(MemoryTracker):
 
     def mark(self, kind: MarkKind, place: int) -> None:
         """Record a point in time and the bytes held."""
-        self.marks.append(MicroBatchEvent(kind, place, len(self.moments), self.flops))
+        self.marks.append(GroupBoundary(kind, place, len(self.moments), self.flops))
         self._record_moment()
 
     def finish_forward(self, outputs: Any) -> tuple[dict[int, int], dict[int, int]]:

@@ -28,7 +28,7 @@ from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.planner import cluster_spec, measured_comparison, search
-from nbdist.planner.plan_table import PlanInput
+from nbdist.planner.plan_types import PlanInput
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_probe, model_description, tensor_categories

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
@@ -25,10 +26,10 @@ from nbdist.worker.engines import wrap_policy
 from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from accelerate import Accelerator
 
@@ -117,6 +118,33 @@ class _Unread(NamedTuple):
         return part
 
 
+class _WithoutCopies(TorchFunctionMode):
+    """Context in which the values of some parameters are not copied, because they are not read yet.
+
+    Engines allocate a rank's shard (torch 2.13's `fully_shard` with zeros) and copy a part of the
+    parameter to it. Either would touch memory that is written again when the shard is read.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.copy_ and self._is_unread(args[1]):
+            return args[0]
+        if func is torch.Tensor.new_zeros and self._is_unread(args[0]):
+            func = torch.Tensor.new_empty
+        return func(*args, **(kwargs or {}))
+
+    def _is_unread(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.layout == torch.strided
+            and tensor.untyped_storage().data_ptr() in self._addresses
+        )
+
+
 class UnreadWeights:
     """Weights of new models that no rank has used, in one call of `prepare()`.
 
@@ -162,7 +190,7 @@ class UnreadWeights:
                 engine_dtype = _engine_dtype(accelerator, parameter)
                 if engine_dtype != dtype:
                     parameter.data = torch.empty(parameter.shape, dtype=engine_dtype)
-            with wrap_policy.defer_weights():
+            with wrap_policy.defer_weights(), _WithoutCopies(e.parameter for e in entries):
                 yield
         except BaseException:
             for parameter, dtype, stored in entries:
@@ -183,7 +211,7 @@ class UnreadWeights:
             return
         try:
             layouts.check_layout(prepared.model)
-            state = ModelState(prepared)
+            state = ModelAndOptimizerState(prepared)
             targets = state.target_shards(optimizers=False)
         except SwitchError as error:
             message = f"{error} To load a whole model on each rank, use --no-sharded-load."

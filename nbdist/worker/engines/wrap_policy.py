@@ -119,8 +119,15 @@ def broadcast_from_rank_0(model: nn.Module, *, without: Collection[int] = ()) ->
 
 
 def check_weight_types(model: nn.Module) -> None:
-    """Raise OptionError for quantized weights that can be neither broadcast nor moved."""
+    """Raise OptionError for weights that no backend can broadcast and move."""
     for kind in {type(parameter) for parameter in model.parameters()}:
+        if kind.__name__ == "DTensor":
+            message = (
+                f"{type(model).__name__} has DTensor parameters, as of tp_plan, parallelize_module"
+                " or fully_shard, which no backend can wrap. Build the model without them; the"
+                " backend shards it."
+            )
+            raise OptionError(message)
         # torchao 0.18: Int8Tensor implements neither view nor collectives.
         is_torchao = kind.__module__.partition(".")[0] == "torchao"
         if is_torchao and not hasattr(kind, "fsdp_pre_all_gather"):

@@ -52,6 +52,8 @@ class OptimizerStepGate:
         """Called on the main thread before each step."""
         self.capture_state: Callable[[], Any] = lambda: None
         """Returns what a save needs as it is between two steps; called after the last step."""
+        self.between_steps: Callable[[], object] = lambda: None
+        """Called after each step, on the main thread: callbacks of widgets."""
         self.begin_cell()
 
     def begin_cell(self) -> None:
@@ -66,6 +68,8 @@ class OptimizerStepGate:
             self._entered_at = time.monotonic()
             self._step_s = 0.0
             self._is_stepping = self._armed = self._raised = self._paused = False
+            self.is_training = False
+            """True between the first forward with gradients of a step and the step."""
             self._last: int | None = None
             """Number of the step after which to stop; 0 for immediately."""
 
@@ -127,7 +131,7 @@ class OptimizerStepGate:
                     now = time.monotonic()
                     self._step_s, self._entered_at = now - self._entered_at, now
                     self.num_steps_begun += 1
-                    self._is_stepping = True
+                    self._is_stepping, self.is_training = True, False
                     return
             time.sleep(_NAP_S)
 
@@ -149,11 +153,16 @@ class OptimizerStepGate:
         self._raised = True
         os.kill(os.getpid(), signal.SIGINT)
 
-    def end_iteration(self) -> None:
-        """Raise a pending KeyboardInterrupt, because the next iteration is about to start."""
+    def end_iteration(self, *, is_training: bool = True) -> None:
+        """Raise a pending KeyboardInterrupt, because the next iteration is about to start.
+
+        Args:
+            is_training: whether gradients are computed, so that a step follows.
+        """
         with self._lock:
             armed, self._armed = self._armed, False
             self._raised = self._raised or armed
+            self.is_training = self.is_training or is_training
         if armed:
             raise KeyboardInterrupt
 
@@ -174,6 +183,7 @@ class OptimizerStepGate:
             self._leave()
         if listener is not None:
             listener.on_step_end(optimizer)
+        self.between_steps()
 
 
 optimizer_step_gate = OptimizerStepGate()

@@ -19,7 +19,7 @@ from torch import distributed
 from nbdist.display.number_formatting import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
 from nbdist.planner import measured_comparison, search
-from nbdist.planner.plan_table import PlanInput
+from nbdist.planner.plan_types import PlanInput
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.engines.accelerator_patch import current_config
@@ -28,7 +28,7 @@ from nbdist.worker.memory import memory_probe, model_description
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from nbdist.planner.plan_table import PlanRow
+    from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.worker.memory.memory_probe import MemoryProbe
 

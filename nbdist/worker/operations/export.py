@@ -32,8 +32,8 @@ from nbdist.worker.operations.collective_phases import (
     CollectivePhases,
     try_call,
 )
-from nbdist.worker.training.model_state import ModelTensors, select_model, whole_shard
 from nbdist.worker.training.tokenizer_check import too_large_tokenizer
+from nbdist.worker.training.training_state import ModelTensors, select_model, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -22,7 +22,7 @@ from nbdist.state import hf_export_plan, importers, optimizer_recipes, reshard, 
 from nbdist.state.shards import Shard
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training.model_recipe import ModelRecipe
-from nbdist.worker.training.model_state import ModelState, ModelTensors, select_model
+from nbdist.worker.training.training_state import ModelAndOptimizerState, ModelTensors, select_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         saved = importers.open_checkpoint(
             Path(request.path), trust=request.trust, names=_file_names(prepared), groups=groups
         )
-        state = ModelState(prepared)
+        state = ModelAndOptimizerState(prepared)
         _rename_tied(saved, prepared.meta.aliases)
         keys = _match_keys(saved, state, prepared.meta.aliases, report.notes)
         # Shapes and dtypes of the optimizer state, without pieces.
@@ -129,7 +129,7 @@ def _file_names(prepared: PreparedModel) -> RenamedTensors:
 
 def _match_keys(
     saved: ForeignCheckpoint,
-    state: ModelState,
+    state: ModelAndOptimizerState,
     aliases: Mapping[str, str],
     notes: list[str],
 ) -> dict[str, str]:
@@ -200,7 +200,11 @@ def _check_shapes(
 
 
 def _read_into_engine(
-    saved: ForeignCheckpoint, state: ModelState, keys: Mapping[str, str], *, optimizers: bool
+    saved: ForeignCheckpoint,
+    state: ModelAndOptimizerState,
+    keys: Mapping[str, str],
+    *,
+    optimizers: bool,
 ) -> int:
     """Read into the engine's tensors; optimizer state that was not saved is set to zero."""
     targets = state.target_shards(optimizers=optimizers) | state.target_buffers()

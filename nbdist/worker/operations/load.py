@@ -52,7 +52,7 @@ from nbdist.worker.training import (
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
 from nbdist.worker.training.model_recipe import LossScale, ModelRecipe
-from nbdist.worker.training.model_state import ModelState, whole_shard
+from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class _CheckpointLoad:
         self._download_folder = context.folder / f"load-{request.id}"
         self._download: CheckpointDownload | None = None
         """Download of a checkpoint at a URL: at first only of its manifest and headers."""
-        self._models: list[ModelState] = []
+        self._models: list[ModelAndOptimizerState] = []
         self._backups: list[ModelRecipe] = []
         self._referenced: set[str] = set()
         """Keys of tensors that are stored by reference."""
@@ -117,7 +117,7 @@ class _CheckpointLoad:
         with self._phase(CHECKING_PHASE):
             trained = self._open()
         with self._phase(CHECKING_PHASE):
-            self._models = [ModelState(prepared) for prepared in trained]
+            self._models = [ModelAndOptimizerState(prepared) for prepared in trained]
             self._check_tensors(trained)
             if not self._weights_only:
                 self._check_training()
@@ -285,7 +285,7 @@ class _CheckpointLoad:
                 f" {world_size}; dropout masks will differ"
             )
 
-    def _check_optimizer_state(self, state: ModelState) -> None:
+    def _check_optimizer_state(self, state: ModelAndOptimizerState) -> None:
         saved_by = self._manifest.backend, self._manifest.world_size
         backend = accelerators.current_config().options.backend
         if self._manifest.state_dicts and saved_by != (backend, collectives.group_size()):
@@ -311,7 +311,7 @@ class _CheckpointLoad:
                     " (weights_only=True)."
                 )
 
-    def _optimizers(self, state: ModelState) -> list[OptimizerMetadata]:
+    def _optimizers(self, state: ModelAndOptimizerState) -> list[OptimizerMetadata]:
         return [
             optimizer
             for optimizer in self._manifest.optimizers
@@ -325,7 +325,7 @@ class _CheckpointLoad:
             if isinstance(scheduler, dict) and scheduler.get("model") == number
         ]
 
-    def _state_keys(self, state: ModelState) -> dict[str, TensorMetadata]:
+    def _state_keys(self, state: ModelAndOptimizerState) -> dict[str, TensorMetadata]:
         return {
             key: tensor
             for key, tensor in self._manifest.keys.items()
@@ -334,7 +334,7 @@ class _CheckpointLoad:
 
     # -- the state of the checkpoint
 
-    def _readable_target(self, state: ModelState) -> dict[str, Shard]:
+    def _readable_target(self, state: ModelAndOptimizerState) -> dict[str, Shard]:
         """Return the live shards to read for one model; a collective under FSDP1."""
         if self._weights_only:
             return state.target_shards(optimizers=False) | state.target_buffers()
@@ -342,7 +342,9 @@ class _CheckpointLoad:
         for key, saved in keys.items():
             if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
                 raise CheckpointError(
-                    f"{printable(key)} has dtype {saved.dtype}, which optimizer state cannot have."
+                    f"Optimizer state {printable(key)} of this checkpoint has dtype {saved.dtype}."
+                    " Supported: floating point, integer and bool. Load without the optimizer"
+                    " state with --weights-only."
                 )
         state.allocate_optimizer_state(
             {
@@ -354,7 +356,7 @@ class _CheckpointLoad:
         reshard.zero_unsaved(targets, keys)
         return targets | state.target_buffers() | self._state_dict_target(state)
 
-    def _state_dict_target(self, state: ModelState) -> dict[str, Shard]:
+    def _state_dict_target(self, state: ModelAndOptimizerState) -> dict[str, Shard]:
         """Return host memory for the tensors of this rank's state dicts."""
         keys = self._manifest.keys
         saved = {key: keys[key] for key in keys if key.startswith(state.state_dict_prefix)}
@@ -371,7 +373,7 @@ class _CheckpointLoad:
         self._state_dict_tensors |= tensors
         return {key: whole_shard(tensor) for key, tensor in tensors.items()}
 
-    def _load_state_dicts(self, number: int, state: ModelState) -> None:
+    def _load_state_dicts(self, number: int, state: ModelAndOptimizerState) -> None:
         """Load the state of optimizers that cannot be resharded."""
         if self._reset:
             state.reset_state_dicts()

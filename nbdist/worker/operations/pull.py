@@ -17,7 +17,7 @@ from nbdist.worker.operations.collective_phases import (
     ByteProgress,
     CollectivePhases,
 )
-from nbdist.worker.training.model_state import ModelTensors, find_model
+from nbdist.worker.training.training_state import ModelTensors, find_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

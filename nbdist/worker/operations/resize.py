@@ -51,7 +51,7 @@ from nbdist.worker.operations.collective_phases import CHECKING_PHASE, Collectiv
 from nbdist.worker.operations.namespace_pickle import ExternalObject, PickleStage
 from nbdist.worker.training import dataloader_state, prepared_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,8 @@ _PLAIN = (int, float, str, tuple, type, types.ModuleType, types.NoneType)
 """Types of predefined names that are not rank-local objects."""
 _DEFINITIONS = (types.ModuleType, types.FunctionType, type)
 """Types of variables that are unpickled first because others may call them."""
-_ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "CUDA_VISIBLE_DEVICES", "OMP_")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_ENGINES_OWN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "NBDIST_", "OMP_", *_VISIBLE)
 """Prefixes of environment variables that are not carried."""
 
 
@@ -233,7 +234,7 @@ class _ResizeSave:
                 return pickled
 
     def _capture_recipe(self, prepared: PreparedModel) -> ModelRecipe:
-        state, reset = ModelState(prepared), self._request.reset_optimizer
+        state, reset = ModelAndOptimizerState(prepared), self._request.reset_optimizer
         owned = state.owned_shards(optimizers=not reset)
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
@@ -530,7 +531,7 @@ class _ResizeLoad:
 
     def _load(self, prepared: PreparedModel, recipe: ModelRecipe) -> None:
         """Load a model; add shards whose dtype changed to its recipe, as they were written."""
-        state, path = ModelState(prepared), self._folder / CHECKPOINT_NAME
+        state, path = ModelAndOptimizerState(prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
         state.allocate_optimizer_state(

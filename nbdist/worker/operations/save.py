@@ -43,7 +43,7 @@ from nbdist.worker.training import (
     rng_state,
     training_metadata,
 )
-from nbdist.worker.training.model_state import ModelState, whole_shard
+from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Mapping, Sequence
@@ -171,7 +171,7 @@ class CheckpointSaver:
         on_warning = self._complain()
         self.wait()
         trained = _check_request(request)
-        states = [ModelState(prepared) for prepared in trained]
+        states = [ModelAndOptimizerState(prepared) for prepared in trained]
         frozen = {} if request.full else _frozen_shards(states)
         stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
@@ -233,9 +233,10 @@ class _BackgroundSave:
         """Write this rank's files; on rank 0 also complete the checkpoint."""
         # Linux: setpriority() of a thread id affects this thread and those that it starts.
         # Lowering the niceness would be refused.
-        thread_id = threading.get_native_id()
-        niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
-        os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        if not self._request.ended:  # else no training goes on
+            thread_id = threading.get_native_id()
+            niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
         _, error = try_call(self._write)
         if error is not None:
             log.error("a save failed", exc_info=error)
@@ -343,8 +344,9 @@ def wait_for_reports(draft: PendingCheckpoint, world_size: int) -> list[RankWrit
             size_bytes, since = written or 0, time.monotonic()
         elif time.monotonic() - since > STALL_TIMEOUT_S:
             raise CheckpointError(
-                f"rank {', '.join(map(str, sorted(missing)))} wrote nothing for"
-                f" {STALL_TIMEOUT_S:.0f} s. Check the disk and save again."
+                f"Nothing was written to {draft.location} for {STALL_TIMEOUT_S:.0f} s; missing:"
+                f" rank {', '.join(map(str, sorted(missing)))}. Check its free space and its"
+                " connection, then save again."
             )
         time.sleep(draft.poll_s)
     errors = [
@@ -430,7 +432,7 @@ def check_savable(
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if optimizers:
-        ModelState(prepared).state_dicts()  # raises if one cannot be stored
+        ModelAndOptimizerState(prepared).state_dicts()  # raises if one cannot be stored
 
 
 def base_models(trained: Sequence[PreparedModel]) -> list[str]:
@@ -438,7 +440,7 @@ def base_models(trained: Sequence[PreparedModel]) -> list[str]:
     return [name for prepared in trained for name in base_model.bases_of(prepared.meta.model)]
 
 
-def _frozen_shards(states: Sequence[ModelState]) -> dict[str, Shard]:
+def _frozen_shards(states: Sequence[ModelAndOptimizerState]) -> dict[str, Shard]:
     return {key: shard for state in states for key, shard in state.frozen_shards().items()}
 
 
@@ -492,7 +494,7 @@ def _wait_until_visible(draft: PendingCheckpoint, request: SaveRequest) -> None:
 
 
 def _take_snapshot(
-    states: list[ModelState], stored: StoredByReference, *, ended: str
+    states: list[ModelAndOptimizerState], stored: StoredByReference, *, ended: str
 ) -> StateSnapshot:
     """Copy this rank's shards and the other training state; a collective under FSDP1."""
     _run_hooks("snapshot")

@@ -35,7 +35,7 @@ from nbdist.worker.memory import memory_fit_check, memory_probe
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training import prepared_models, rebind_variables, release_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
     from nbdist.protocol.operations import SwitchRequest
@@ -129,7 +129,7 @@ class EngineSwitch:
 
     def _capture(self, prepared: PreparedModel) -> ModelRecipe:
         """Capture the recipe, with copies of this rank's shards in host memory."""
-        state = ModelState(prepared)
+        state = ModelAndOptimizerState(prepared)
         live = state.owned_shards(optimizers=not self._reset)
         needed = shards.total_bytes(live)
         check_host_memory(needed)
@@ -350,7 +350,7 @@ def _check_optimizer(
         )
     if new_options.strategy.engine != "deepspeed":
         return
-    counts = ModelState(prepared).scalar_state()
+    counts = ModelAndOptimizerState(prepared).scalar_state()
     for names in owned.recipe.param_group_names:
         # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import SwitchError
 from nbdist.state import meta_model, optimizer_recipes, reshard, shards, tensor_digest
 from nbdist.worker.training import training_metadata
-from nbdist.worker.training.model_state import ModelState
+from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from nbdist.state.meta_model import MetaModel
     from nbdist.state.optimizer_recipes import OptimizerRecipe
     from nbdist.state.shards import Shard, ShardMap
-    from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel
+    from nbdist.worker.training.training_state import ScalarState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,7 +90,9 @@ class ModelRecipe:
         )
 
     @classmethod
-    def back_up(cls, state: ModelState, live: ShardMap, scalar_state: ScalarState) -> ModelRecipe:
+    def back_up(
+        cls, state: ModelAndOptimizerState, live: ShardMap, scalar_state: ScalarState
+    ) -> ModelRecipe:
         """Copy the state of a model, so that it can be restored; not a collective."""
         recipe = cls.capture(state.prepared, scalar_state, hooks=False)
         recipe.tensors = shards.copy_to_host(live)
@@ -118,7 +120,7 @@ class ModelRecipe:
 
     def load_state(self, prepared: PreparedModel) -> int:
         """Load the state into a model built from the recipe; return the bytes sent; collective."""
-        sent = ModelState(prepared).load_from(self.tensors, self.scalar_state)
+        sent = ModelAndOptimizerState(prepared).load_from(self.tensors, self.scalar_state)
         self.load_buffers(prepared)
         return sent
 
@@ -129,7 +131,7 @@ class ModelRecipe:
         prepared.num_steps = self.num_steps
         set_loss_scale(prepared, self.loss_scale)
 
-    def restore(self, state: ModelState, *, optimizers: bool) -> None:
+    def restore(self, state: ModelAndOptimizerState, *, optimizers: bool) -> None:
         """Restore the state from this backup of the same model; a collective."""
         self.load_buffers(state.prepared)
         if not optimizers:
@@ -154,7 +156,7 @@ class ModelRecipe:
         Raises:
             SwitchError: tensors differ or are missing.
         """
-        state = ModelState(prepared)
+        state = ModelAndOptimizerState(prepared)
         live = state.owned_shards()
         recast = {
             key: shard

@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
@@ -313,7 +314,7 @@ def hook_forward(prepared: PreparedModel) -> None:
 
     def before_forward(*_: object) -> None:
         require_all_ranks()
-        optimizer_step_gate.end_iteration()
+        optimizer_step_gate.end_iteration(is_training=torch.is_grad_enabled())
         prepared.interrupted_pass = "forward" if gathers else ""
 
     def after_forward(*_: object) -> None:

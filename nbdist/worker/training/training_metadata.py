@@ -19,8 +19,8 @@ from nbdist.state import optimizer_recipes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from nbdist.worker.training.model_state import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
+    from nbdist.worker.training.training_state import ScalarState
 
 _STARTS_AT_ONE = frozenset({"mu", "mu_product"})
 """Scalar state that is 1 before the first step; all other scalars are 0."""

@@ -28,7 +28,7 @@ import psutil
 from nbdist.checkpoint import location_with_password
 from nbdist.display.number_formatting import format_seconds
 from nbdist.errors import CellInterrupted, NbdistError, OptionError
-from nbdist.output.sink import FinishedCellSink
+from nbdist.output.sink import finished_cell
 from nbdist.planner.build_model_spec import spec_from_json
 from nbdist.planner.model_spec import num_trainable_params
 from nbdist.protocol.messages import TERMINATION_GRACE_S
@@ -87,7 +87,7 @@ class RunTermination:
     def start(self) -> None:
         """Handle SIGTERM, if this is the main thread, and watch the deadline."""
         self._closed.set()
-        self._closed, self._screen = threading.Event(), FinishedCellSink()
+        self._closed, self._screen = threading.Event(), finished_cell()
         if self not in _live:
             _live.append(self)
         if not _handlers and threading.current_thread() is threading.main_thread():

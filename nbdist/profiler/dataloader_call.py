@@ -31,7 +31,7 @@ _SHARDS = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataLoaderSource:
+class DataLoaderCall:
     """The call in a cell that creates the DataLoader of a loop."""
 
     cell: str
@@ -74,7 +74,7 @@ class DataLoaderSource:
         return f"{self.holder} = {f'{self.prepare}({code})' if self.prepare else code}"
 
 
-def loader_code(source: DataLoaderSource | None, **keywords: bool | int) -> str:
+def loader_code(source: DataLoaderCall | None, **keywords: bool | int) -> str:
     """Return code that creates the loader with other arguments, or a comment with the change."""
     if source is None:
         return f"# {_call_text('DataLoader', keywords)}"
@@ -88,7 +88,7 @@ def _call_text(function: str, keywords: Mapping[str, bool | int]) -> str:
 
 def find_trainer_arguments(
     cells: Sequence[tuple[str, str, ast.Module]],
-) -> DataLoaderSource | None:
+) -> DataLoaderCall | None:
     """Return the last call of TrainingArguments.
 
     Args:
@@ -103,7 +103,7 @@ def find_trainer_arguments(
 
 def find_loader(
     cells: Sequence[tuple[str, str, ast.Module]], iterables: Sequence[ast.expr], *, trains: bool
-) -> DataLoaderSource | None:
+) -> DataLoaderCall | None:
     """Return the only DataLoader call that some expressions lead back to.
 
     Args:
@@ -146,10 +146,10 @@ def find_loader(
     )
 
 
-def _source_of(call: ast.Call, cell: str, source: str, **fields: Any) -> DataLoaderSource:
+def _source_of(call: ast.Call, cell: str, source: str, **fields: Any) -> DataLoaderCall:
     text = source.split("\n")[call.lineno - 1].strip()
     code = ast.unparse(call)
-    return DataLoaderSource(cell=cell, line=call.lineno, text=text, call=code, **fields)
+    return DataLoaderCall(cell=cell, line=call.lineno, text=text, call=code, **fields)
 
 
 @dataclass

@@ -31,7 +31,7 @@ ScalarState = dict[str, dict[str, float]]
 """Parameter -> scalar state of the optimizer: "step"."""
 
 
-class ModelState:
+class ModelAndOptimizerState:
     """State of a prepared model and its optimizers, as tensors by key."""
 
     def __init__(self, prepared: PreparedModel) -> None:
@@ -201,7 +201,7 @@ class ModelTensors:
         """
         self.meta = prepared.meta
         self._prepared = prepared
-        state = ModelState(prepared)
+        state = ModelAndOptimizerState(prepared)
         self._prefix = state.model_prefix
         weights = state.owned_shards(optimizers=False)
         self.owned_shards: dict[str, Shard] = weights | state.owned_buffers()
@@ -281,7 +281,8 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
         reference = find_model(names.get(name))
         if reference is None or reference.prefix:
             message = (
-                f"{name!r} is not a prepared model on the ranks. Use a variable that holds one."
+                f"{name!r} is not a prepared model on the ranks. Use a variable that holds what"
+                " accelerator.prepare() returned for a whole model."
             )
             raise CheckpointError(message)
         return reference.prepared

@@ -1,0 +1,1 @@
+"""Makes the documentation site: pages from notebooks and code, for mkdocs."""

@@ -1,0 +1,150 @@
+"""The page "How we test", made from the faults table and the figures of the last benchmark.
+
+python website/testing.py           # write docs/figures.json from build/bench.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from tests.faults import fault_rows, fault_table  # noqa: E402 - `python FILE` needs the path
+
+BENCH = ROOT / "build" / "bench.json"
+FIGURES = ROOT / "docs" / "figures.json"
+"""The committed figures: machine, date and the rows of `make bench`."""
+_TEXT = """\
+# How we test
+
+This page is made from the tests and from the last figures in the repository, when the site is
+built.
+
+| what | how many | command |
+|---|---|---|
+| test functions | {tests} | `make test`, `make nightly` |
+| faults with a test, of all that are known | {with_test} of {faults} | `make faults` |
+| benchmark figures with a bar | {figures} | `make bench` |
+| notebooks, executed by tests | {notebooks} | `make wide` |
+
+Everything runs on CPU ranks with gloo. What has been verified about GPUs, and how, is on
+[a page of its own](gpu.md).
+
+## Faults
+
+[The table of faults](faults.md) lists what can go wrong, what nbdist does then, and the test that
+shows it.
+
+| | faults | with a test | tests |
+|---|---|---|---|
+{groups}
+
+## Random faults
+
+[A run of random faults](../tests/faults/test_chaos.py) trains, saves, switches and loads, and draws
+faults from a list: Stop in Python, in a training, in a save or a load; one rank that raises;
+processes that are killed. After each fault the session is used again, and the losses must be those
+of a run without faults. A failed run prints its seed.
+
+## The planner, held to the allocator
+
+Errors of the planned memory in percent, compared with the peak that torch's allocator reports.
+
+{planner}
+
+[The planner's page](planner.md#validation) explains the table, and where the planner is wrong.
+
+## Beside other tools
+
+The same faults in four tools that run a notebook's code on two processes.
+[The comparison](faults-compared.md) explains the letters, and how it was measured.
+
+{compared}
+
+## Figures of the last benchmark
+
+{bench}
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    tests = fault_table.marked()
+    rows = fault_rows.ROWS
+    shown = [row for row in rows if row.id not in fault_rows.WHY_NOT]
+    groups = []
+    for letter, title in fault_rows.GROUPS.items():
+        own = [row.id for row in rows if row.id.startswith(letter)]
+        names = {test for name in own for test in tests.get(name, [])}
+        with_test = sum(name not in fault_rows.WHY_NOT for name in own)
+        groups.append(f"| {title} | {len(own)} | {with_test} | {len(names)} |")
+    return _TEXT.format(
+        tests=f"{_test_functions():,}",
+        with_test=len(shown),
+        faults=len(rows),
+        figures=len(_figures()["rows"]),
+        notebooks=len(list((ROOT / "notebooks").glob("*.ipynb"))),
+        groups="\n".join(groups),
+        planner=_table_of("planner.md", "| | cases | median"),
+        compared=_table_of("faults-compared.md", "| | nbdist |"),
+        bench=_bench(),
+    )
+
+
+def _test_functions() -> int:
+    modules = (ROOT / "tests").rglob("test_*.py")
+    return sum(len(re.findall(r"^def test_", path.read_text(), re.MULTILINE)) for path in modules)
+
+
+def _table_of(name: str, begin: str) -> str:
+    """Return the table of a page that begins with this text."""
+    text = (ROOT / "docs" / name).read_text()
+    return text[text.index(begin) :].partition("\n\n")[0]
+
+
+def _figures() -> dict[str, object]:
+    figures: dict[str, object] = json.loads(FIGURES.read_text())
+    return figures
+
+
+def _bench() -> str:
+    """Return the table of figures, with machine and date."""
+    figures = _figures()
+    rows = [
+        f"| {row['name']} | {_value(row)} | {row['bar']} | {_verdict(row)} | {row['detail']} |"
+        for row in figures["rows"]  # type: ignore[attr-defined]
+    ]
+    head = "| what | value | bar | | made of |\n|---|---|---|---|---|\n"
+    return f"{figures['date']}, {figures['machine']}.\n\n{head}" + "\n".join(rows)
+
+
+def _value(row: dict[str, object]) -> str:
+    return "" if row["value"] is None else f"{row['value']:.3g} {row['unit']}"
+
+
+def _verdict(row: dict[str, object]) -> str:
+    return f"not measured: {row['skipped']}" if row["skipped"] else "" if row["holds"] else "missed"
+
+
+def main() -> None:
+    """Write docs/figures.json from the last benchmark on this machine."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import results
+
+    date = datetime.fromtimestamp(BENCH.stat().st_mtime, tz=UTC)
+    document = {
+        "date": f"{date:%Y-%m-%d}",
+        "machine": re.sub(r", load [\d.]+", "", results.machine()),
+        "rows": json.loads(BENCH.read_text()),
+    }
+    FIGURES.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
