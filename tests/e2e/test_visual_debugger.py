@@ -75,6 +75,7 @@ class DebuggerPage:
         assert self.ask(command, threadId=self.thread)["success"]
 
 
+@pytest.mark.nightly
 def test_a_breakpoint_stops_a_rank_and_shows_its_variables(notebook: LiveKernel) -> None:
     notebook.run("%%distribute -n 2\npass")
     page = DebuggerPage(notebook)
