@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_300,
+    "lines in nbdist/": 69_340,
     "files in nbdist/": 303,
     "functions per 1,000 code lines": 88,
-    "lines in tests/ and benchmarks/": 49_400,
+    "lines in tests/ and benchmarks/": 49_720,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
