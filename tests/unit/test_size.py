@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_390,
+    "lines in nbdist/": 69_393,
     "files in nbdist/": 303,
     "functions per 1,000 code lines": 88,
     "lines in tests/ and benchmarks/": 49_460,
