@@ -579,6 +579,9 @@ class SessionLifecycle:
             return  # torch elastic sends SIGTERM to the peers of a rank that has exited
         grace_s = notice.grace_s or messages.TERMINATION_GRACE_S
         self._termination.end(notice.cause, grace_s=grace_s)
+        if self._workers.generation != generation:  # a restart has replaced them meanwhile
+            self._termination.finish()
+            return
         self._workers.end("", notice.cause, by_stop=False)
         with self.lock:
             if self._death is not None:

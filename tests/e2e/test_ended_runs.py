@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import random
 import signal
@@ -153,7 +154,8 @@ def test_a_save_that_takes_longer_than_the_time_left_is_announced(
 @pytest.mark.fault("B17")
 def test_sigterm_to_a_rank_does_not_end_the_ranks_of_a_restart(session: Session) -> None:
     send_sigterm(session, 1)
-    session.run("rank")  # SIGTERM is reported meanwhile
+    with contextlib.suppress(CellInterrupted, RankDied):  # they may be ended before it
+        session.run("rank")  # SIGTERM is reported meanwhile
     session.restart()
     assert session.run("__import__('time').sleep(1); rank").values == {0: 0, 1: 1}
 
