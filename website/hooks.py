@@ -41,11 +41,12 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for path, content in _made_pages():
         files.append(File.generated(config, path, content=content))
     linked = {target for file in list(files.documentation_pages()) for target in _outside(file)}
-    for path in sorted(linked | {"CHANGELOG.md", "CONTRIBUTING.md"}):
-        text = _source_page(path)
-        file = File.generated(config, _page_of(path), content=text)
+    waiting = sorted(linked | {"CHANGELOG.md", "CONTRIBUTING.md"})
+    for path in waiting:
+        file = File.generated(config, _page_of(path), content=_source_page(path))
         file.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(file)
+        waiting += _outside(file) - {*waiting}  # a page of the repository links to others
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
