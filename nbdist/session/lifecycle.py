@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from nbdist.session.failure_causes import WorkerFailure
 
 SessionState = Literal["new", "ready", "running", "dead", "stopped"]
-SETTLE_S = 0.1
+SETTLE_S = 0.3
 """Time for the launcher to report that a rank has exited."""
 NEWEST_S = 1.0
 """Timeout for listing checkpoints after ranks have died: the file system may hang."""
