@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.lib.pretty import pretty
 
@@ -19,21 +19,22 @@ from nbdist.worker.debugger import keyboard
 from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.output_streams import MAX_ERROR_CHARS, truncate
 
-if TYPE_CHECKING:
-    from nbdist.worker.kernel import RankKernel
-
 
 class Inspection:
-    """Expressions that wait for the main thread of a rank."""
+    """Expressions that wait for the main thread of a rank.
 
-    def __init__(self, kernel: RankKernel) -> None:
+    Args:
+        kernel: the `worker.kernel.RankKernel`, whose type cannot be imported here.
+    """
+
+    def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._pending: SimpleQueue[tuple[Any, messages.InspectRequest, float]] = SimpleQueue()
         optimizer_step_gate.before_step = keyboard.while_waiting = self.evaluate_pending
 
     def queue(self, request: messages.InspectRequest) -> dict[str, Any]:
         """Queue an expression; runs on the control thread."""
-        parent = self._kernel.get_parent("control")  # type: ignore[no-untyped-call]
+        parent = self._kernel.get_parent("control")
         self._pending.put((parent, request, time.monotonic() + request["within_s"]))
         keyboard.wake()
         self._kernel.io_loop.add_callback(self.evaluate_pending)
