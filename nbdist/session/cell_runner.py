@@ -21,7 +21,7 @@ from nbdist.session import collective_request
 from nbdist.session.cell import Cell, CellResult
 from nbdist.session.interrupt import InterruptEscalation
 from nbdist.session.prompts import InputPrompts, has_keyboard
-from nbdist.session.rank_debugger import RankDebugger
+from nbdist.session.visual_debugger import VisualDebugger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ class CellRunner:
         self._counter = itertools.count(1)
         self._workers, self._rank_activity, self._profiler = workers, rank_activity, profiler
         self._on_send = on_send
-        self.debugger = RankDebugger(workers)
+        self.visual_debugger = VisualDebugger(workers)
 
     # -- a cell's life
 
@@ -127,7 +127,7 @@ class CellRunner:
         )
         failed = self.last_cell if debugs_error else None
         if not background:
-            self.debugger.attach(cell)
+            self.visual_debugger.attach(cell)
         prompts = self.send(cell, note, allow_stdin=not background and has_keyboard())
         if background:
             self._background_cell = cell
@@ -203,7 +203,7 @@ class CellRunner:
                 )
             self._profiler.show_pending(cell)
         finally:
-            self.debugger.detach()
+            self.visual_debugger.detach()
             cell.detach(afterwards)
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -240,7 +240,7 @@ class CellRunner:
         if self.running_cell is None or self.escalation is None:
             return False
         self._cancel_prompt()
-        self.debugger.detach()
+        self.visual_debugger.detach()
         self.escalation.escalate()
         return True
 

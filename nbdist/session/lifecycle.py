@@ -608,7 +608,7 @@ class SessionLifecycle:
         elif message["header"]["msg_type"] == messages.TERMINATION:
             self._on_termination(messages.TerminationNotice(f"SIGTERM to rank {rank}"))
         elif message["header"]["msg_type"] == messages.DEBUG_EVENT:
-            self._cells.debugger.on_event(rank, content)
+            self._cells.visual_debugger.on_event(rank, content)
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
-pytest.importorskip("marimo", reason="pip install marimo")
+pytest.importorskip("marimo", reason="pip install -e '.[marimo]'")
 
 from playwright.sync_api import expect
 

@@ -40,7 +40,7 @@ NOTEBOOK_COMMANDS = frozenset(
 """Requests that the debugger of the notebook's kernel answers while a rank is stopped."""
 
 
-class RankDebugger:
+class VisualDebugger:
     """Debugger of the first rank of the running cell.
 
     Args:
