@@ -43,7 +43,14 @@ def family(kernel: LiveKernel) -> set[psutil.Process]:
 
 
 def gone(processes: set[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(runs(process) for process in processes)
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended between both calls
+        return False
 
 
 def kill(kernel: LiveKernel) -> None:

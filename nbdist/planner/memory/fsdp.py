@@ -52,6 +52,8 @@ class FsdpUnit(NamedTuple):
     """Elements of this rank's shard of the largest parameter."""
     copied_grad_bytes: int = 0
     """Copies of gradients while they are put together for the reduction."""
+    added_grad_bytes: int = 0
+    """Gradients, and a copy of one, while they are added to accumulated ones."""
 
 
 class TransientMemory(NamedTuple):
@@ -425,8 +427,26 @@ class Fsdp2Timeline(FsdpTimeline):
                 accumulate=self.reduce_width,
                 largest=largest,
             )
-            units.append(unit._replace(copied_grad_bytes=self._copied_grad_bytes(group)))
+            units.append(
+                unit._replace(
+                    copied_grad_bytes=self._copied_grad_bytes(group),
+                    added_grad_bytes=self._added_grad_bytes(group),
+                )
+            )
         return units
+
+    def _added_grad_bytes(self, group: LayerGroup) -> int:
+        """Most bytes of gradients and the cast copy of one as they are added, then freed in turn.
+
+        On a CPU, torch 2.13's `add_` casts the whole gradient to the dtype of the accumulated one.
+        """
+        if self.setup.kind != "cpu" or self.reduce_width == self.compute_width:
+            return 0
+        left = most = 0
+        for shape in reversed([shape for shape in group.tensors if shape.trainable]):
+            left += self.compute_width * shape.num_elements
+            most = max(most, left + self.reduce_width * shape.num_elements)
+        return most
 
     def _copied_grad_bytes(self, group: LayerGroup) -> int:
         """Bytes of copies of gradients on their way to the reduction's buffer, on a CPU only.
@@ -477,6 +497,10 @@ class Fsdp2Timeline(FsdpTimeline):
             return
         # The unit is resharded; its gradients are copied to be reduced, or kept in full.
         full, shards = self._finished(micro, step)
+        if micro in {"middle", "last"}:  # before that they are added to the accumulated ones
+            in_flight = self._reduction_in_flight(micro, step) + self._kept_on_gpu(shards)
+            gathered = self._gathered(step) + self._prefetched(step)
+            yield TransientMemory(gathered, full + unit.added_grad_bytes, shards, in_flight)
         buffers = 0
         if micro in {"only", "last"}:
             buffers = unit.reduce_bytes + max(unit.reduce_shard_bytes, unit.copied_grad_bytes)
