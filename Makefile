@@ -77,7 +77,7 @@ nodes: env ## test Ray in network namespaces and a local Slurm, as root (apt: sl
 
 pictures: env ## take the pictures in docs/images, in JupyterLab in a browser
 	@NBDIST_PICTURES=docs/images $(BIN)/python -m pytest -s -m "" tests/browser/test_panel_in_lab.py \
-	  tests/browser/test_profile_in_lab.py
+	  tests/browser/test_profile_in_lab.py tests/browser/test_debugger_in_lab.py
 	@$(BIN)/python -m tests.browser.pictures session
 	@$(BIN)/python -m tests.browser.pictures record
 

@@ -80,9 +80,9 @@ def environment(folder: Path, *, server_side: bool = False) -> dict[str, str]:
     spec.mkdir(parents=True)
     python = os.environ.get("NBDIST_PYTHON", sys.executable)
     argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (spec / "kernel.json").write_text(
-        json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"})
-    )
+    kernel = {"argv": argv, "display_name": "Python 3", "language": "python"}
+    kernel["metadata"] = {"debugger": True}
+    (spec / "kernel.json").write_text(json.dumps(kernel))
     settings = Path(env["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text(

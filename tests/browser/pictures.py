@@ -30,6 +30,7 @@ FRAMES = ROOT / "build" / "pictures" / "session"
 PANEL = ["widgets/src/*", "nbdist/panel/*.py", "tests/browser/panel_page.py"]
 SOURCES = {
     "session.webp": [*PANEL, "tests/browser/pictures.py"],
+    "debugger.png": ["nbdist/worker/debugger.py", "tests/browser/test_debugger_in_lab.py"],
     "panel-light.png": PANEL,
     "panel-dark.png": PANEL,
     "profile-light.png": [*PANEL, "nbdist/display/profile.py"],
