@@ -51,6 +51,10 @@ SETUP = textwrap.dedent(
         return rows == [row[: len(row) - 8 + length] for row in expected]
     """
 )
+ADAPTED = """
+from peft import LoraConfig, get_peft_model
+model, optimizer = build(lambda: get_peft_model(llama(), LoraConfig(target_modules=['q_proj'])))
+"""
 TOKENIZER = textwrap.dedent(
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -174,14 +178,9 @@ def test_a_sample_between_backward_and_step_changes_no_loss(backend: str) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", STRATEGIES)
 def test_an_adapter_and_an_encoder_decoder_generate(backend: str) -> None:
-    adapted = (
-        "from peft import LoraConfig, get_peft_model\n"
-        "lora = lambda: get_peft_model(llama(), LoraConfig(target_modules=['q_proj']))\n"
-        "model, optimizer = build(lora)"
-    )
     with Session(nproc=2, backend=backend) as session:
         session.run(SETUP)
-        for prepare in (adapted, "model, optimizer = build(t5)"):
+        for prepare in (ADAPTED, "model, optimizer = build(t5)"):
             session.run(prepare)
             assert on_all(session, "generated(model, 3 + 5 * rank)") is True
             assert on_all(session, "nbdist.generate(model, prompts, **greedy).tolist() == expected")
@@ -190,3 +189,10 @@ def test_an_adapter_and_an_encoder_decoder_generate(backend: str) -> None:
                 True,
                 True,
             )
+
+
+def test_an_adapter_generates_where_units_have_another_precision() -> None:
+    """PEFT calls the model below the one whose forward Accelerate runs under autocast."""
+    with Session(nproc=2, backend="fsdp1", precision="bf16") as session:
+        session.run(SETUP + ADAPTED)
+        assert on_all(session, "len(nbdist.generate(model, prompts, **greedy))") == 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
@@ -27,9 +28,7 @@ from nbdist.state.shards import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
-    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -84,9 +83,16 @@ class Fsdp1Layout(Layout):
                     parent.register_module(name, unit)
 
     @classmethod
-    def root_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:
-        """Gather the root unit."""
-        return FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False)
+    @contextlib.contextmanager
+    def root_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather the root unit, in full precision; compute in the dtype of the other units."""
+        root = next(one for one in model.modules() if isinstance(one, FullyShardedDataParallel))
+        dtype, device = root.mixed_precision.param_dtype, root.compute_device or "cpu"
+        with (
+            FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False),
+            torch.autocast(torch.device(device).type, dtype) if dtype else contextlib.nullcontext(),
+        ):
+            yield
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
