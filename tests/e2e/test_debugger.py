@@ -212,6 +212,21 @@ def test_a_background_cell_has_no_prompts(ranks: LiveKernel) -> None:
     assert "which has no keyboard in this cell" in ranks.run("%nbdist wait").text
 
 
+def test_collectives_do_not_time_out_while_a_user_can_debug(ranks: LiveKernel) -> None:
+    look = """
+        groups = [dist.group.WORLD, dist.new_group(), dist.new_group(timeout=timedelta(minutes=1))]
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        timeouts = [str(backend.options._timeout) for backend in backends]
+    """
+    ranks.run("%%distribute\nfrom datetime import timedelta")
+    ranks.run(f"%%distribute\n{cell(look)}")
+    shown = ranks.run("%%distribute\ntimeouts").text
+    assert "['7 days, 0:00:00', '7 days, 0:00:00', '0:01:00']" in shown
+    ranks.run(f"%%distribute --background\n{cell(look)}")
+    ranks.run("%nbdist wait")
+    assert "['0:30:00', '0:30:00', '0:01:00']" in ranks.run("%%distribute\ntimeouts").text
+
+
 # -- what can go wrong at a prompt
 
 
