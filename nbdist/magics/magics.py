@@ -300,8 +300,8 @@ class NbDist(Magics):
         """
         session, rank = current_session(), re.fullmatch(r"\s*--rank[ =](\d+)\s*", line)
         failed = isinstance(getattr(sys, "last_value", None), CellError) and not line.strip()
-        if session is not None and (rank or failed):
-            session.debug(int(rank[1]) if rank else None)
+        if rank or (session is not None and failed):
+            self.require_session().debug(int(rank[1]) if rank else None)
         else:
             # IPython 9.18 loads its magics on first use, by name: here it would find this method.
             ExecutionMagics(self.shell).debug(line, local_ns=local_ns)

@@ -174,7 +174,9 @@ class Session(ModelOperations):
             SessionError: the last cell did not fail on the rank, or no user can answer prompts.
         """
         self._ensure_free()
-        failed = self.last.errors if self.last is not None else {}
+        errors = self.last.errors if self.last is not None else {}
+        # an interrupt releases the frames
+        failed = {one: error for one, error in errors.items() if error.ename != "KeyboardInterrupt"}
         if not failed:
             raise SessionError(
                 "The last cell did not fail on any rank, so nothing can be debugged."
