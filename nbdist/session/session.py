@@ -176,7 +176,7 @@ class Session(ModelOperations):
         self._ensure_free()
         errors = self.last.errors if self.last is not None else {}
         # an interrupt releases the frames
-        failed = {one: error for one, error in errors.items() if error.ename != "KeyboardInterrupt"}
+        failed = {key: error for key, error in errors.items() if error.ename != "KeyboardInterrupt"}
         if not failed:
             raise SessionError(
                 "The last cell did not fail on any rank, so nothing can be debugged."

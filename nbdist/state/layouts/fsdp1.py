@@ -86,7 +86,7 @@ class Fsdp1Layout(Layout):
     @contextlib.contextmanager
     def root_parameters(cls, model: nn.Module) -> Iterator[None]:
         """Gather the root unit, in full precision; compute in the dtype of the other units."""
-        root = next(one for one in model.modules() if isinstance(one, FullyShardedDataParallel))
+        root = FullyShardedDataParallel.fsdp_modules(model)[0]
         dtype, device = root.mixed_precision.param_dtype, root.compute_device or "cpu"
         with (
             FullyShardedDataParallel.summon_full_params(model, recurse=False, writeback=False),
