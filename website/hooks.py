@@ -101,6 +101,8 @@ def _resolve(home: PurePosixPath, link: str) -> str | None:
 def _page_of(target: str) -> str:
     """Return the page of the site for a file of the repository."""
     path = PurePosixPath(target)
+    if target == "notebooks":
+        return "gallery/index.md"
     if path.suffix == ".ipynb":
         return f"gallery/{path.stem}.md"
     if path.parts[0] == "docs":

@@ -224,6 +224,8 @@ class Notebook:
         self.page.evaluate(change, name)
         light = "false" if "Dark" in name else "true"
         self.page.wait_for_selector(f"body[data-jp-theme-light={light}]", state="attached")
+        splash = "#jupyterlab-splash"  # fades above the page when the theme changes
+        self.page.wait_for_selector(splash, state="detached")
 
     def comms_while_busy(self, *, served: bool) -> None:
         """Let the page's messages overtake a cell, or not, as older front ends."""
