@@ -78,7 +78,6 @@ def link(hosts: Hosts) -> str:
 
 
 def empty(hosts: Hosts, over: Kernel) -> Row:
-    """The row about the empty cell."""
     times: dict[Kernel, list[float]] = {}
     with kernel(hosts) as one_host:
         one_host.run(f"{NEW_RANKS}pass")

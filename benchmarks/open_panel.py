@@ -48,7 +48,6 @@ CLOSE = "from nbdist import panel as _p; _p._view(nbdist.session()).panel.freeze
 
 
 def measure() -> Iterator[Row]:
-    """The rows about an open panel."""
     with Kernel(sys.executable) as kernel:
         kernel.run("%load_ext nbdist")
         kernel.run(f"import nbdist\n{BUNDLE}")
@@ -134,7 +133,6 @@ class Flood:
     """What the panel said of it."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.lags: list[float] = []
         """Of the newest point of each message with rows, in seconds."""
         self.steps: set[float] = set()
@@ -142,11 +140,9 @@ class Flood:
 
     @property
     def points(self) -> int:
-        """Steps that arrived."""
         return len(self.steps)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Take a message of the kernel."""
         if message["msg_type"] != "comm_msg":
             return
         self.messages += 1
@@ -164,7 +160,6 @@ class Flood:
 
 
 def next_message(kernel: Kernel) -> dict[str, Any] | None:
-    """The next message on iopub, or None."""
     import queue
 
     try:
@@ -175,5 +170,4 @@ def next_message(kernel: Kernel) -> dict[str, Any] | None:
 
 
 def is_idle(message: dict[str, Any]) -> bool:
-    """Whether it says that a cell is over."""
     return bool(message["msg_type"] == "status" and message["content"]["execution_state"] == "idle")

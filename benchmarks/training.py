@@ -156,7 +156,6 @@ trainer = SFTTrainer(
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """The rows about training speed."""
     for workload in (LOOP, TRAINER, SFT):
         yield compared(workload, build)
     yield tracked(LOOP, build)
@@ -191,7 +190,6 @@ def tracked(workload: Workload, build: Path) -> Row:
 
 
 def compared(workload: Workload, build: Path) -> Row:
-    """The row of one way to train."""
     ours: list[float] = []
     theirs: list[float] = []
     with Kernel(sys.executable) as kernel, launched(workload, build) as script:
@@ -231,7 +229,6 @@ class Script:
         return float(self._done.read_text())
 
     def end(self) -> None:
-        """Let it leave its loop."""
         self._tell("end")
 
     def _tell(self, order: str) -> None:

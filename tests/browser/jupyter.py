@@ -194,7 +194,6 @@ class Notebook:
         return cell
 
     def end(self, cell: int) -> list[dict[str, Any]]:
-        """Wait for the end of a cell; returns its outputs."""
         self.page.wait_for_function("cell => window.ended[cell]", arg=cell)
         outputs: list[dict[str, Any]] = self.content()["cells"][cell]["outputs"]
         return outputs

@@ -151,7 +151,6 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def run_cell(page: Page, number: int) -> Locator:
-    """Run a cell in the editor; returns it."""
     cell = page.locator("[data-cell-id]").nth(number)
     cell.locator(".cm-content").click()
     page.keyboard.press("Control+Enter")

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
-    """A notebook with a panel and two ranks."""
     opened = open_notebook("notebook")
     opened.run("%load_ext nbdist")
     opened.run(SETUP)

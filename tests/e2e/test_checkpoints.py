@@ -41,7 +41,6 @@ STATE = textwrap.dedent(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the notebook runs."""
     before, made = Path.cwd(), tmp_path_factory.mktemp("notebook")
     os.chdir(made)
     yield made

@@ -36,7 +36,6 @@ SECRET = "not-to-be-shown-anywhere"  # noqa: S105 - of a server that ends with t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the notebook runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made := tmp_path_factory.mktemp("notebook"))
         yield made
@@ -70,7 +69,6 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["file", "s3"])
 def url(request: pytest.FixtureRequest, folder: Path) -> str:
-    """Where checkpoints go."""
     if request.param == "file":
         return f"file://{folder}/at a url"
     return f"{request.getfixturevalue('bucket')}/first"

@@ -496,7 +496,6 @@ def test_secrets_are_in_no_command_line_and_no_environment(cluster: LocalNodes) 
 
 
 def told(session: Session, *, within_s: float) -> str:
-    """What the session says of its death."""
     eventually(lambda: session.state == "dead", within_s=within_s)
     return str(session.death)
 

@@ -67,14 +67,12 @@ PREPARE_ALL = textwrap.dedent(
 
 @pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param, precision="bf16") as session:
         session.run(MODEL)
         yield session
 
 
 def value(session: Session, code: str) -> Any:
-    """Last value of a cell on rank 0."""
     return session.run(code).values[0]
 
 
@@ -84,7 +82,6 @@ def told(error: CellError) -> str:
 
 
 def displays(result: CellResult) -> list[dict[str, Any]]:
-    """What all ranks displayed."""
     return [
         one["data"]
         for outputs in result.outputs.values()

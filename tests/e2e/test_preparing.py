@@ -110,19 +110,16 @@ IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, ad
 
 @pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param) as session:
         session.run(MODEL)
         yield session
 
 
 def of(session: Session) -> str:
-    """Backend of a session."""
     return str(session.options.backend)
 
 
 def value(session: Session, code: str) -> Any:
-    """Last value of a cell on rank 0."""
     return session.run(code).values[0]
 
 

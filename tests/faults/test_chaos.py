@@ -90,7 +90,6 @@ class Chaos:
         assert worst <= tolerance, f"losses are {worst} off at step {self.done} ({self.tag})"
 
     def save(self, *, wait: bool) -> None:
-        """Save this moment."""
         name = f"step-{self.done:05d}-{self.tag}"
         self.session.save(name, overwrite=True, keep=3, wait=wait, folder=self.root)
 
@@ -294,7 +293,6 @@ def killed_in_load(chaos: Chaos) -> str:
 
 
 def stopped_in_load(chaos: Chaos) -> str:
-    """Stop during a load."""
     return chaos.during(chaos.load, chaos.stop)
 
 
@@ -304,7 +302,6 @@ def killed_in_switch(chaos: Chaos) -> str:
 
 
 def stopped_in_switch(chaos: Chaos) -> str:
-    """Stop during a switch."""
     return chaos.during(chaos.switch, chaos.stop)
 
 

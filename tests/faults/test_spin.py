@@ -96,7 +96,6 @@ def soon() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a checkpoint of the model."""
     return tmp_path_factory.mktemp("whole")
 
 

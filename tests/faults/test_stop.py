@@ -66,7 +66,6 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Session]:
-    """Two CPU ranks."""
     with nbdist.Session(nproc=2) as running:
         running.run("import time\nimport torch.distributed as dist\nkept = 'mine'")
         yield running

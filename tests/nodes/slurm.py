@@ -70,7 +70,6 @@ class Slurm:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str) -> str:
-        """Run one of its commands; what it wrote."""
         done = subprocess.run(
             command,
             capture_output=True,

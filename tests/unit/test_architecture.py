@@ -72,7 +72,6 @@ HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
 
 @functools.cache
 def modules() -> dict[Path, ast.Module]:
-    """Syntax trees of all modules of the package."""
     return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 

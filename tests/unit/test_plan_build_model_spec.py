@@ -33,7 +33,6 @@ def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def notes(config: object, **asked: Any) -> str:
-    """What a plan notes."""
     return "\n".join(nbdist.plan(config, devices="2x24GB,pcie", **asked).question.notes)
 
 

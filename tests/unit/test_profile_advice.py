@@ -61,7 +61,6 @@ WORKERS = "num_workers=4, persistent_workers=True"
 
 
 def source_of(*cells: str) -> DataLoaderCall | None:
-    """The call that made the loader of the last cell."""
     found = read_training_cell([(f"In[{number}]", one) for number, one in enumerate(cells, 1)])
     assert found is not None
     return found.loader
