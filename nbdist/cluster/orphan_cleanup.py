@@ -57,7 +57,6 @@ class OrphanResources:
     """Files in shared memory."""
 
     def __bool__(self) -> bool:
-        """True if there are any."""
         return bool(self.processes or self.folders or self.shared_memory_files)
 
 

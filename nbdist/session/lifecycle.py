@@ -528,7 +528,6 @@ class SessionLifecycle:
             self.give_up()
 
     def __enter__(self) -> Self:
-        """Start the ranks."""
         return self.start()
 
     def __exit__(
@@ -537,7 +536,6 @@ class SessionLifecycle:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the ranks."""
         self.stop()
 
     def _record_death(self, death: WorkerFailure) -> RankDied:

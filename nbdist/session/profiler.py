@@ -176,7 +176,6 @@ class ProfileRun:
         ]
 
     def __str__(self) -> str:
-        """Return a sentence for the user."""
         instead = " This replaces the profile requested before." if self.replaces else ""
         if self.cell is None:
             return (

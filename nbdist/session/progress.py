@@ -134,7 +134,6 @@ class StatusLine:
         self._shown_text = text
 
     def __enter__(self) -> Self:
-        """Return the status line."""
         return self
 
     def __exit__(
@@ -143,6 +142,5 @@ class StatusLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush the output."""
         if self._screen is not None:
             self._screen.flush()

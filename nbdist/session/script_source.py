@@ -118,7 +118,6 @@ def _comment_list(title: str, items: Sequence[str]) -> list[str]:
 
 
 def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
-    """Return one cell as part of a script."""
     lines: list[str] = []
     comments = list(notes)
     for part in run.parts:

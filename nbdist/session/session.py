@@ -480,7 +480,6 @@ class Session(ModelOperations):
         return self._saves.running_saves()
 
     def __repr__(self) -> str:
-        """Return state, ranks and strategy on one line."""
         return f"Session({self.state}: {self.describe()})"
 
     def _ipython_display_(self) -> None:

@@ -279,7 +279,6 @@ def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:
 
 
 def _intervals(shard: Shard | None) -> list[Interval]:
-    """Return a shard's intervals in order."""
     return sorted((piece.start, piece.stop) for piece in shard.pieces) if shard else []
 
 

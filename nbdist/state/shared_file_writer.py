@@ -83,11 +83,9 @@ class OpenFiles:
         return flat.numel() * dtype.itemsize
 
     def __enter__(self) -> Self:
-        """Return self."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the files."""
         try:
             if kind is None and self._durable:
                 for fd in self._descriptors.values():

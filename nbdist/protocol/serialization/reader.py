@@ -139,7 +139,6 @@ class _PayloadDecoder:
     """Objects made of a buffer, so that a second reference returns the same object."""
 
     def value(self, node: Any) -> Any:
-        """Decode one node."""
         if type(node) is list:
             return self.items(node)
         if type(node) is not dict:

@@ -564,7 +564,6 @@ def _take_snapshot(
 
 
 def _generators_and_positions() -> tuple[rng_state.RngState, list[LoaderPosition]]:
-    """Return the state of the random generators, and the positions of all loaders."""
     positions = [dataloader_state.position_of(loader) for loader in prepared_models.all_loaders()]
     return rng_state.get_rng_state(), positions
 

@@ -405,7 +405,6 @@ def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
-    """Return the models with this prepared optimizer."""
     return [
         model
         for model in _trained
