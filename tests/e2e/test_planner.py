@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import textwrap
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
+from tests.interrupts import meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -403,9 +403,6 @@ def test_stop_during_a_decision_stops_all_ranks(tmp_path: Path) -> None:
 
     with Session(nproc=2, auto=True) as session:
         session.push(asked=str(asked))
-        stopper = threading.Thread(target=stop)
-        stopper.start()
-        with pytest.raises(CellInterrupted):
+        with meanwhile(stop), pytest.raises(CellInterrupted):
             session.run(SLOW)
-        stopper.join()
         assert session.run("rank").values == {0: 0, 1: 1}
