@@ -15,6 +15,7 @@ import pytest
 
 from nbdist.planner import user_cache
 from tests.faults import fault_table
+from tests.processes import runs
 from tests.reused_launcher import reusing_provider
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def remains() -> set[str]:
         reusing_provider.kept.belongings if reusing_provider.kept else set(),
     )
     children = [one for one in own.children(recursive=True) if one.pid not in kept]
-    processes = {f"process {p.pid} {_name(p)}" for p in children if _alive(p)}
-    zombies = {f"zombie {p.pid}" for p in own.children() if not _alive(p)}
+    processes = {f"process {p.pid} {_name(p)}" for p in children if runs(p.pid)}
+    zombies = {f"zombie {p.pid}" for p in own.children() if not runs(p.pid)}
     listening = {
         f"listener {connection.laddr}"
         for connection in own.net_connections("inet")
@@ -105,13 +106,6 @@ def _ours(path: Path) -> bool:
     made_by = re.fullmatch(r"nbdist-(\d+)-.*", path.name)
     pid = int(made_by[1]) if made_by else 0
     return pid == os.getpid() or (pid > 0 and not psutil.pid_exists(pid))
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module", autouse=True)
