@@ -19,7 +19,6 @@ from nbdist.output.sink import running_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 OperationKind = Literal[
     "starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"
@@ -136,11 +135,6 @@ class StatusLine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._screen is not None:
             self._screen.flush()
