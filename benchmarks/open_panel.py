@@ -13,13 +13,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kernels import Kernel
-from results import Row, middle, paired_ratio
-from training import LOOP, STEPS
+from results import Row, middle
+from training import LOOP, our_seconds, speed_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROUNDS = 9
 FLOOD_S = 60
 RATE = 1000
 WARM_S = 10.0
@@ -59,30 +58,15 @@ def measure() -> Iterator[Row]:
 
 def training(kernel: Kernel) -> Row:
     """Steps a second with a panel against none."""
-    alone: list[float] = []
-    beside: list[float] = []
-    for number in range(-1, ROUNDS):
-        without = seconds(kernel)
+
+    def beside_panel() -> float:
         kernel.run("%nbdist panel")  # makes the plan, too
-        along = seconds(kernel)
+        seconds = our_seconds(kernel, LOOP)
         kernel.run(CLOSE)
-        if number >= 0:  # the first round warms up
-            alone.append(without)
-            beside.append(along)
-    return Row(
-        name="training with report() every step: panel open against none",
-        **paired_ratio(alone, beside),
-        unit="x",
-        limit=0.98,
-        sense=">=",
-        detail=f"{STEPS / middle(beside):.1f} / {STEPS / middle(alone):.1f} steps/s",
-    )
+        return seconds
 
-
-def seconds(kernel: Kernel) -> float:
-    """Seconds of one round, by rank 0's own clock."""
-    kernel.run(f"%%distribute --pull seconds\n{LOOP.timed}")
-    return float(kernel.value("seconds"))
+    name = "training with report() every step: panel open against none"
+    return speed_row(name, beside_panel, lambda: our_seconds(kernel, LOOP), limit=0.98)
 
 
 def flood(kernel: Kernel) -> Iterator[Row]:
