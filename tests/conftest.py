@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plan with the catalogue, and let no profile of a test teach the user's own planner.
 
-    A test that sets XDG_CACHE_HOME has its own folder.
+    A test with `own_cache`, or that sets XDG_CACHE_HOME, has its own folder.
     """
     usual, own = user_cache.cache_dir, tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -45,6 +45,12 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             user_cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
         )
         yield
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plan with the defaults, whatever other tests have measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -26,10 +26,7 @@ LLAMA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan with the defaults, whatever was learned on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def notes(config: object, **asked: Any) -> str:
