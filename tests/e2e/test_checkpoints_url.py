@@ -35,13 +35,6 @@ SECRET = "not-to-be-shown-anywhere"  # noqa: S105 - of a server that ends with t
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made := tmp_path_factory.mktemp("notebook"))
-        yield made
-
-
-@pytest.fixture(scope="module")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A bucket on a server of our own."""
     if not all(map(importlib.util.find_spec, ("s3fs", "moto"))):
