@@ -54,7 +54,6 @@ class OrphanResources:
     processes: tuple[OrphanProcess, ...] = ()
     folders: tuple[Path, ...] = ()
     shared_memory_files: tuple[Path, ...] = ()
-    """Files in shared memory."""
 
     def __bool__(self) -> bool:
         return bool(self.processes or self.folders or self.shared_memory_files)

@@ -112,7 +112,6 @@ class Save:
         self.seconds = self.pause_s = 0.0
         self.path: Path | Url | None = None
         self.checkpoint: Checkpoint | None = None
-        """The resulting checkpoint."""
         self.started_at = time.time()
         """Unix time in seconds."""
         self.size_bytes = 0

@@ -140,7 +140,6 @@ class WorkerGroup:
         self.collective_request: RunningRequest | None = None
         """The current request to all ranks, or None."""
         self._end_error: RankDied | None = None
-        """The error with which the ranks ended."""
         self.rank_exits: list[messages.RankExited] = []
         """Exits of ranks of this generation, in order."""
         self._first_end_at = 0.0

@@ -33,7 +33,6 @@ class TensorFileRegion(NamedTuple):
     offset: int
     """Offset of its first byte."""
     dtype: torch.dtype
-    """Dtype in the file."""
     key: str
     start: int
     stop: int
