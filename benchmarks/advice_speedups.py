@@ -180,14 +180,12 @@ def build(session: Session, given: dict[str, Any]) -> None:
 
 
 def profiled(session: Session) -> Profile:
-    """Train with a profile."""
     with contextlib.redirect_stdout(io.StringIO()):
         session.run(TRAIN, profile={"steps": STEPS, "memory": False}, output="none")
     return session.profiles[-1]
 
 
 def apply(session: Session, loop: Loop, advice: Advice) -> None:
-    """Do what it says."""
     if advice.changes:
         with contextlib.redirect_stdout(io.StringIO()):
             session.switch(**advice.changes)

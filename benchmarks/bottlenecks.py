@@ -88,7 +88,6 @@ def measure(build: Path) -> Iterator[Row]:
 
 
 def words(score: Score) -> str:
-    """The score for a reader."""
     alarms = f" and blames {', '.join(score.alarms)}" if score.alarms else ""
     return ("finds it" if score.found else "finds nothing") + alarms
 

@@ -124,7 +124,6 @@ def plain_load(living: State, folder: Path) -> None:
 
 
 def save(state: State, root: Path) -> None:
-    """All that a save does on one rank."""
     draft = FolderStorage(root).begin("bench", size_bytes=sum(one.nbytes for one in state.values()))
     shards = whole(state)
     parts = []
@@ -146,7 +145,6 @@ def save(state: State, root: Path) -> None:
 
 
 def load(living: State, root: Path, *, crc: bool = True) -> None:
-    """All that a load does on one rank."""
     path = FolderStorage(root).find("bench")
     manifest = checkpoint.verify_files(path, crc=crc)
     shard_io.read_shards(path, manifest, whole(living))

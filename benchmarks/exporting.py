@@ -78,7 +78,6 @@ what saving it takes on top."""
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """Time and memory of an export."""
     with tempfile.TemporaryDirectory(dir=build) as made, alone(Path(made)) as other:
         for backend in BACKENDS:
             yield from rows(backend, Path(made), other)

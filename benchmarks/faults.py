@@ -61,7 +61,6 @@ class Outcome:
     """What the user saw."""
 
     def __str__(self) -> str:
-        """The outcome in one line."""
         if self.left_after_restart is not None:
             return f"left {self.left}, {self.left_after_restart} after Jupyter's restart"
         return (
@@ -80,7 +79,6 @@ class Running:
     """
 
     def __init__(self, kernel: Kernel, code: str, cause: str) -> None:
-        """Send it."""
         self.kernel, self.cell, self.cause = kernel, Cell(), cause
         self.known_at = self.over_at = 0.0
         self._idle = False

@@ -276,7 +276,6 @@ class PlainCnn(nn.Module):
 
 
 def model_of(case: Case) -> Any:
-    """Build the model of a case from its config."""
     import transformers
 
     if case.config["model_type"] == PLAIN:
@@ -335,7 +334,6 @@ def _quantized(case: Case, model: Any) -> Any:
 
 
 def _optimizer_of(case: Case, model: Any) -> torch.optim.Optimizer:
-    """Build the optimizer that the case names, with torch's defaults."""
     classes = {"adamw": "AdamW", "adamw_fused": "AdamW", "sgd": "SGD", "adafactor": "Adafactor"}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     how = {"fused": True} if case.optimizer == "adamw_fused" else {}

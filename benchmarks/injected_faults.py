@@ -73,7 +73,6 @@ class Fault:
 
 
 def stop(kernel: Kernel, _: dict[int, int]) -> float:
-    """Press Stop."""
     time.sleep(BUSY_S)
     now = time.time()
     kernel.manager.interrupt_kernel()

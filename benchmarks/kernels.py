@@ -48,7 +48,6 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """All that was written to stdout."""
         return "".join(self.stdout)
 
     @property
@@ -163,7 +162,6 @@ class Kernel:
             time.sleep(quiet_s)
 
     def resident_bytes(self) -> int:
-        """Resident memory of the kernel process alone."""
         resident: int = self.process.memory_info().rss
         return resident
 
@@ -186,11 +184,9 @@ class Kernel:
         return names
 
     def __enter__(self) -> Self:
-        """Nothing to do: it runs."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
         self.close()
 
 
@@ -209,7 +205,6 @@ def run_on(
     timeout_s: float,
     watched: psutil.Process | None = None,
 ) -> Cell:
-    """Run one cell on any connected kernel and time it."""
     cell, idle = Cell(), False
     begin = time.perf_counter()
     request = client.execute(code)

@@ -50,7 +50,6 @@ time.perf_counter() - begin
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """Rows for FSDP and ZeRO-3."""
     folder = build / "bench-loading"
     size = write_checkpoint(folder)
     write_checkpoint(folder / "small", hidden_size=128, num_hidden_layers=2)
@@ -122,7 +121,6 @@ class Memory:
 
     @property
     def growth(self) -> int:
-        """Largest growth in bytes."""
         return self._peak - self._before
 
     def _watch(self) -> None:

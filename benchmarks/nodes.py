@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels import Kernel
-from results import Row, middle, ms, paired_ratio
-from training import LOOP, ROUNDS, STEPS, Script, our_seconds, pipes
+from results import Row, middle, ms
+from training import LOOP, Script, our_seconds, pipes, speed_row
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -78,7 +78,6 @@ def link(hosts: Hosts) -> str:
 
 
 def empty(hosts: Hosts, over: Kernel) -> Row:
-    """The row about the empty cell."""
     times: dict[Kernel, list[float]] = {}
     with kernel(hosts) as one_host:
         one_host.run(f"{NEW_RANKS}pass")
@@ -93,23 +92,15 @@ def empty(hosts: Hosts, over: Kernel) -> Row:
 
 def training(hosts: Hosts, over: Kernel, build: Path) -> Row:
     """The row about training: the model and the steps of `training.py`."""
-    ours: list[float] = []
-    theirs: list[float] = []
     with torchrun(hosts, build) as script:
         over.run(f"%%distribute\n{LOOP.setup}")
-        for number in range(-1, ROUNDS):
-            lap = our_seconds(over, LOOP), script.seconds()
-            if number >= 0:  # the first round warms up
-                ours.append(lap[0])
-                theirs.append(lap[1])
-    return Row(
-        name=TRAINING,
-        **paired_ratio(theirs, ours),
-        unit="x",
-        limit=0.97,
-        sense=">=",
-        detail=f"{STEPS / middle(ours):.1f} / {STEPS / middle(theirs):.1f} steps/s; {link(hosts)}",
-    )
+        return speed_row(
+            TRAINING,
+            lambda: our_seconds(over, LOOP),
+            script.seconds,
+            limit=0.97,
+            detail=f"; {link(hosts)}",
+        )
 
 
 @contextmanager

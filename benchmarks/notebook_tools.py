@@ -44,7 +44,6 @@ class Contender:
 
 
 def contenders(others: rival_packages.Rivals) -> list[Contender]:
-    """All four, nbdist first."""
     return [
         Contender("nbdist", lambda: Kernel(sys.executable), start_nbdist, magic("%%distribute")),
         Contender(
@@ -70,7 +69,6 @@ def launched(lines: str) -> str:
 
 
 def start_nbdist(kernel: Kernel) -> None:
-    """Two ranks."""
     kernel.run("%load_ext nbdist")
     kernel.run("%%distribute -n 2\npass")
 

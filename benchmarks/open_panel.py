@@ -13,13 +13,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kernels import Kernel
-from results import Row, middle, paired_ratio
-from training import LOOP, STEPS
+from results import Row, middle
+from training import LOOP, our_seconds, speed_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROUNDS = 9
 FLOOD_S = 60
 RATE = 1000
 WARM_S = 10.0
@@ -48,7 +47,6 @@ CLOSE = "from nbdist import panel as _p; _p._view(nbdist.session()).panel.freeze
 
 
 def measure() -> Iterator[Row]:
-    """The rows about an open panel."""
     with Kernel(sys.executable) as kernel:
         kernel.run("%load_ext nbdist")
         kernel.run(f"import nbdist\n{BUNDLE}")
@@ -60,30 +58,15 @@ def measure() -> Iterator[Row]:
 
 def training(kernel: Kernel) -> Row:
     """Steps a second with a panel against none."""
-    alone: list[float] = []
-    beside: list[float] = []
-    for number in range(-1, ROUNDS):
-        without = seconds(kernel)
+
+    def beside_panel() -> float:
         kernel.run("%nbdist panel")  # makes the plan, too
-        along = seconds(kernel)
+        seconds = our_seconds(kernel, LOOP)
         kernel.run(CLOSE)
-        if number >= 0:  # the first round warms up
-            alone.append(without)
-            beside.append(along)
-    return Row(
-        name="training with report() every step: panel open against none",
-        **paired_ratio(alone, beside),
-        unit="x",
-        limit=0.98,
-        sense=">=",
-        detail=f"{STEPS / middle(beside):.1f} / {STEPS / middle(alone):.1f} steps/s",
-    )
+        return seconds
 
-
-def seconds(kernel: Kernel) -> float:
-    """Seconds of one round, by rank 0's own clock."""
-    kernel.run(f"%%distribute --pull seconds\n{LOOP.timed}")
-    return float(kernel.value("seconds"))
+    name = "training with report() every step: panel open against none"
+    return speed_row(name, beside_panel, lambda: our_seconds(kernel, LOOP), limit=0.98)
 
 
 def flood(kernel: Kernel) -> Iterator[Row]:
@@ -134,7 +117,6 @@ class Flood:
     """What the panel said of it."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
         self.lags: list[float] = []
         """Of the newest point of each message with rows, in seconds."""
         self.steps: set[float] = set()
@@ -142,11 +124,9 @@ class Flood:
 
     @property
     def points(self) -> int:
-        """Steps that arrived."""
         return len(self.steps)
 
     def take(self, message: dict[str, Any]) -> None:
-        """Take a message of the kernel."""
         if message["msg_type"] != "comm_msg":
             return
         self.messages += 1
@@ -164,7 +144,6 @@ class Flood:
 
 
 def next_message(kernel: Kernel) -> dict[str, Any] | None:
-    """The next message on iopub, or None."""
     import queue
 
     try:
@@ -175,5 +154,4 @@ def next_message(kernel: Kernel) -> dict[str, Any] | None:
 
 
 def is_idle(message: dict[str, Any]) -> bool:
-    """Whether it says that a cell is over."""
     return bool(message["msg_type"] == "status" and message["content"]["execution_state"] == "idle")

@@ -104,7 +104,6 @@ def rounds(backend: str) -> list[tuple[float, dict[str, float]]]:
 
 
 def times(session: Session) -> Times:
-    """Of each part the slower rank's."""
     found = session.run("steps()", output="none").values.values()
     return [max(parts) for parts in zip(*found, strict=True)]
 

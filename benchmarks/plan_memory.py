@@ -426,7 +426,6 @@ def _spec(case: Case) -> ModelSpec:
 
 
 def _line(one: Result) -> str:
-    """One case as a line."""
     case, config = one.case, one.case.config
     shape = {
         "h": config.get("hidden_size") or config.get("n_embd") or config.get("d_model"),
@@ -459,7 +458,6 @@ def _line(one: Result) -> str:
 
 
 def main() -> None:
-    """Compare the cases asked for."""
     parser = argparse.ArgumentParser(description="planned peaks against torch's allocator")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6))
     parser.add_argument("--cases", type=int, default=CASES, help="of each backend")

@@ -121,7 +121,6 @@ def worst(ask: Callable[[Setting], float | None], runs: Sequence[Run]) -> str:
 
 
 def table_of_runs(peers: Sequence[Peer]) -> str:
-    """Every run with figures, a line each."""
     head = f"{'tokens/s of one GPU, GiB':48}{'published':>18}{'planner':>18}"
     lines = [head + "".join(f"{name:>20}" for name, _ in peers)]
     for run in RUNS:
@@ -140,7 +139,6 @@ def table_of_feasibility(peers: Sequence[Peer]) -> str:
 
 
 def feasible_line(one: Ran, peers: Sequence[Peer]) -> str:
-    """One setup."""
     there = "ran" if one.ran else "did not fit"
     of = figure(one.cluster.smallest_device.memory_bytes / GIB)
     theirs = "".join(f"{figure(ask(one)):>20}" for _, ask in peers)

@@ -76,7 +76,6 @@ def cpu_model() -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Rows as text, one a line."""
     lines = [f"{'':5}{'what':58}{'value':>12} {'bar':>10}   made of"]
     for row in rows:
         mark = "skip" if row.skipped else "ok" if row.holds else "MISS"
@@ -119,5 +118,4 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def ms(seconds: float) -> str:
-    """Seconds as milliseconds for a detail."""
     return f"{seconds * 1000:.1f} ms"

@@ -105,7 +105,6 @@ def launch_command(script: Path, *arguments: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

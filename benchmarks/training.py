@@ -20,7 +20,7 @@ from results import Row, middle, paired_ratio
 from starts import launch_command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 ROUNDS = 9
@@ -156,7 +156,6 @@ trainer = SFTTrainer(
 
 
 def measure(build: Path) -> Iterator[Row]:
-    """The rows about training speed."""
     for workload in (LOOP, TRAINER, SFT):
         yield compared(workload, build)
     yield tracked(LOOP, build)
@@ -164,8 +163,6 @@ def measure(build: Path) -> Iterator[Row]:
 
 def tracked(workload: Workload, build: Path) -> Row:
     """The row of a tracker: the same ranks train with and without a run, in turns."""
-    on: list[float] = []
-    off: list[float] = []
     folder = build / "bench-tracker" / str(time.time_ns())
     with Kernel(sys.executable) as tracked_kernel, Kernel(sys.executable) as plain_kernel:
         for kernel in (tracked_kernel, plain_kernel):
@@ -175,40 +172,44 @@ def tracked(workload: Workload, build: Path) -> Row:
             kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
         while not any(folder.glob("*/events*")):  # the tracker's process imports torch
             time.sleep(0.1)
-        for number in range(-1, ROUNDS):
-            lap = our_seconds(tracked_kernel, workload), our_seconds(plain_kernel, workload)
-            if number >= 0:  # the first round warms up
-                on.append(lap[0])
-                off.append(lap[1])
-    return Row(
-        name=f"{workload.name} and a TensorBoard run, against no run",
-        **paired_ratio(off, on),
-        unit="x",
-        limit=0.99,
-        sense=">=",
-        detail=f"{STEPS / middle(on):.1f} / {STEPS / middle(off):.1f} steps/s",
-    )
+        return speed_row(
+            f"{workload.name} and a TensorBoard run, against no run",
+            lambda: our_seconds(tracked_kernel, workload),
+            lambda: our_seconds(plain_kernel, workload),
+            limit=0.99,
+        )
 
 
 def compared(workload: Workload, build: Path) -> Row:
-    """The row of one way to train."""
-    ours: list[float] = []
-    theirs: list[float] = []
     with Kernel(sys.executable) as kernel, launched(workload, build) as script:
         kernel.run("%load_ext nbdist")
         kernel.run(f"%%distribute -n 2 --precision no\n{workload.setup}")
-        for number in range(-1, ROUNDS):
-            lap = our_seconds(kernel, workload), script.seconds()
-            if number >= 0:  # the first round warms up
-                ours.append(lap[0])
-                theirs.append(lap[1])
+        return speed_row(
+            f"{workload.name}, against accelerate launch",
+            lambda: our_seconds(kernel, workload),
+            script.seconds,
+            limit=0.98,
+        )
+
+
+def speed_row(
+    name: str,
+    ours: Callable[[], float],
+    theirs: Callable[[], float],
+    *,
+    limit: float,
+    detail: str = "",
+) -> Row:
+    """The row of two ways to train, which take turns; each returns the seconds of a round."""
+    laps = [(ours(), theirs()) for _ in range(ROUNDS + 1)][1:]  # the first round warms up
+    fast, slow = zip(*laps, strict=True)
     return Row(
-        name=f"{workload.name}, against accelerate launch",
-        **paired_ratio(theirs, ours),
+        name=name,
+        **paired_ratio(slow, fast),
         unit="x",
-        limit=0.98,
+        limit=limit,
         sense=">=",
-        detail=f"{STEPS / middle(ours):.1f} / {STEPS / middle(theirs):.1f} steps/s",
+        detail=f"{STEPS / middle(fast):.1f} / {STEPS / middle(slow):.1f} steps/s{detail}",
     )
 
 
@@ -231,7 +232,6 @@ class Script:
         return float(self._done.read_text())
 
     def end(self) -> None:
-        """Let it leave its loop."""
         self._tell("end")
 
     def _tell(self, order: str) -> None:

@@ -104,7 +104,6 @@ class BottleneckLoop:
         return "\n".join(line for line in lines if line)
 
     def cell(self, steps: int) -> str:
-        """The cell that trains."""
         return self.loop.replace("STEPS", str(steps))
 
     def script(self, steps: int) -> str:

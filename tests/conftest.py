@@ -15,6 +15,7 @@ import pytest
 
 from nbdist.planner import user_cache
 from tests.faults import fault_table
+from tests.processes import runs
 from tests.reused_launcher import reusing_provider
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plan with the catalogue, and let no profile of a test teach the user's own planner.
 
-    A test that sets XDG_CACHE_HOME has its own folder.
+    A test with `own_cache`, or that sets XDG_CACHE_HOME, has its own folder.
     """
     usual, own = user_cache.cache_dir, tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -44,6 +45,12 @@ def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             user_cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
         )
         yield
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plan with the defaults, whatever other tests have measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,8 +75,8 @@ def remains() -> set[str]:
         reusing_provider.kept.belongings if reusing_provider.kept else set(),
     )
     children = [one for one in own.children(recursive=True) if one.pid not in kept]
-    processes = {f"process {p.pid} {_name(p)}" for p in children if _alive(p)}
-    zombies = {f"zombie {p.pid}" for p in own.children() if not _alive(p)}
+    processes = {f"process {p.pid} {_name(p)}" for p in children if runs(p.pid)}
+    zombies = {f"zombie {p.pid}" for p in own.children() if not runs(p.pid)}
     listening = {
         f"listener {connection.laddr}"
         for connection in own.net_connections("inet")
@@ -105,13 +112,6 @@ def _ours(path: Path) -> bool:
     made_by = re.fullmatch(r"nbdist-(\d+)-.*", path.name)
     pid = int(made_by[1]) if made_by else 0
     return pid == os.getpid() or (pid > 0 and not psutil.pid_exists(pid))
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -47,7 +47,6 @@ def pages() -> list[Path]:
 
 
 def of_page(path: Path) -> list[Example]:
-    """Return the examples of a page in order."""
     text = path.read_text()
     return [
         Example(
@@ -63,7 +62,6 @@ def of_page(path: Path) -> list[Example]:
 
 @cache
 def of_docstrings() -> list[Example]:
-    """Return the examples of the package's docstrings."""
     found = []
     for path in sorted((ROOT / "nbdist").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -131,7 +131,6 @@ def sft_trainer(
 
 
 def saved_weights(folder: str | Path) -> dict[str, Any]:
-    """Return the tensors that a trainer saved in a folder."""
     files = list(Path(folder).glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

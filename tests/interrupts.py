@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from nbdist import CellInterrupted
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from nbdist import Session
 
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 def press() -> None:
     """Press Stop: a notebook's front end sends this signal to its kernel."""
     os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextmanager
+def meanwhile(call: Callable[[], object]) -> Iterator[None]:
+    """Run a function on a thread of its own; wait for its end."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def stopped(
@@ -43,13 +55,8 @@ def stopped(
             eventually(more, within_s=30)
             press()
 
-    thread = threading.Thread(target=wait_and_press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(code, ranks=ranks)
-    finally:
-        thread.join()
+    with meanwhile(wait_and_press), pytest.raises(CellInterrupted) as told:
+        session.run(code, ranks=ranks)
     return str(told.value), time.monotonic() - pressed[0]
 
 

@@ -107,13 +107,11 @@ class LiveKernel:
         return self.collect(request), prompts
 
     def answer_prompt(self, answer: str) -> str:
-        """Answer the next prompt and return it."""
         prompt = self.next_prompt()
         self.client.input(answer)
         return prompt
 
     def next_prompt(self) -> str:
-        """Wait for the next prompt and return it."""
         message = self.client.get_stdin_msg(timeout=self.deadline_s)
         return str(message["content"]["prompt"])
 

@@ -29,7 +29,6 @@ class ReusedLauncher(Launcher):
     def __init__(
         self, kind: DeviceType, python: RankPython, reusing_provider: ReusingLauncherProvider
     ) -> None:
-        """Start the process."""
         self._keeper = reusing_provider
         self._nobody_runs = threading.Event()
         self._nobody_runs.set()
@@ -53,7 +52,6 @@ class ReusedLauncher(Launcher):
             self._tell(message)
 
     def send(self, message: messages.LauncherMessage) -> None:
-        """Send one message."""
         if isinstance(message, messages.LaunchRanksRequest):
             self._nobody_runs.clear()
         super().send(message)
@@ -91,7 +89,6 @@ class ReusingLauncherProvider(LocalLauncherProvider):
     """Gives the launcher that an earlier session has used, where nothing has changed since."""
 
     def __init__(self) -> None:
-        """Keep none yet."""
         super().__init__()
         self.kept: ReusedLauncher | None = None
         self._ending = False
@@ -119,13 +116,11 @@ class ReusingLauncherProvider(LocalLauncherProvider):
         return self.kept is launcher
 
     def end(self) -> None:
-        """End the launcher that is kept."""
         kept, self.kept = self.kept, None
         if kept is not None:
             Launcher.close(kept)
 
     def close(self) -> None:
-        """Keep none any more."""
         self._ending = True
         self.end()
 

@@ -19,7 +19,6 @@ def workers(session: Session) -> WorkerGroup:
 
 
 def cell_runner(session: Session) -> CellRunner:
-    """What runs the cells of a session."""
     return session._cells
 
 

@@ -56,7 +56,6 @@ class Opened:
     """Counts the messages that the kernel reads."""
 
     def __init__(self) -> None:
-        """Count from now on."""
         self.number = 0
         whole = RankChannels._deliver
 

@@ -55,12 +55,10 @@ class Rank:
             one.bind(f"ipc://{given['ip']}-{given[f'{channel}_port']}")
 
     def close(self) -> None:
-        """Close them."""
         for one in self.sockets.values():
             one.close(0)
 
     def read(self, channel: str) -> None:
-        """Answer one message."""
         frames = self.sockets[channel].recv_multipart(zmq.DONTWAIT)
         if channel == "iopub":
             if frames[0][:1] == b"\x01":
@@ -111,7 +109,6 @@ class Rank:
         return {"status": "ok"}
 
     def execute(self, asked: dict[str, Any], words: list[str]) -> None:
-        """Run a cell."""
         match words:
             case ["wait"]:
                 self.running = asked
@@ -129,7 +126,6 @@ class Rank:
     def print(
         self, asked: dict[str, Any], lines: int, each: int, words: str, *, shift: int
     ) -> None:
-        """Print numbered lines."""
         first, until = 0, each - shift % each
         while first < lines:
             text = "".join(f"line {one} {words}\n" for one in range(first, min(until, lines)))
@@ -137,14 +133,12 @@ class Rank:
             first, until = until, until + each
 
     def end(self, asked: dict[str, Any], content: dict[str, Any]) -> None:
-        """Reply and be idle."""
         kind = asked["header"]["msg_type"].replace("_request", "_reply")
         frames = self._packed(kind, content, asked["header"], {"engine": self._session})
         self.sockets[asked["channel"]].send_multipart([*asked["to"], *frames])
         self.tell("status", {"execution_state": "idle"}, asked["header"])
 
     def tell(self, kind: str, content: dict[str, Any], parent: dict[str, Any]) -> None:
-        """Publish a message."""
         topic = f"kernel.{self._session}.{kind}".encode()
         self.sockets["iopub"].send_multipart([topic, *self._packed(kind, content, parent, {})])
 
@@ -171,7 +165,6 @@ class Ranks:
     """All ranks of one start, on this thread."""
 
     def __init__(self, link: socket.socket) -> None:
-        """Have none yet."""
         self._link = link
         self._context = zmq.Context()
         self._poller = zmq.Poller()
@@ -216,7 +209,6 @@ class Ranks:
 
 
 def read(link: socket.socket, into: SimpleQueue[messages.LauncherMessage | None]) -> None:
-    """Read the link; its end is the end."""
     with suppress(ConnectionResetError), link.makefile("rb") as lines:
         for line in lines:
             into.put(messages.decode_line(line))

@@ -255,7 +255,6 @@ class Manifest:
     samples: Count = 0
     """Samples processed by all ranks."""
     options: Mapping[Text, JsonValue] = field(default_factory=dict)
-    """Options of the backend."""
     versions: Mapping[Text, Text] = field(default_factory=dict)
     """Package -> version at the time of saving. Always includes "nbdist"."""
     aliases: Mapping[Text, Text] = field(default_factory=dict)

@@ -113,11 +113,9 @@ class CheckpointReader:
         os.close(self._folder)
 
     def __enter__(self) -> Self:
-        """Return the open checkpoint."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the checkpoint."""
         self.close()
 
 

@@ -202,7 +202,6 @@ class SafetensorsWriter:
         self._output.abort()
 
     def __enter__(self) -> Self:
-        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -319,13 +319,11 @@ class _UploadedFile:
             self._file: Any = system.open(path, "wb")
 
     def write(self, content: memoryview) -> None:
-        """Write all of the content."""
         with translate_errors(f"Cannot write {self._url}"):
             while content:
                 content = content[self._file.write(content) :]
 
     def close(self) -> None:
-        """Finish the upload."""
         with translate_errors(f"Cannot write {self._url}"):
             self._file.close()
 

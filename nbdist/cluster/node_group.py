@@ -364,7 +364,6 @@ class NodeGroup:
         return self._channels
 
     def _ranks_per_node(self, world_size: int) -> list[range]:
-        """Ranks that each node gets."""
         shares, first = [], 0
         for node in self.nodes:
             shares.append(range(first, min(first + node.place.ranks, world_size)))

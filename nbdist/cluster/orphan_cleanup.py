@@ -54,10 +54,8 @@ class OrphanResources:
     processes: tuple[OrphanProcess, ...] = ()
     folders: tuple[Path, ...] = ()
     shared_memory_files: tuple[Path, ...] = ()
-    """Files in shared memory."""
 
     def __bool__(self) -> bool:
-        """True if there are any."""
         return bool(self.processes or self.folders or self.shared_memory_files)
 
 

@@ -54,7 +54,6 @@ class AgentCredentials:
     secret: str
     """Secret key of this node; `public` belongs to it."""
     index: int
-    """Index of the node."""
     kind: Literal["cpu", "cuda"]
     """Device type of the ranks."""
     cwd: str

@@ -174,7 +174,6 @@ class PollWaker:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.socket = context.socket(zmq.PAIR)
-        """Socket to poll."""
         self.socket.bind(WAKE_ADDRESS)
         self._ringing = context.socket(zmq.PAIR)
         self._ringing.connect(WAKE_ADDRESS)

@@ -80,6 +80,7 @@ def render_page(state: PanelState, curves: Mapping[str, Points]) -> str:
     """
     now = time.time()
     first, *others = panel_text.header_lines(state, now)
+    marks = [f"step {mark['step']}: {mark['kind']}: {mark['text']}" for mark in state["marks"]]
     return element(
         "div",
         element("div", element("b", first)),
@@ -90,7 +91,7 @@ def render_page(state: PanelState, curves: Mapping[str, Points]) -> str:
         _section("Curves", _curves(curves, state["marks"])),
         _section("Ranks", _ranks(state["ranks"])),
         _section("Checkpoints", _checkpoints(state["checkpoints"], now)),
-        _section("Marks", _marks(state["marks"])),
+        _section("Marks", _list(marks)),
         style=PAGE_STYLE,
     )
 
@@ -364,10 +365,6 @@ def _checkpoints(checkpoints: Sequence[CheckpointView], now: float) -> Html:
         rows.append(html_row(cells, _CHECKPOINT_TEXT))
     header = ["name", "step", "size", "backend", "saved", ""]
     return html_table(header, rows, _CHECKPOINT_TEXT)
-
-
-def _marks(marks: Sequence[EventMarkView]) -> Html:
-    return _list(f"step {mark['step']}: {mark['kind']}: {mark['text']}" for mark in marks)
 
 
 def _list(items: Iterable[str]) -> Html:

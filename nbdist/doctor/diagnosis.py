@@ -56,7 +56,6 @@ class Diagnosis:
         return json.dumps(tree, indent=2)
 
     def __str__(self) -> str:
-        """Return the findings as text."""
         return "\n".join([self._heading(), *(_text(finding) for finding in self.findings)])
 
     __repr__ = __str__

@@ -55,11 +55,10 @@ class FrontEndCheck:
 
     Args:
         ask: asks the user for a line of text, as `input`.
-        reply_s: time for the page to reply while the cell blocks.
     """
 
-    def __init__(self, ask: Callable[[str], str] = input, *, reply_s: float = REPLY_S) -> None:
-        self._ask, self._reply_s = ask, reply_s
+    def __init__(self, ask: Callable[[str], str] = input) -> None:
+        self._ask = ask
         self._id = secrets.token_hex(4)
         self._replied: dict[str, bool] = {}
         """Kind of a reply, and whether it arrived while the cell blocked."""
@@ -78,7 +77,7 @@ class FrontEndCheck:
         self._screen.display(updated, {}, display_id=update_id, update=True)
         self._screen.flush()
         if not self._no_widget:
-            self._all_replied.wait(self._reply_s)
+            self._all_replied.wait(REPLY_S)
         self._input_findings = [*self._check_input()]
         report = self.report()
         self._screen.display(_bundle(report), {}, display_id=f"{update_id}-report")

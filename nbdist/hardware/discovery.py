@@ -140,9 +140,7 @@ class GpuFreeMemory:
     """Other processes that hold memory of the GPU: "python (pid 4711)"."""
 
 
-def discover_machine(
-    *, nvml: Any = None, environ: Mapping[str, str] = os.environ, driver: Path = DRIVER
-) -> Machine:
+def discover_machine(*, nvml: Any = None, environ: Mapping[str, str] = os.environ) -> Machine:
     """Find the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and count the CPUs.
 
     Initialises no device. Results without a failure are cached for the life of the process.
@@ -150,7 +148,6 @@ def discover_machine(
     Args:
         nvml: a module with the functions of `pynvml`, for tests.
         environ: source of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-        driver: a file that exists if the driver is loaded.
     """
     nvml = nvml or import_pynvml()
     key = nvml, amd.visible_devices(environ), environ.get("CUDA_DEVICE_ORDER")
@@ -164,7 +161,7 @@ def discover_machine(
         except nvml.NVMLError as error:
             maker, tool = ("AMD", "amd-smi") if amd.is_rocm() else ("NVIDIA", "nvidia-smi")
             reason = f"{maker}'s driver does not respond ({error}), so no GPU is used; run {tool}"
-            is_loaded = driver.exists() or (amd.is_rocm() and amd.DRIVER.exists())
+            is_loaded = DRIVER.exists() or (amd.is_rocm() and amd.DRIVER.exists())
             seen = _NvmlQueryResult(failures=(reason,) if is_loaded else ())
     return Machine(
         seen.gpus,
@@ -339,9 +336,9 @@ def _device_order_warning(
     return [sentence]
 
 
-def driver_cuda_version(nvml: Any = None) -> tuple[int, int] | None:
+def driver_cuda_version() -> tuple[int, int] | None:
     """Return the newest CUDA version that the driver supports; None without a driver."""
-    nvml = nvml or import_pynvml()
+    nvml = import_pynvml()
     if nvml is None:
         return None
     try:

@@ -60,7 +60,6 @@ def build_missing_ops(
     *,
     progress: Callable[[str], None],
     shown: Mapping[str, str] = os.environ,
-    limit_s: float = BUILD_TIMEOUT_S,
 ) -> None:
     """Build missing ops and load all of them into this process.
 
@@ -71,7 +70,6 @@ def build_missing_ops(
         ops: names from ``Strategy.required_ops``, in loading order.
         progress: called about once a second with a line of text during a build.
         shown: environment variables that show the ranks their GPUs; default: this process's.
-        limit_s: timeout of one build.
 
     Raises:
         StartError: a tool or library is missing, or a build failed or timed out.
@@ -87,11 +85,11 @@ def build_missing_ops(
         os.environ["PATH"] = deepspeed_requirements.build_search_path()
         if text := deepspeed_requirements.missing_requirements(missing, kind):
             raise StartError(text)
-        with build_lock(folder, progress=progress, limit_s=limit_s) as lock:
+        with build_lock(folder, progress=progress, limit_s=BUILD_TIMEOUT_S) as lock:
             for op in missing:
                 if not (folder / op / BUILT_FILE).exists():
                     environ = {**os.environ, **shown}
-                    _build(op, folder / op, environ, lock=lock, progress=progress, limit_s=limit_s)
+                    _build(op, folder / op, environ, lock=lock, progress=progress)
     for op in ops:
         _load(op, folder / op)
 
@@ -163,7 +161,6 @@ def _build(
     *,
     lock: int,
     progress: Callable[[str], None],
-    limit_s: float,
 ) -> None:
     """Build one op in a child process that inherits the lock and ends with this process.
 
@@ -188,8 +185,10 @@ def _build(
     try:
         while child.poll() is None:
             elapsed = time.monotonic() - start
-            if elapsed > limit_s:
-                message = f"Building DeepSpeed's {op} took more than {limit_s:.0f} s. See {log}."
+            if elapsed > BUILD_TIMEOUT_S:
+                message = (
+                    f"Building DeepSpeed's {op} took more than {BUILD_TIMEOUT_S:.0f} s. See {log}."
+                )
                 raise StartError(message)
             progress(f"building DeepSpeed's {op}, once (1-4 minutes): {elapsed:.0f} s")
             with contextlib.suppress(subprocess.TimeoutExpired):

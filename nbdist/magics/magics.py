@@ -157,34 +157,22 @@ class NbDist(Magics):
         has_gpus = bool(discovery.discover_machine().gpus)
         self.launcher_provider.warm_up("cuda" if has_gpus else "cpu", python)
 
-    @validate("python")
-    def _validate_python(self, proposal: Bunch) -> str | None:
-        try:
-            rank_python.find(proposal.value)
-        except OptionError as error:
-            raise TraitError(f"The 'python' trait: {error}") from None
-        return cast("str | None", proposal.value)
-
-    @validate("checkpoints")
-    def _validate_checkpoint_dir(self, proposal: Bunch) -> str | None:
-        folder: str | None = proposal.value
-        try:
-            if folder is not None:
-                session_checkpoints.check_root(folder)
-        except NbdistError as error:
-            raise TraitError(f"The 'checkpoints' trait: {error}") from None
-        return folder
-
-    @validate("deadline")
-    def _validate_deadline(self, proposal: Bunch) -> str | None:
-        try:
+    @validate("python", "checkpoints", "deadline", "track")
+    def _validate_value(self, proposal: Bunch) -> str | None:
+        checks: dict[str, Callable[[str], object]] = {
+            "python": rank_python.find,
+            "checkpoints": session_checkpoints.check_root,
             # A duration counts from the kernel's start, and the value is kept as it was given.
-            if proposal.value is not None:
-                parse_deadline(proposal.value)
+            "deadline": parse_deadline,
+            "track": Tracker.parse,
+        }
+        name, value = proposal.trait.name, cast("str | None", proposal.value)
+        try:
+            if value is not None:
+                checks[name](value)
         except NbdistError as error:
-            raise TraitError(f"The 'deadline' trait: {error}") from None
-        deadline: str | None = proposal.value
-        return deadline
+            raise TraitError(f"The {name!r} trait: {error}") from None
+        return value
 
     def _set_deadline(self, change: Bunch) -> None:
         if change.new is not None:
@@ -192,16 +180,6 @@ class NbDist(Magics):
             print(f"nbdist: before {at:%Y-%m-%d %H:%M:%S} the ranks stop and save a checkpoint")
         if (session := current_session()) is not None:
             session.set_deadline(change.new)
-
-    @validate("track")
-    def _validate_tracker(self, proposal: Bunch) -> str | None:
-        text: str | None = proposal.value
-        try:
-            if text is not None:
-                Tracker.parse(text)
-        except NbdistError as error:
-            raise TraitError(f"The 'track' trait: {error}") from None
-        return text
 
     def _change_tracker(self, change: Bunch) -> None:
         session = current_session()

@@ -57,7 +57,6 @@ class CalibrationReport:
     """Measurements of each rank, from ``worker.benchmarks.calibration.calibrate``."""
 
     def __str__(self) -> str:
-        """Return a text table."""
         lines = ((row.what, row.measured, row.before) for row in self.lines)
         rows = [("", "measured", "plans took"), *lines]
         table = [
@@ -72,7 +71,6 @@ class CalibrationReport:
         return f"{self.place}: measured in {self.seconds:.1f} s; used by plans for this machine"
 
     def _repr_html_(self) -> str:
-        """Return an HTML table."""
         rows = [html_row([row.what, row.measured, row.before], {0}) for row in self.lines]
         table = html_table(["", "measured", "plans took"], rows, {0})
         return str(join([element("div", element("b", self._title)), table, lines(self.notes)]))

@@ -54,7 +54,6 @@ class ExportReport:
     """Code that loads the folder."""
 
     def __str__(self) -> str:
-        """Return a summary of a few lines."""
         files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
         lines = [
             (

@@ -35,7 +35,6 @@ class ForeignReport:
     """Parts that were not loaded."""
 
     def __str__(self) -> str:
-        """Return a summary of a few lines."""
         step = "" if self.steps is None else f", the optimizer at step {self.steps:g}"
         amount = (
             f"{self.tensors} tensors, {format_bytes(self.read_bytes)} read in {self.seconds:.1f} s"

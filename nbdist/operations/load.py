@@ -44,7 +44,6 @@ class LoadReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """Return a summary of a few lines."""
         lines = [
             f"{self.name} (step {self.step}, {self.written}) loaded in {self.total_s:.1f} s",
             f"  loaded: {'; '.join(self.loaded)}",

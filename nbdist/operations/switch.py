@@ -54,7 +54,6 @@ class SwitchReport:
         return sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """Return a summary of a few lines."""
         if self.before == self.after and not self.seconds:
             return f"{self.after}: nothing to switch"
         share = self.moved_bytes / self.state_bytes if self.state_bytes else 0.0

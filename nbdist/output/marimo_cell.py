@@ -134,7 +134,6 @@ class _Display(marimo.Html):  # type: ignore[misc]
 
     @property
     def text(self) -> str:
-        """The HTML."""
         return str(self._shown.text)
 
     def set_bundle(self, bundle: MimeBundle) -> None:

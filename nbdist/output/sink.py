@@ -119,7 +119,9 @@ class RunningCellWriter:
 
 
 class FinishedCellSink:
-    """A cell that has returned. Its output area is addressed by the cell's parent header.
+    """The cell that runs on this thread when it is created, also after it has returned.
+
+    Messages have the cell's parent header.
 
     ipykernel 7.4: `kernel.iopub_socket` passes messages to the IOPub thread and Session signs with
     a copy of its key, so any thread may send (tested: 200 messages from 4 threads while a cell
@@ -129,9 +131,8 @@ class FinishedCellSink:
 
     has_output_area = False
 
-    def __init__(self, parent: MimeBundle | None = None) -> None:
-        """Pin to a cell; by default to the one that runs now on this thread."""
-        self._parent = parent_header() if parent is None else parent
+    def __init__(self) -> None:
+        self._parent = parent_header()
         self._lock = threading.RLock()
         self._text: list[str] = []
         self._name: StreamName = "stdout"

@@ -237,7 +237,6 @@ class CommandQueue:
         self._lock = threading.Lock()
         """Protects the waiting commands, which any thread may add, take and cancel."""
         self.doing: PanelCommand | None = None
-        """The running command."""
         self._busy_since: float | None = None
         """Monotonic time since which the thread runs a command or the idle callback."""
         self._wake_event = threading.Event()

@@ -148,7 +148,6 @@ def _strategy_row(
 
 
 def _current_row(plan: Plan, options: Options) -> PlanRow | None:
-    """The row of the current strategy."""
     fixed = {name: getattr(options, name) for name in _STRATEGY_OPTIONS}
     fixed["offload"] = options.offload_device
     fixed["reshard_after_forward"] = options.reshard_after_forward

@@ -78,7 +78,6 @@ class Bottleneck:
 
     kind: BottleneckKind
     step_share: float
-    """Share of the step."""
     parts: tuple[StepPart, ...]
     """Parts of the step it consists of. Advice must shorten one of them."""
     sentence: str

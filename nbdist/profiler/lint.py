@@ -192,7 +192,6 @@ class TrainingCellVisitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _record_wait(self, call: ast.Call, name: str) -> None:
-        """Record a call if it waits for the device."""
         waits = ""
         sure: Confidence = "certain"
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]

@@ -93,7 +93,6 @@ class Profile(ProfileAnalysis):
         }
 
     def __str__(self) -> str:
-        """Return the verdict, the recommendations and tables as text."""
         return profile.render_text(self)
 
     __repr__ = __str__

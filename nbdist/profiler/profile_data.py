@@ -49,7 +49,6 @@ class ProfileData:
     """Measurements ordered by rank, with waiting separated from communication."""
     setting: ProfiledConfig
     remarks: tuple[LintFinding, ...] = ()
-    """Lint findings for the cell."""
     loader_text: DataLoaderCall | None = None
     """Source of the call that created the loop's DataLoader, if known."""
     told: tuple[str, ...] = ()

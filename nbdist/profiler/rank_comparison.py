@@ -38,7 +38,6 @@ STEP_PART_LABELS: Mapping[StepPart, str] = {
     "python": "Python code of the cell",
     "idle": "idle time",
 }
-"""Labels of the parts of a step."""
 
 
 _UNMATCHED = (

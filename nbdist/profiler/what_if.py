@@ -48,7 +48,6 @@ class _ScaledCluster(ClusterSpec):
 
     @property
     def latency_s(self) -> float:
-        """Scaled latency."""
         return super().latency_s * self.factor
 
     @property

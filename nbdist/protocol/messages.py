@@ -103,7 +103,6 @@ class CellMetadata(TypedDict):
     checkpoints: str
     """Location for new checkpoints, as in ``LaunchRanksRequest``."""
     ranks: list[int]
-    """Ranks that run the cell."""
     debugs_error: bool
     """True if it debugs the error of the cell before it, whose frames are kept."""
 
@@ -524,7 +523,6 @@ class LauncherHello:
     protocol: int
     """``PROTOCOL`` of its nbdist."""
     version: str
-    """Version of its nbdist."""
 
 
 @dataclass(frozen=True, slots=True)

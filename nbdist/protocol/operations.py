@@ -34,7 +34,6 @@ class Operation(Generic[RequestT, ReportT]):
     """Function that a rank runs: "package.module:function". Called with the request and the
     `RankContext`, returns the report. It is imported when it is first used: most need torch."""
     raises: type[NbdistError]
-    """Type of the error if it fails."""
     in_phases: bool = True
     """True if an interrupt takes effect between phases (`worker.interrupt.deferred_interrupts`)."""
     fails_alone: bool = False
@@ -279,7 +278,6 @@ class RankImportReport:
     """Format and tool that wrote it."""
     tensors: int = 0
     read_bytes: int = 0
-    """Bytes that this rank read."""
     steps: float | None = None
     """Optimizer steps taken; None if the optimizer state was not loaded."""
     seconds: float = 0.0

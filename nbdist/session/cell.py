@@ -552,7 +552,6 @@ class CellResult:
         return True
 
     def __repr__(self) -> str:
-        """Return state and ranks on one line."""
         state = "ok" if self.ok else "failed" if self.done else "running"
         return f"CellResult({state}, ranks={list(self._cell.ranks)})"
 

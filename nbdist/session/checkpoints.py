@@ -88,7 +88,6 @@ class Checkpoint(CheckpointSummary):
             return shard_io.read_state_dict(download.folder, prefix)
 
     def __str__(self) -> str:
-        """Return a one-line summary."""
         took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
         took += f", of a run ended by {self.ended}" if self.ended else ""
         when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -113,7 +112,6 @@ class Save:
         self.seconds = self.pause_s = 0.0
         self.path: Path | Url | None = None
         self.checkpoint: Checkpoint | None = None
-        """The resulting checkpoint."""
         self.started_at = time.time()
         """Unix time in seconds."""
         self.size_bytes = 0
@@ -224,7 +222,6 @@ class Save:
             watcher(self)
 
     def __str__(self) -> str:
-        """Return a summary of one or more lines."""
         pause = f"training paused {self.pause_s:.2f} s"
         where = "" if self.root == Path.cwd() / DEFAULT_FOLDER else f" to {self.root}"
         if not self.done:
@@ -340,7 +337,6 @@ class Checkpoints(Sequence[Checkpoint]):
         return iter(list(self._now()))
 
     def __repr__(self) -> str:
-        """Return one checkpoint per line."""
         lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {item}" for item in self.cached)]
         lines += [f"  {self.list_error}"] if self.list_error else []
         lines += [f"  {save}" for save in self.failed_saves]

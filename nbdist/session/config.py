@@ -120,7 +120,6 @@ class SessionConfig:
     """Options that auto must keep; None without auto."""
     is_auto_pending: bool = False
     requested_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The options as requested."""
 
     @classmethod
     def from_options(

@@ -435,7 +435,6 @@ class InterruptEscalation:
     # -- messages to the user
 
     def _status_text(self, now: float) -> str:
-        """Return the status line."""
         left = self.work.running
         if self.stage is InterruptStage.RUNNING or not left:
             words = [self.hang.description if self.hang else "", self.where(silent=True)]

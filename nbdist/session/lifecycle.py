@@ -44,7 +44,6 @@ from nbdist.session.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
     from nbdist.cluster.launcher_interface import LauncherProvider
     from nbdist.cluster.rank_channels import Message
@@ -528,16 +527,9 @@ class SessionLifecycle:
             self.give_up()
 
     def __enter__(self) -> Self:
-        """Start the ranks."""
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End the ranks."""
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _record_death(self, death: WorkerFailure) -> RankDied:

@@ -215,7 +215,6 @@ class Metrics:
         return name in self.names
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(self.names)
 
     def __len__(self) -> int:
@@ -253,7 +252,6 @@ class Metrics:
         return frame
 
     def __repr__(self) -> str:
-        """Return the last rows as a text table."""
         summary, rows = self._last_rows()
         return "\n".join([f"Metrics: {summary}", *text_table(rows)])
 

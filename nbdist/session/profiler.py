@@ -131,7 +131,6 @@ class ProfileRun:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     ranks: tuple[int, ...] = ()
     text: str = ""
-    """Progress text."""
     figures: dict[int, RankProfile] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
     """Why ranks have no measurements, one sentence each."""
@@ -176,7 +175,6 @@ class ProfileRun:
         ]
 
     def __str__(self) -> str:
-        """Return a sentence for the user."""
         instead = " This replaces the profile requested before." if self.replaces else ""
         if self.cell is None:
             return (

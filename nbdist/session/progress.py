@@ -19,7 +19,6 @@ from nbdist.output.sink import running_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 OperationKind = Literal[
     "starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"
@@ -134,15 +133,8 @@ class StatusLine:
         self._shown_text = text
 
     def __enter__(self) -> Self:
-        """Return the status line."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Flush the output."""
+    def __exit__(self, *_: object) -> None:
         if self._screen is not None:
             self._screen.flush()

@@ -18,7 +18,6 @@ from nbdist.session.progress import StatusLine
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from nbdist.cluster.launcher_interface import TransferCallback
     from nbdist.session.worker_group import WorkerGroup
@@ -131,12 +130,7 @@ class _TransferStatus:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Show the result if progress was shown.
 
         Raises:

@@ -66,7 +66,6 @@ class WrittenScript:
     """What is not in the script, and what it needs."""
 
     def __str__(self) -> str:
-        """Return folder, notes and commands."""
         width = max(map(len, self.commands))
         cells = f"cell{'s' * (len(self.cells) > 1)} {', '.join(map(str, self.cells))}"
         return "\n".join(

@@ -118,7 +118,6 @@ def _comment_list(title: str, items: Sequence[str]) -> list[str]:
 
 
 def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
-    """Return one cell as part of a script."""
     lines: list[str] = []
     comments = list(notes)
     for part in run.parts:
@@ -355,18 +354,12 @@ def _sorted_imports(lines: Iterable[str]) -> list[str]:
         place = 1 if top in sys.stdlib_module_names else 2
         place = 0 if top == "__future__" else 3 if top == RUNTIME else place
         groups[place].setdefault(key, set()).update(names)
-    sections = [
-        [_import_line(key, sorted(group[key])) for key in sorted(group, key=_import_order)]
-        for group in groups
-    ]
     joined: list[str] = []
-    for section in filter(None, sections):
-        joined += ["", *section] if joined else section
+    for group in filter(None, groups):
+        order = sorted(group, key=lambda line: (line.startswith("from"), line))
+        joined += [""] if joined else []
+        joined += [_import_line(key, sorted(group[key])) for key in order]
     return joined
-
-
-def _import_order(line: str) -> tuple[bool, str]:
-    return line.startswith("from"), line
 
 
 def _import_line(key: str, names: list[str]) -> str:
@@ -431,13 +424,10 @@ def _predefined_lines(
         imports.add("from accelerate import Accelerator")
         if "Plugin" in arguments:
             imports.add("from accelerate import FullyShardedDataParallelPlugin")
-            imports.add(f"from torch.distributed.fsdp import {_policy(arguments)}")
+            policy = "Policy" if "MixedPrecisionPolicy" in arguments else ""
+            imports.add(f"from torch.distributed.fsdp import MixedPrecision{policy}")
         lines = [f"accelerator = Accelerator({arguments})"]
     elif names:
         imports.add("from accelerate import PartialState")
     source = "accelerator" if is_made or "accelerator" in used else "PartialState()"
     return lines + [f"{name} = {source}.{_FROM_ACCELERATOR[name]}" for name in names]
-
-
-def _policy(arguments: str) -> str:
-    return "MixedPrecisionPolicy" if "MixedPrecisionPolicy" in arguments else "MixedPrecision"

@@ -14,7 +14,7 @@ from nbdist.errors import PlanError, SessionError
 from nbdist.output.tracebacks import group_errors
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import inspection, lifecycle, panel_loader, planner, stacks
+from nbdist.session import inspection, lifecycle, panel_loader, planner
 from nbdist.session.cell import CellResult, check_code
 from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
@@ -462,7 +462,7 @@ class Session(ModelOperations):
         explanation.
         """
         self._ensure_alive()
-        return stacks.rank_stacks(self._workers, self._cells.cell_numbers_by_file())
+        return inspection.rank_stacks(self._workers, self._cells.cell_numbers_by_file())
 
     def panel(self, face: str = "auto") -> None:
         """Show the panel below this cell: predicted and live memory, curves, and buttons.
@@ -480,7 +480,6 @@ class Session(ModelOperations):
         return self._saves.running_saves()
 
     def __repr__(self) -> str:
-        """Return state, ranks and strategy on one line."""
         return f"Session({self.state}: {self.describe()})"
 
     def _ipython_display_(self) -> None:

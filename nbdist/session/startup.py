@@ -13,7 +13,7 @@ from nbdist.cluster import local_launcher
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import failure_causes, stacks
+from nbdist.session import failure_causes, inspection
 from nbdist.session.worker_group import RankProcessInfo
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class RankStartup:
             self._progress(f"{self._missing()} for {waited_s:.0f} s")
         raise StartError(
             f"No message from the ranks for {patience_s:.0f} s. {self._workers.log_excerpt()}\n"
-            f"Stacks of the processes:\n{stacks.startup_stacks(self._workers)}"
+            f"Stacks of the processes:\n{inspection.startup_stacks(self._workers)}"
         )
 
     def _missing(self) -> str:

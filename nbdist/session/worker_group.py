@@ -31,7 +31,7 @@ from nbdist.session import failure_causes
 from nbdist.session.failure_causes import OomKillCounter, StoppedProcessWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
@@ -140,7 +140,6 @@ class WorkerGroup:
         self.collective_request: RunningRequest | None = None
         """The current request to all ranks, or None."""
         self._end_error: RankDied | None = None
-        """The error with which the ranks ended."""
         self.rank_exits: list[messages.RankExited] = []
         """Exits of ranks of this generation, in order."""
         self._first_end_at = 0.0
@@ -445,6 +444,30 @@ class WorkerGroup:
         finally:
             self.drop_requests(requests)
         return replies
+
+    def answers_within(
+        self, timeout_s: float, ranks: Sequence[int], kind: str, content: Any
+    ) -> Iterator[tuple[int, Channel, Message]]:
+        """Send a request on the control channel; yield what arrives for it until the timeout.
+
+        Yields:
+            Rank, channel and message.
+
+        Raises:
+            SessionError: the ranks have ended.
+        """
+        answers: SimpleQueue[tuple[int, Channel, Message]] = SimpleQueue()
+        request = self.queue_request(
+            ranks, "control", kind, content, lambda *answer: answers.put(answer)
+        )
+        self.wake()
+        deadline = time.monotonic() + timeout_s
+        try:
+            with contextlib.suppress(Empty):
+                while True:
+                    yield answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        finally:
+            self.drop_requests([request])
 
     def _next_reply(
         self, answers: SimpleQueue[Any], kind: str, patience_s: float

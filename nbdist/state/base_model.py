@@ -99,7 +99,7 @@ def find_references(frozen: ShardMap, bases: Iterable[str]) -> StoredByReference
         why = " and ".join(reasons) or "their model was not loaded with from_pretrained"
         found.notes.append(f"{_count(frozen, missing)} stored by value: {why}")
     found.keys = {
-        key: TensorMetadata(shape=shape, dtype=_name(dtype), digest=value)
+        key: TensorMetadata(shape=shape, dtype=str(dtype).removeprefix("torch."), digest=value)
         for key, (shape, dtype, value) in identities.items()
         if key not in missing
     }
@@ -301,7 +301,3 @@ def _count(frozen: ShardMap, keys: Mapping[str, object]) -> str:
 
 def _label(name: str, revision: str) -> str:
     return f"{name} at revision {revision[:12]}" if revision else name
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

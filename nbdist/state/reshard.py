@@ -15,7 +15,6 @@ import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
-from nbdist.state.shards import ShapeAndDtype
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Sequence
@@ -59,19 +58,6 @@ class _TransferSegment(NamedTuple):
     start: int
     stop: int
     view: torch.Tensor
-
-
-def gather_keys(shards: ShardMap) -> dict[str, ShapeAndDtype]:
-    """Return the keys of all ranks in order, the same on every rank; a collective.
-
-    Needed for FSDP1, where a rank has no keys for optimizer state without elements on it.
-    """
-    entries = [(key, ShapeAndDtype(shard.shape, shard.dtype)) for key, shard in shards.items()]
-    return {
-        key: entry
-        for rank_entries in collectives.all_gather_values(entries)
-        for key, entry in rank_entries
-    }
 
 
 @torch.no_grad()
@@ -279,7 +265,6 @@ def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:
 
 
 def _intervals(shard: Shard | None) -> list[Interval]:
-    """Return a shard's intervals in order."""
     return sorted((piece.start, piece.stop) for piece in shard.pieces) if shard else []
 
 

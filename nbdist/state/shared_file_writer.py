@@ -33,7 +33,6 @@ class TensorFileRegion(NamedTuple):
     offset: int
     """Offset of its first byte."""
     dtype: torch.dtype
-    """Dtype in the file."""
     key: str
     start: int
     stop: int
@@ -83,11 +82,9 @@ class OpenFiles:
         return flat.numel() * dtype.itemsize
 
     def __enter__(self) -> Self:
-        """Return self."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the files."""
         try:
             if kind is None and self._durable:
                 for fd in self._descriptors.values():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
 from nbdist.strategies.backends import STRATEGIES, canonical_backend
-from nbdist.strategies.config_files import abbreviate, load_mapping
+from nbdist.strategies.config_files import abbreviate, enabled_precision, load_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -223,16 +223,10 @@ def _deepspeed_file_options(content: Mapping[str, Any]) -> JsonObject:
     """Return the options of a DeepSpeed config; "auto" values stay for the engine."""
     zero = content.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    enabled = [
-        name
-        for name in ("fp16", "bf16")
-        if isinstance(content.get(name), dict) and content[name].get("enabled") is True
-    ]
-    precision = enabled[0] if enabled else "no"
     return {
         "backend": _zero_backend(stage),
         "deepspeed_config": dict(content),
-        "precision": precision,
+        "precision": enabled_precision(content) or "no",
     }
 
 

@@ -332,11 +332,6 @@ def read_deepspeed_config(
         )
     accumulate = content.get("gradient_accumulation_steps")
     clipping = content.get("gradient_clipping") or None
-    enabled = [
-        name
-        for name in ("fp16", "bf16")
-        if isinstance(content.get(name), dict) and content[name].get("enabled") is True
-    ]
     devices = {
         name: str(section.get("device") or "none") for name, section in _sections(zero).items()
     }
@@ -348,7 +343,7 @@ def read_deepspeed_config(
         for name, key, filed, unset in (
             ("accumulate", "gradient_accumulation_steps", accumulate, 1),
             ("clip", "gradient_clipping", clipping, None),
-            ("precision", "precision", enabled[0] if enabled else None, None),
+            ("precision", "precision", enabled_precision(content), None),
             ("offload", "offload_optimizer", None if offload == "none" else offload, "none"),
         )
     }
@@ -358,6 +353,14 @@ def read_deepspeed_config(
         or devices.get("offload_param", "none") != "none",
         **agreed,
     }
+
+
+def enabled_precision(content: Mapping[str, Any]) -> str | None:
+    """Return fp16 or bf16 if a DeepSpeed config turns it on."""
+    for name in ("fp16", "bf16"):
+        if isinstance(content.get(name), dict) and content[name].get("enabled") is True:
+            return name
+    return None
 
 
 def _without_options(content: Mapping[str, Any], stage: int) -> JsonObject:

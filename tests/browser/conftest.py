@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import BrowserContext
 
+    from tests.browser.panel_page import Panel
+
 INSTALL = "apt-get -qq -o DPkg::Lock::Timeout=300 update"
 INSTALL += " && apt-get -qq -y -o DPkg::Lock::Timeout=300 install --no-install-recommends chromium"
 NAME = "panel.ipynb"
@@ -73,6 +75,22 @@ def open_notebook(
             return Notebook(browser.new_page(), url, kind, root / NAME)
 
         yield opened
+
+
+@pytest.fixture(scope="module")
+def panel(notebook: Notebook) -> Panel:
+    """The panel of a module's notebook."""
+    # imported here: without playwright these tests are skipped
+    from tests.browser.panel_page import Panel
+
+    return Panel(notebook.page)
+
+
+@pytest.fixture
+def nothing_wrong(notebook: Notebook) -> Iterator[None]:
+    """No test leaves an error in the console, or asks anything of another machine."""
+    yield
+    assert notebook.wrong == []
 
 
 @pytest.fixture(scope="session")

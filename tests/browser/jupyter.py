@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,9 +109,7 @@ def serve(kind: str, folder: Path, root: Path, *, server_side: bool = False) -> 
         root: where the notebooks are.
         server_side: the server runs the cells, not the page.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "jupyter", kind, f"--port={port}", *SERVER]
     command += [f"--{EXPOSE[kind]}.expose_app_in_browser=True", f"--ServerApp.root_dir={root}"]
@@ -119,17 +118,18 @@ def serve(kind: str, folder: Path, root: Path, *, server_side: bool = False) -> 
         env = environment(folder, server_side=server_side)
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         try:
-            _wait_for(url, server, told)
+            wait_for_server(f"{url}/api/status", server, told)
             yield url
         finally:
             server.terminate()
             server.wait()
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], told: Path) -> None:
+def wait_for_server(url: str, server: subprocess.Popen[bytes], told: Path) -> None:
+    """Wait until the URL answers; what the server told is in the error."""
     deadline = time.monotonic() + DEADLINE_S
     while server.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/api/status"):  # noqa: S310
+        with contextlib.suppress(OSError), urllib.request.urlopen(url):  # noqa: S310
             return
         time.sleep(0.1)
     tail = "\n".join(told.read_text().splitlines()[-20:])
@@ -194,7 +194,6 @@ class Notebook:
         return cell
 
     def end(self, cell: int) -> list[dict[str, Any]]:
-        """Wait for the end of a cell; returns its outputs."""
         self.page.wait_for_function("cell => window.ended[cell]", arg=cell)
         outputs: list[dict[str, Any]] = self.content()["cells"][cell]["outputs"]
         return outputs

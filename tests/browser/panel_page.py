@@ -60,7 +60,6 @@ FOCUSABLE = f"""root => {{
 
 
 def train(steps: int) -> str:
-    """A cell that trains for so many steps."""
     return TRAIN.format(steps=steps)
 
 
@@ -120,7 +119,6 @@ class Panel:
         return float(live.evaluate("bar => bar.getBoundingClientRect().width"))
 
     def ranks(self) -> Locator:
-        """The rows of the ranks, in front."""
         self.tab("Ranks").click()
         return self.root.locator(".nbd-ranks tbody tr")
 

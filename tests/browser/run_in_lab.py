@@ -48,7 +48,6 @@ def failures(notebook: dict[str, Any]) -> list[str]:
 
 
 def main(path: Path, pictures: Path) -> int:
-    """Run `path` in a copy of its folder."""
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name)
         shutil.copytree(path.parent, folder / "work")

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +17,9 @@ pytest.importorskip("marimo", reason="pip install -e '.[marimo]'")
 
 from playwright.sync_api import expect
 
-from tests.browser.jupyter import DEADLINE_S
+from tests.browser.jupyter import DEADLINE_S, wait_for_server
 from tests.browser.panel_page import Panel
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,9 +119,7 @@ def serve(tmp_path: Path) -> Iterator[object]:
         def start(mode: str, notebook: str) -> tuple[str, Path]:
             path = tmp_path / "notebook.py"
             path.write_text(notebook)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             command = [sys.executable, "-m", "marimo", "-y", mode, str(path), f"--port={port}"]
             env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
             env["NBDIST_CACHE_DIR"] = str(Path.home() / ".cache" / "nbdist")
@@ -135,23 +131,13 @@ def serve(tmp_path: Path) -> Iterator[object]:
             servers.callback(server.wait)
             servers.callback(server.terminate)
             url = f"http://127.0.0.1:{port}"
-            _wait_for(f"{url}/health", server, log)
+            wait_for_server(f"{url}/health", server, log)
             return url, log
 
         yield start
 
 
-def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while server.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url):  # noqa: S310
-            return
-        time.sleep(0.1)
-    raise RuntimeError(log.read_text())
-
-
 def run_cell(page: Page, number: int) -> Locator:
-    """Run a cell in the editor; returns it."""
     cell = page.locator("[data-cell-id]").nth(number)
     cell.locator(".cm-content").click()
     page.keyboard.press("Control+Enter")

@@ -19,7 +19,7 @@ from playwright.sync_api import expect
 from tests.browser.panel_page import AXE, BLOCK, PANEL, SETUP, Panel, train, violations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.browser.jupyter import Notebook
@@ -37,6 +37,8 @@ PAINTED = """selector => new Promise(done => {
     look();
 })"""
 
+pytestmark = pytest.mark.usefixtures("nothing_wrong")
+
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
@@ -47,11 +49,6 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
     return opened
 
 
-@pytest.fixture(scope="module")
-def panel(notebook: Notebook) -> Panel:
-    return Panel(notebook.page)
-
-
 @pytest.fixture
 def trained(notebook: Notebook, panel: Panel) -> Panel:
     """The panel after some steps, also where a test is run without those before it."""
@@ -60,13 +57,6 @@ def trained(notebook: Notebook, panel: Panel) -> Panel:
         notebook.run(train(10))
     panel.says("ready")
     return panel
-
-
-@pytest.fixture(autouse=True)
-def nothing_wrong(notebook: Notebook) -> Iterator[None]:
-    """No test leaves an error in the console, or asks anything of another machine."""
-    yield
-    assert notebook.wrong == []
 
 
 def test_first_paint(notebook: Notebook, panel: Panel) -> None:

@@ -15,36 +15,23 @@ from playwright.sync_api import expect
 from tests.browser.panel_page import BLOCK, SETUP, Panel, train
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from tests.browser.jupyter import Notebook
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("nothing_wrong")]
 
 
 @pytest.fixture(scope="module")
 def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
-    """A notebook with a panel and two ranks."""
     opened = open_notebook("notebook")
     opened.run("%load_ext nbdist")
     opened.run(SETUP)
     opened.run("%nbdist panel")
     return opened
-
-
-@pytest.fixture(scope="module")
-def panel(notebook: Notebook) -> Panel:
-    return Panel(notebook.page)
-
-
-@pytest.fixture(autouse=True)
-def nothing_wrong(notebook: Notebook) -> Iterator[None]:
-    """No test leaves an error in the console, or asks anything of another machine."""
-    yield
-    assert notebook.wrong == []
 
 
 def test_curves_and_ranks(notebook: Notebook, panel: Panel) -> None:

@@ -18,7 +18,7 @@ from playwright.sync_api import expect
 from tests.browser.panel_page import AXE, SETUP, Panel, violations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from playwright.sync_api import Locator
@@ -46,7 +46,7 @@ loader = accelerator.prepare(torch.utils.data.DataLoader(Slow(), batch_size=8))"
 LOOP = "%%distribute\nloop(30)"
 
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("nothing_wrong")]
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +64,8 @@ def notebook(open_notebook: Callable[[str], Notebook]) -> Notebook:
 
 
 @pytest.fixture(scope="module")
-def panel(notebook: Notebook) -> Panel:
-    return Panel(notebook.page)
-
-
-@pytest.fixture(scope="module")
 def profile(panel: Panel) -> Locator:
     return panel.root.get_by_role("region", name="profile")
-
-
-@pytest.fixture(autouse=True)
-def nothing_wrong(notebook: Notebook) -> Iterator[None]:
-    """No test leaves an error in the console, or asks anything of another machine."""
-    yield
-    assert notebook.wrong == []
 
 
 def test_the_button_profiles_the_cell_that_blocks(

@@ -34,7 +34,6 @@ Path({done!r} + str(rank)).touch()
 
 
 def shown(outputs: list[dict[str, Any]]) -> str:
-    """The text of a cell's outputs."""
     texts = [output.get("text") or output["data"]["text/plain"] for output in outputs]
     return "".join("".join(text) for text in texts)
 

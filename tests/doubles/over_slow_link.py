@@ -36,7 +36,6 @@ FOREVER = "while True: dist.all_reduce(torch.ones(1))"
 
 
 def main() -> None:
-    """Do it."""
     seen: dict[str, object] = {}
     began = time.monotonic()
 

@@ -25,7 +25,6 @@ def listening(processes: list[psutil.Process]) -> list[str]:
 
 
 def main() -> None:
-    """Do it."""
     hosts = Hosts(sys.argv[1])
     node_group.LEASE_S, agent_connections.NODE_TIMEOUT_S = float(sys.argv[2]), float(sys.argv[3])
     cluster = NodesOnHosts(hosts)

@@ -13,6 +13,7 @@ from tests.reused_launcher import reusing_provider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from nbdist import Session
 
@@ -29,6 +30,14 @@ def one_launcher() -> Iterator[None]:
 def session() -> Iterator[Session]:
     with nbdist.Session(nproc=2) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which the notebook runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made := tmp_path_factory.mktemp("notebook"))
+        yield made
 
 
 @pytest.fixture(scope="module")

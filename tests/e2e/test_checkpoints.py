@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +36,6 @@ STATE = textwrap.dedent(
         return tensor_digest.global_digests(state.owned_shards())
     """
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the notebook runs."""
-    before, made = Path.cwd(), tmp_path_factory.mktemp("notebook")
-    os.chdir(made)
-    yield made
-    os.chdir(before)
 
 
 @pytest.fixture(scope="module")

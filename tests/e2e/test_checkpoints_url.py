@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from nbdist.checkpoint import Url, UrlStorage
 from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
 from tests.e2e.training import MODEL, START, apart, one
+from tests.interrupts import meanwhile
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(600)
 
 SECRET = "not-to-be-shown-anywhere"  # noqa: S105 - of a server that ends with the tests
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the notebook runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made := tmp_path_factory.mktemp("notebook"))
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +62,6 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["file", "s3"])
 def url(request: pytest.FixtureRequest, folder: Path) -> str:
-    """Where checkpoints go."""
     if request.param == "file":
         return f"file://{folder}/at a url"
     return f"{request.getfixturevalue('bucket')}/first"
@@ -210,11 +201,9 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
         eventually(lambda: "downloading" in str(trained.operation.progress), within_s=60)
         trained.interrupt()
 
-    stop = threading.Thread(target=press)
-    stop.start()
-    with pytest.raises(CellInterrupted, match="Load interrupted while downloading"):
+    interrupted = pytest.raises(CellInterrupted, match="Load interrupted while downloading")
+    with meanwhile(press), interrupted:
         trained.load("slow")
-    stop.join()
     assert one(trained, "fingerprint()") == before
     assert not list(Path(workers(trained).launcher_group.staging_folders[1]).rglob("load-*"))
     trained.run("CheckpointDownload.download_file = download")

@@ -38,7 +38,6 @@ THERE = {tool: cells for both in SIDES.values() for tool, cells in both.items() 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's data.py."""
     folder = tmp_path_factory.mktemp("coming-from")
     (folder / "data.py").write_text(BLOCK.findall(PAGE.read_text())[0])
     return folder

@@ -19,6 +19,7 @@ from nbdist import CellInterrupted, CheckpointError, RankDied, Session, SessionE
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from tests import engines
 from tests.conftest import eventually
+from tests.interrupts import meanwhile
 from tests.live_kernel import LiveKernel
 from tests.two_nodes import LocalNodes
 
@@ -85,13 +86,8 @@ def train_until_ended(session: Session, end: Callable[[], object]) -> str:
         eventually(lambda: len(steps(Path.cwd())) > before + 20, within_s=60)
         end()
 
-    thread = threading.Thread(target=later)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted) as told:
-            session.run(LOOP)
-    finally:
-        thread.join()
+    with meanwhile(later), pytest.raises(CellInterrupted) as told:
+        session.run(LOOP)
     return str(told.value)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PRELUDE = textwrap.dedent(
     """
-    import functools, gc, math
+    import functools, gc, itertools, math
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from torch import nn
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -27,7 +27,7 @@ PRELUDE = textwrap.dedent(
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
     from nbdist.errors import SwitchError
     from nbdist.worker.engines import accelerator_patch as accelerators
-    from nbdist.state import tensor_digest, layouts, reshard as moving, shards
+    from nbdist.state import collectives, tensor_digest, layouts, reshard as moving, shards
     from nbdist.strategies import Options
 
     tokens = torch.randint(0, 211, (256, 24), generator=torch.Generator().manual_seed(5))
@@ -80,16 +80,12 @@ PRELUDE = textwrap.dedent(
         )
         return model
 
-    def optimizer_for(kind, model):
+    def optimizer_for(model):
         trained = [one for one in model.parameters() if one.requires_grad]
-        if kind == "adagrad":
-            return torch.optim.Adagrad(trained, lr=1e-2)
         groups = [
             {"params": [one for one in trained if one.ndim > 1], "weight_decay": 0.1},
             {"params": [one for one in trained if one.ndim <= 1], "weight_decay": 0.0},
         ]
-        if kind == "sgd":
-            return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)
         return torch.optim.AdamW(groups, lr=3e-3)
 
     class Training:
@@ -103,7 +99,7 @@ PRELUDE = textwrap.dedent(
             self.accelerator = Accelerator(kwargs_handlers=handlers)
             torch.manual_seed(seed)
             model = build(kind)
-            self.model, self.optimizer = self.accelerator.prepare(model, optimizer_for(kind, model))
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer_for(model))
             self.accumulate = options.get("accumulate", 1)
 
         def train(self, first, last):
@@ -144,7 +140,9 @@ PRELUDE = textwrap.dedent(
             self.buffers = [one.clone() for one in training.buffers()]
             self.digests = tensor_digest.global_digests(self.shards)
             self.names = {}
-            for key, (shape, dtype) in moving.gather_keys(self.shards).items():
+            # under FSDP1 a rank has no keys for optimizer state without elements on it
+            types = [(key, one.dtype) for key, one in self.shards.items()]
+            for key, dtype in itertools.chain(*collectives.all_gather_values(types)):
                 if key.startswith("optim.state."):
                     name, _, state = key.removeprefix("optim.state.").rpartition(".")
                     self.names.setdefault(name, {})[state] = dtype

@@ -67,14 +67,6 @@ SPIN = "import time\nwhile True: time.sleep(0.01)"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the notebook runs, on all nodes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(made := tmp_path_factory.mktemp("notebook"))
-        yield made
-
-
-@pytest.fixture(scope="module")
 def cluster() -> LocalNodes:
     """Two nodes with room for two ranks each."""
     return LocalNodes("alpha", "beta", ranks=2)
@@ -497,7 +489,6 @@ def test_secrets_are_in_no_command_line_and_no_environment(cluster: LocalNodes) 
 
 
 def told(session: Session, *, within_s: float) -> str:
-    """What the session says of its death."""
     eventually(lambda: session.state == "dead", within_s=within_s)
     return str(session.death)
 

@@ -87,7 +87,6 @@ class Page:
         return found()
 
     def cell(self, code: str) -> str:
-        """Run a cell to its end; its status."""
         request = self.kernel.send(code)
         self.until(lambda: request in self.statuses)
         return self.statuses[request]

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import textwrap
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +17,7 @@ from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
+from tests.interrupts import meanwhile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,14 +67,12 @@ PREPARE_ALL = textwrap.dedent(
 
 @pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param, precision="bf16") as session:
         session.run(MODEL)
         yield session
 
 
 def value(session: Session, code: str) -> Any:
-    """Last value of a cell on rank 0."""
     return session.run(code).values[0]
 
 
@@ -84,7 +82,6 @@ def told(error: CellError) -> str:
 
 
 def displays(result: CellResult) -> list[dict[str, Any]]:
-    """What all ranks displayed."""
     return [
         one["data"]
         for outputs in result.outputs.values()
@@ -406,9 +403,6 @@ def test_stop_during_a_decision_stops_all_ranks(tmp_path: Path) -> None:
 
     with Session(nproc=2, auto=True) as session:
         session.push(asked=str(asked))
-        stopper = threading.Thread(target=stop)
-        stopper.start()
-        with pytest.raises(CellInterrupted):
+        with meanwhile(stop), pytest.raises(CellInterrupted):
             session.run(SLOW)
-        stopper.join()
         assert session.run("rank").values == {0: 0, 1: 1}

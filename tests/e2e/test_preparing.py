@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 MODEL = textwrap.dedent(
     """
-    import gc, tempfile, weakref, nbdist
+    import gc, tempfile, weakref
     from tests.models import gpt2
-    from transformers import Trainer, TrainingArguments
 
     def build():
         torch.manual_seed(0)
@@ -64,16 +63,11 @@ RERUN = textwrap.dedent(
 )
 TRAINER = textwrap.dedent(
     """
-    rows = [{{"input_ids": row, "labels": row}} for row in tokens]
-    args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=6, seed=3,
-        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no",
-        disable_tqdm=True, **nbdist.trainer_arguments(),
-    )
-    trainer = Trainer(model=build(), args=args, train_dataset=rows, eval_dataset=rows[:8])
+    from tests.trainers import logged, make
+    trainer = make(tempfile.mkdtemp(), build(), max_steps=6, disable_tqdm=True)
     {before}
     trainer.train()
-    [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    logged(trainer)
     """
 )
 SHARED = textwrap.dedent(
@@ -110,19 +104,16 @@ IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, ad
 
 @pytest.fixture(scope="module", params=engines.each())
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """One session for each backend, with the model defined."""
     with Session(nproc=2, backend=request.param) as session:
         session.run(MODEL)
         yield session
 
 
 def of(session: Session) -> str:
-    """Backend of a session."""
     return str(session.options.backend)
 
 
 def value(session: Session, code: str) -> Any:
-    """Last value of a cell on rank 0."""
     return session.run(code).values[0]
 
 

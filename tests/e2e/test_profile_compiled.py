@@ -71,7 +71,6 @@ def session() -> Iterator[Session]:
 
 
 def profiled(session: Session, code: str) -> tuple[Any, Profile]:
-    """Value of a cell on rank 0, and its profile."""
     before = len(session.profiles)
     result = session.run(code, profile={"steps": 6}, output="none")
     eventually(lambda: len(session.profiles) > before, within_s=20)

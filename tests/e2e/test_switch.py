@@ -171,16 +171,10 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
 
 TRAINER = textwrap.dedent(
     """
-    import nbdist, tempfile
-    from transformers import Trainer, TrainingArguments
+    import tempfile
+    from tests.trainers import logged, make
     torch.manual_seed(0)
-    arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=3,
-        logging_steps=1, learning_rate=3e-3, report_to="none", save_strategy="no", seed=3,
-        disable_tqdm=True, **nbdist.trainer_arguments(),
-    )
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model=gpt2(), args=arguments, train_dataset=rows)
+    trainer = make(tempfile.mkdtemp(), gpt2(), max_steps=3, disable_tqdm=True)
 
     def again():
         trainer.train()
@@ -188,9 +182,7 @@ TRAINER = textwrap.dedent(
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
         steps = {float(state["step"]) for state in inner.state.values()}
-        history = trainer.state.log_history
-        wrapped = type(trainer.model_wrapped).__name__
-        return wrapped, steps, [row["loss"] for row in history if "loss" in row]
+        return type(trainer.model_wrapped).__name__, steps, logged(trainer)
     """
 )
 

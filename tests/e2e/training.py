@@ -67,7 +67,6 @@ START = "bare, model, optimizer, schedule, loader = build({}); batches = iter(lo
 
 
 def one(session: Session, code: str) -> Any:
-    """The value of a cell on rank 0."""
     return session.run(code).values[0]
 
 

@@ -1,7 +1,7 @@
 """Faults and guarantees, one row each, with the expected behavior.
 
-Used by `table.py`, which prints the table of `make faults` and writes docs/faults.md, and by
-`test_rows.py`: each row has a test marked `@pytest.mark.fault("B1")`, or a reason in `WHY_NOT`.
+Used by `fault_table.py`, which prints the table of `make faults` and writes docs/faults.md, and by
+`test_rows.py`: each row has a test marked `@pytest.mark.fault("B1")`.
 """
 
 from __future__ import annotations
@@ -199,6 +199,3 @@ ROWS = (
     Row("S22", "SECURITY.md", "states what is defended, and how to report"),
     Row("S23", "the network between nodes", "one port, encrypted, restricted to the nodes' keys"),
 )
-
-WHY_NOT: dict[str, str] = {}
-"""Reason by row, for rows without a test."""

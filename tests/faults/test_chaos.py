@@ -22,6 +22,7 @@ from nbdist import NbdistError, RankDied, Session, checkpoint
 from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.faults import training
+from tests.processes import runs
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -90,7 +91,6 @@ class Chaos:
         assert worst <= tolerance, f"losses are {worst} off at step {self.done} ({self.tag})"
 
     def save(self, *, wait: bool) -> None:
-        """Save this moment."""
         name = f"step-{self.done:05d}-{self.tag}"
         self.session.save(name, overwrite=True, keep=3, wait=wait, folder=self.root)
 
@@ -191,7 +191,7 @@ class Chaos:
             own |= {child for one in own for child in one.children(recursive=True)}
         self.started |= own
         below = set(psutil.Process().children(recursive=True))
-        return {one for one in (below | self.started) - own if _runs(one)}
+        return {one for one in (below | self.started) - own if runs(one.pid)}
 
     def settle(self) -> None:
         """Be ready for the next fault: as it is, or with new ranks."""
@@ -207,13 +207,6 @@ class Chaos:
             self.session.run("optimizer.zero_grad()")
             self.load()
         self.check()
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # -- the faults: each returns how it ended, and leaves a session that may need to be settled
@@ -294,7 +287,6 @@ def killed_in_load(chaos: Chaos) -> str:
 
 
 def stopped_in_load(chaos: Chaos) -> str:
-    """Stop during a load."""
     return chaos.during(chaos.load, chaos.stop)
 
 
@@ -304,7 +296,6 @@ def killed_in_switch(chaos: Chaos) -> str:
 
 
 def stopped_in_switch(chaos: Chaos) -> str:
-    """Stop during a switch."""
     return chaos.during(chaos.switch, chaos.stop)
 
 

@@ -54,7 +54,6 @@ def one_session(memory_events: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def session(one_session: Session) -> Session:
-    """Two living ranks."""
     if one_session.state != "ready":
         one_session.restart()
     workers(one_session)._launcher_provider.warm_up("cpu")  # for the test that ends the launcher
@@ -70,7 +69,6 @@ def launcher(session: Session) -> int:
 
 
 def told(session: Session, *, within_s: float = TOLD_S) -> str:
-    """What the session says of its death."""
     eventually(lambda: session.state == "dead", within_s=within_s)
     return str(session.death)
 

@@ -17,6 +17,7 @@ import pytest
 from nbdist.cluster import orphan_cleanup, run_dir
 from nbdist.cluster.local_launcher import Launcher
 from tests.conftest import eventually
+from tests.processes import runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Running:
                 os.kill(pid, signal.SIGKILL)
 
     def living(self) -> list[psutil.Process]:
-        return [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in self.family if runs(process.pid)]
 
     def files(self) -> list[Path]:
         """What lies on the machine's folders with a number of ours."""

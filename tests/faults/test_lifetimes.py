@@ -14,6 +14,7 @@ import nbdist
 from nbdist import Session
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.processes import gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,20 +38,9 @@ def kernel(tmp_path: Path) -> Iterator[LiveKernel]:
         yield running
 
 
-def family(kernel: LiveKernel) -> set[psutil.Process]:
-    pid = kernel.manager.provisioner.pid
-    return set(psutil.Process(pid).children(recursive=True))
-
-
-def gone(processes: set[psutil.Process]) -> bool:
-    return not any(runs(process) for process in processes)
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it has ended between both calls
-        return False
+def family(kernel: LiveKernel) -> list[int]:
+    kernel_process = psutil.Process(kernel.manager.provisioner.pid)
+    return [child.pid for child in kernel_process.children(recursive=True)]
 
 
 def kill(kernel: LiveKernel) -> None:

@@ -65,7 +65,6 @@ def everything(session: Session) -> Everything:
 
 
 def cell(session: Session, number: int) -> None:
-    """One of the cells that people run."""
     match number % 10:
         case 0:
             with pytest.raises(CellError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import nbdist
 from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
 from nbdist.errors import CheckpointError
 from tests.conftest import eventually
+from tests.interrupts import meanwhile
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -158,13 +158,8 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted, match="interrupted") as told:
-            works(tmp_path)[work](session)
-    finally:
-        thread.join()
+    with meanwhile(press), pytest.raises(CellInterrupted, match="interrupted") as told:
+        works(tmp_path)[work](session)
     assert time.monotonic() - pressed[0] < 10
     assert "could not" not in str(told.value)
     assert session.backend == backend

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
-import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
 from nbdist.session import hang_detection, interrupt
 from tests.conftest import eventually
-from tests.interrupts import press
+from tests.interrupts import meanwhile, press
 from tests.session_internals import escalation, num_stops
 
 if TYPE_CHECKING:
@@ -96,7 +95,6 @@ def soon() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for a checkpoint of the model."""
     return tmp_path_factory.mktemp("whole")
 
 
@@ -158,13 +156,11 @@ def test_two_stops_return_the_prompt_and_a_third_ends_the_ranks(
         seen.append(session.standstill)
         press()
 
-    thread = threading.Thread(target=press_twice)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted, match=r"did not stop yet|is still running: .*rank 1"):
-            works[work]()
-    finally:
-        thread.join()
+    with (
+        meanwhile(press_twice),
+        pytest.raises(CellInterrupted, match=r"did not stop yet|is still running: .*rank 1"),
+    ):
+        works[work]()
     assert f"rank 1 {trap}" in seen[0]
     with pytest.raises(SessionBusy):
         session.run("rank")
@@ -187,13 +183,8 @@ def test_three_stops_at_once_end_the_ranks_too(
             press()
             eventually(lambda count=count: num_stops(session) >= count, within_s=10)  # type: ignore[misc]
 
-    thread = threading.Thread(target=press_thrice)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted, match="new ranks started"):
-            session.run("if rank == 1: trap = 'spins'; fall()")
-    finally:
-        thread.join()
+    with meanwhile(press_thrice), pytest.raises(CellInterrupted, match="new ranks started"):
+        session.run("if rank == 1: trap = 'spins'; fall()")
     assert session.run("rank").values == {0: 0, 1: 1}
 
 
@@ -239,13 +230,8 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
         for _ in range(3):
             session.interrupt()
 
-    thread = threading.Thread(target=press_on)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted, match="new ranks started"):
-            session.switch("fsdp2")
-    finally:
-        thread.join()
+    with meanwhile(press_on), pytest.raises(CellInterrupted, match="new ranks started"):
+        session.switch("fsdp2")
     assert "rank 1 spins" in told[0]
 
 
@@ -266,11 +252,6 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
         eventually(found.work.finished.is_set, within_s=20)
         stages.append(found.stage)
 
-    thread = threading.Thread(target=press_once)
-    thread.start()
-    try:
-        with pytest.raises(CellInterrupted, match="all variables are kept"):
-            session.run(f"{timer}\ntrap = 'spins'\nfall()")
-    finally:
-        thread.join()
+    with meanwhile(press_once), pytest.raises(CellInterrupted, match="all variables are kept"):
+        session.run(f"{timer}\ntrap = 'spins'\nfall()")
     assert stages == [interrupt.InterruptStage.INTERRUPTED]

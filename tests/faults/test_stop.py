@@ -13,7 +13,7 @@ import nbdist
 from nbdist import CellError, CellInterrupted, Session
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
-from tests.interrupts import press, runs_for, stopped, stopped_with
+from tests.interrupts import meanwhile, press, runs_for, stopped, stopped_with
 from tests.live_kernel import LiveKernel
 from tests.session_internals import num_stops, workers
 
@@ -66,7 +66,6 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Session]:
-    """Two CPU ranks."""
     with nbdist.Session(nproc=2) as running:
         running.run("import time\nimport torch.distributed as dist\nkept = 'mine'")
         yield running
@@ -328,11 +327,9 @@ def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
         eventually(lambda: "rank 1 is in" in plain.standstill, within_s=30)
         told.append(plain.standstill)
 
-    thread = threading.Thread(target=listen)
-    thread.start()
     code = "if rank == 1: time.sleep(7)\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
-    assert plain.run(code).values == {0: 2.0, 1: 2.0}
-    thread.join()
+    with meanwhile(listen):
+        assert plain.run(code).values == {0: 2.0, 1: 2.0}
     assert "rank 0 has waited" in told[0]
     assert "line 1" in told[0]
     assert plain.standstill == ""
@@ -382,9 +379,6 @@ def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
                 eventually(lambda count=count: num_stops(session) == count, within_s=30)  # type: ignore[misc]
                 press()
 
-        thread = threading.Thread(target=press_on)
-        thread.start()
-        with pytest.raises(CellInterrupted, match="new ranks started"):
+        with meanwhile(press_on), pytest.raises(CellInterrupted, match="new ranks started"):
             session.run(f"if rank == 0: step()\nelse:\n    exec({held!r})")
-        thread.join()
         assert session.run("rank").values == {0: 0, 1: 1}

@@ -72,7 +72,6 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(prog="tests/gpu/run.sh", description="GPU checks of nbdist")
     parser.add_argument("--minutes", type=float, default=10, help="for all checks (default 10)")
     parser.add_argument("--out", default=os.environ.get("OUT") or ROOT / "build" / "gpu")
@@ -136,7 +135,6 @@ class Run:
         return int(any(row["status"] == "fails" for row in self.rows))
 
     def one(self, check: Check) -> dict[str, Any]:
-        """Run one check in the worker, if it fits."""
         left = self.deadline - time.monotonic()
         if check.gpus > self.gpus:
             return {"status": "skipped", "measured": f"needs {check.gpus} GPUs; {self.gpus} here"}
@@ -174,7 +172,6 @@ class Run:
         return ", ".join(f"{statuses.count(word)} {word}" for word in words)
 
     def table(self) -> str:
-        """The results as Markdown."""
         what = "A rehearsal, which proves nothing about GPUs: " if self.rehearse else ""
         known = ", ".join(f"{name} {self.head[name]}" for name in ("python", *PACKAGES))
         lines = [
@@ -200,7 +197,6 @@ def written(path: Path, text: str) -> None:
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver."""
     nvml: Any = discovery.import_pynvml()
     with discovery.open_nvml(nvml):
         return str(nvml.nvmlSystemGetDriverVersion())

@@ -65,7 +65,6 @@ class Lab:
         self._options = {}
 
     def stop(self) -> None:
-        """End the session."""
         if self._session is not None:
             self._session.stop()
         self._session = None

@@ -41,8 +41,6 @@ def custom_checkpoint(folder: Path, marker: Path) -> None:
 
 
 def safetensors(header: bytes, length: int | None = None) -> Writer:
-    """A file of safetensors that begins with this header."""
-
     def write(folder: Path, _: Path) -> None:
         size = len(header) if length is None else length
         content = size.to_bytes(8, "little") + header + bytes(8)

@@ -308,7 +308,6 @@ def markup(outputs: list[dict[str, Any]]) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveKernel, list[Any]]]:
-    """A notebook's kernel, and the outputs of its cells."""
     with LiveKernel(tmp_path_factory.mktemp("saved"), **SECRETS) as kernel:
         yield kernel, [kernel.run(cell) for cell in CELLS]
 

@@ -58,7 +58,6 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def login(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
-    """A notebook's kernel on a login node."""
     with LiveKernel(tmp_path_factory.mktemp("login"), **slurm.environ) as kernel:
         assert kernel.run("%load_ext nbdist").status == "ok"
         yield kernel

@@ -8,13 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import psutil
 
 from tests.conftest import eventually
+from tests.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,11 +53,6 @@ PartitionName=short Nodes=nodea,nodeb Default=YES MaxTime=60 State=UP
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000"
 
 
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        return int(server.getsockname()[1])
-
-
 @dataclass
 class Slurm:
     """The daemons. A context manager."""
@@ -70,7 +66,6 @@ class Slurm:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str) -> str:
-        """Run one of its commands; what it wrote."""
         done = subprocess.run(
             command,
             capture_output=True,

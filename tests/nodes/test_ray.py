@@ -28,6 +28,7 @@ from tests.nodes.cells import (
     stops,
     values_come_and_go,
 )
+from tests.processes import runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -197,16 +198,8 @@ def test_a_host_that_is_cut_off_is_told_and_ends_itself(notebook: LiveKernel, ho
     shown = dies(notebook, lambda: hosts.there.link("down"), within_s=CUT_OFF_S)
     assert hosts.there.address in shown.text
     left_s = OWN_END_S - (time.monotonic() - began)
-    eventually(lambda: not any(alive(process) for process in there), within_s=left_s)
+    eventually(lambda: not any(runs(process.pid) for process in there), within_s=left_s)
     assert not hosts.there.ours()
-
-
-def alive(process: psutil.Process) -> bool:
-    """Whether it runs, and is no zombie."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize(

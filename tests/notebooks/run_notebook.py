@@ -58,7 +58,6 @@ def cell(notebook: NotebookNode, cell_id: str) -> NotebookNode:
 
 
 def text(notebook: NotebookNode, cell_id: str) -> str:
-    """All plain text that a cell shows."""
     parts = []
     for output in cell(notebook, cell_id).outputs:
         if output.output_type == "stream":

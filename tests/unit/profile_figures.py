@@ -122,7 +122,6 @@ def both(**changes: Any) -> list[RankProfile]:
 
 
 def profile(*figures: RankProfile, where: ProfiledConfig | None = None, **more: Any) -> Profile:
-    """The profile of these ranks."""
     return Profile.of(figures, where or setting(), **more)
 
 

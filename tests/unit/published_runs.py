@@ -107,7 +107,6 @@ class Setting:
 
     @property
     def cluster(self) -> cluster_spec.ClusterSpec:
-        """The devices."""
         return target_devices.parse_devices(self.devices)
 
     def setup(self, *, checkpointing: bool) -> TrainingSetup:
@@ -134,7 +133,6 @@ class Setting:
         )
 
     def cost(self, *, checkpointing: bool | None = None) -> StepCost:
-        """What a step takes."""
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         return step_time.StepCostModel(self.model, setup, self.cluster).cost_for(work)

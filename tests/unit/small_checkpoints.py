@@ -73,6 +73,5 @@ def write(path: Path, seed: int = 0, numel: int = NUMEL) -> checkpoint.Checkpoin
 
 
 def files_of(draft: checkpoint.PendingCheckpoint, world_size: int) -> tuple[Any, ...]:
-    """The files that all ranks have reported."""
     reports = draft.read_reports(range(world_size))
     return tuple(file for rank in range(world_size) for file in reports[rank].files)

@@ -50,7 +50,6 @@ def file(folder: Path, content: Mapping[str, Any]) -> str:
 
 
 def options(folder: Path, content: Mapping[str, Any], line: str = "") -> dict[str, Any]:
-    """Return the options of a %%distribute line with a config."""
     parsed = magics.parse_distribute_line(f"--config {file(folder, content)} {line}")
     return arguments.session_options(parsed)
 

@@ -72,7 +72,6 @@ HEAVY = {"torch", "accelerate", "deepspeed", "transformers"}
 
 @functools.cache
 def modules() -> dict[Path, ast.Module]:
-    """Syntax trees of all modules of the package."""
     return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
@@ -152,11 +151,18 @@ def test_a_rank_measures_and_does_not_judge() -> None:
             assert all(name.startswith("nbdist.profiler.measurements") for name in judged), path
 
 
-def test_loading_brings_no_torch() -> None:
-    code = (
-        "import sys; import nbdist.magics.magics, nbdist.session.session;"
-        f"print(sorted({HEAVY!r} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "banned"),
+    [
+        ("nbdist.magics.magics, nbdist.session.session", HEAVY),
+        (
+            "nbdist.magics.magics, nbdist.session.session, nbdist.panel",
+            {"anywidget", "ipywidgets", "comm"},
+        ),
+    ],
+)
+def test_loading_brings_neither_torch_nor_widgets(modules: str, banned: set[str]) -> None:
+    code = f"import sys; import {modules}; print(sorted({banned!r} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
 
@@ -165,15 +171,6 @@ def test_the_kernel_shows_a_panel_only_when_asked() -> None:
     for path in modules():
         if room(path) == "session":
             assert "panel" not in rooms_of(imported_at_import(path)), path
-
-
-def test_loading_brings_no_widgets() -> None:
-    code = (
-        "import sys; import nbdist.magics.magics, nbdist.session.session, nbdist.panel;"
-        "print(sorted({'anywidget', 'ipywidgets', 'comm'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
 
 
 def test_benchmarks_start() -> None:

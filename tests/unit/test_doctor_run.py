@@ -89,7 +89,6 @@ def failed(
     hardware: Hardware = GPU,
     **options: Any,
 ) -> RunErrors:
-    """A run that ended with an error."""
     return RunErrors(
         options=Options(backend=backend, **options).validate(hardware),
         hardware=hardware,
@@ -117,7 +116,6 @@ def profile(backend: str, *ranks: RankProfile, hardware: Hardware = GPU, **optio
 
 
 def advised(found: Profile) -> tuple[Advice, dict[str, Any]]:
-    """The one piece of advice, and the config in its line."""
     (one,) = found.advice
     return one, pasted(one.line, GPU, found.setting.options.backend)
 

@@ -61,7 +61,6 @@ class Ranks:
     def wake(self) -> None: ...
 
     def say(self, rank: int, begun: int, *, is_training: bool = False) -> None:
-        """Reply to the last pause."""
         content = messages.PauseReply(begun=begun, next_s=9.0, is_training=is_training)
         self.replies(rank, "control", {"content": content})
 

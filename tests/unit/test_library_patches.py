@@ -67,7 +67,6 @@ def root_of(node: ast.expr) -> str:
 
 
 def assigned(tree: ast.Module) -> set[str]:
-    """Attributes of libraries that a module assigns."""
     libraries = names_of_libraries(tree)
     targets: list[ast.expr] = []
     for node in ast.walk(tree):

@@ -68,7 +68,6 @@ class Agent:
         self.send(protocol.AgentReply(self.heard(protocol.AgentRequest).id, ""))
 
     def end(self) -> None:
-        """End when told to."""
         self.heard(protocol.StopAgentRequest)
         self.send(protocol.AgentExited("ended"))
         self.has_ended = True

@@ -71,7 +71,6 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
 
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
-    """A profile of two ranks."""
     setting = ProfiledConfig(options=options, cluster=target_devices.parse_devices("2xcpu"))
     return Profile.of([figures(0, **more), figures(1)], setting)
 

@@ -26,14 +26,10 @@ LLAMA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan with the defaults, whatever was learned on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def notes(config: object, **asked: Any) -> str:
-    """What a plan notes."""
     return "\n".join(nbdist.plan(config, devices="2x24GB,pcie", **asked).question.notes)
 
 

@@ -274,7 +274,6 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
 def node_of(
     *gpus: Gpu, free_gib: float = 500, cores: int = 64, ranks: int = 2
 ) -> cluster_spec.ClusterSpec:
-    """One node as its agent tells it."""
     link = "NVLink" if len(gpus) > 1 else None
     machine_of = Machine(tuple(gpus), link, cores)
     return cluster_spec.cluster_for_machine(

@@ -108,7 +108,6 @@ def moments(setup: TrainingSetup, model: ModelSpec | None = None) -> dict[str, M
 
 
 def step_bytes(setup: TrainingSetup) -> float:
-    """Bytes per parameter in the optimizer's step."""
     return moments(setup)["optimizer step"].device_bytes / PSI
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import published_runs
 import pytest
@@ -18,15 +18,10 @@ from published_runs import FEASIBLE, PICKS, RUNS, Pick, Ran, Run, Setting
 from nbdist.planner import model_spec
 from nbdist.planner.model_spec import Workload
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _nothing_learned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def named(one: Any) -> str:

@@ -166,7 +166,6 @@ CONFIG = {"model_type": "bert", "hidden_size": 64}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "nbdist" / "traces"
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def log(limit: int = 1000) -> Iterator[ProcessLogTail]:
-    """A log that this process writes to."""
     made = ProcessLogTail(limit=limit)
     yield made
     made.close_write_end()

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plan with the defaults, whatever was learned on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def titles(found: Profile) -> list[str]:
@@ -61,7 +56,6 @@ WORKERS = "num_workers=4, persistent_workers=True"
 
 
 def source_of(*cells: str) -> DataLoaderCall | None:
-    """The call that made the loader of the last cell."""
     found = read_training_cell([(f"In[{number}]", one) for number, one in enumerate(cells, 1)])
     assert found is not None
     return found.loader

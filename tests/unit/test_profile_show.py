@@ -7,7 +7,6 @@ import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,17 +16,11 @@ from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from tests.unit.profile_figures import both, profile, rank, setting
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 MIB = 1 << 20
 EVIL = "<script>alert(1)</script>"
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan with the defaults, whatever was learned on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 class _Tags(HTMLParser):

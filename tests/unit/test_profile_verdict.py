@@ -14,12 +14,7 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
 
 
-@pytest.fixture(autouse=True)
-def no_calibration(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Plan with the defaults, whatever was learned on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def slow_rank(part: str = "backward", by: float = 0.3, **more: Any) -> list[RankProfile]:

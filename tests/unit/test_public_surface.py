@@ -87,7 +87,6 @@ def help_texts() -> dict[str, str]:
 
 
 def surface() -> dict[str, Any]:
-    """Everything at once, as it is in the snapshot."""
     exported: dict[str, Any] = {}
     for name in sorted(nbdist.__all__):
         value = getattr(nbdist, name)

@@ -44,13 +44,11 @@ def code_lines(source: str) -> int:
 
 
 def functions(source: str) -> int:
-    """Return the number of functions and methods."""
     nodes = ast.walk(ast.parse(source))
     return sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
 
 
 def figures() -> dict[str, int]:
-    """Return what the budget limits."""
     package = sources("nbdist")
     code = sum(map(code_lines, package))
     return {

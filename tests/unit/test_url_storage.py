@@ -48,7 +48,6 @@ def begun(
 
 
 def save(there: UrlStorage, name: str, *, age_s: float = 0, overwrite: bool = False) -> Path:
-    """A whole one; where its files are."""
     draft, manifest = begun(there, name, overwrite=overwrite)
     manifest = replace(manifest, created=NOW - timedelta(seconds=age_s))
     return here(draft.commit(name, manifest, overwrite=overwrite))

@@ -316,7 +316,6 @@ class NodeAgent:
         self._poller.register(self._store, zmq.POLLIN)
 
     def _close_rank_sockets(self) -> None:
-        """Close the ranks' sockets."""
         for open_socket in [*self._sockets, *([self._store] if self._store is not None else [])]:
             self._poller.unregister(open_socket)
             open_socket.close(0)

@@ -139,7 +139,6 @@ class _PayloadDecoder:
     """Objects made of a buffer, so that a second reference returns the same object."""
 
     def value(self, node: Any) -> Any:
-        """Decode one node."""
         if type(node) is list:
             return self.items(node)
         if type(node) is not dict:
@@ -204,7 +203,9 @@ class _PayloadDecoder:
         numpy = _package("numpy")
         if dtype_name == "bfloat16":  # it is the upper half of a float32
             upper = self._array(number, numpy.dtype("<u2"), (math.prod(shape),))
-            flat = self._decode_once(("float32", number), lambda: _from_upper_half(upper))
+            flat = self._decode_once(
+                ("float32", number), lambda: (upper.astype("<u4") << 16).view("<f4")
+            )
             return flat.reshape(shape)
         if dtype_name in TORCH_ONLY:
             raise PayloadError(
@@ -271,11 +272,6 @@ _TAGS: dict[str, Callable[[_PayloadDecoder, Any], Any]] = {
     "dtype": lambda reader, body: reader.torch_value(body, "dtype"),
     "device": lambda reader, body: reader.torch_value(body, "device"),
 }
-
-
-def _from_upper_half(upper: Any) -> Any:
-    """Convert bfloat16 bits to float32, exactly."""
-    return (upper.astype("<u4") << 16).view("<f4")
 
 
 def _numpy_dtype(node: Any) -> Any:

@@ -58,7 +58,6 @@ class _PayloadEncoder:
         return build_head(self.sizes, root)
 
     def node(self, value: Any, where: ValuePath) -> Any:
-        """Encode one value."""
         kind = type(value)
         if kind in SCALAR_TYPES:
             self._check_remaining_size(len(value) if kind is str else 1, where)

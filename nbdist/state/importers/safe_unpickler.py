@@ -54,7 +54,6 @@ class InertObject:
         self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute from the pickled state."""
         state = self.__dict__.get("state")
         if isinstance(state, dict) and name in state:
             return state[name]

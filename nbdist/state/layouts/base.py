@@ -42,7 +42,6 @@ class ParameterPlacement:
     name: str
     """Name in the bare model."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
     weight: torch.Tensor
     """Live elements [start, start + numel), from the fp32 master weights if there are any. 1-D;
     a whole parameter has its own shape."""

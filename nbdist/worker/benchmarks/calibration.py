@@ -62,7 +62,8 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
         SessionError: a benchmark failed on a rank; the same message on all ranks.
     """
     device = memory_probe.current_probe.device
-    results: dict[str, Any] = {"device": _name(device)}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
+    results: dict[str, Any] = {"device": name}
     with torch.no_grad(), _release_memory_after(device):
         context.on_phase("collectives")
         results["curves"] = _collectives(device)
@@ -78,10 +79,6 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
         context.on_phase(f"disk of {request.disk}")
         results["disk"] = _disk(request.disk)
     return RankCalibrateReport(figures=results)
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
 
 
 @contextlib.contextmanager

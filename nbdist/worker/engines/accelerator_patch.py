@@ -224,7 +224,6 @@ class LazyAccelerator(Accelerator):  # type: ignore[misc]
         return self.state.distributed_type
 
     def __repr__(self) -> str:
-        """Return the strategy and whether the engine is built."""
         if current_config().auto_strategy is not None:
             return "<accelerator: auto (decided at the first prepare())>"
         state = "built" if self._built else "built at the first prepare()"

@@ -9,6 +9,7 @@ builds it.
 from __future__ import annotations
 
 import functools
+import numbers
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from nbdist.worker.engines import accelerator_patch, deepspeed, peft_adapters, t
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
-from nbdist.worker.training.trainer_metrics import metrics_callback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +35,9 @@ DEFAULT_BATCH_SIZE = 8
 DEFAULT_OPTIMIZER = {"class": "AdamW", "fused": True}
 """Trainer's default, adamw_torch_fused in transformers 5.23."""
 MODULE = "transformers.trainer"
+_LEFT_OUT = ("epoch", "total_flos", "step")
+_LEFT_OUT_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "train_loss")
+"""Logged values that are not reported: summaries of a whole run instead of a step."""
 
 
 def install(reporter: Reporter) -> None:
@@ -237,3 +240,47 @@ def update_trainer_engine(trainer: Any) -> None:
         bare = trainer.accelerator.unwrap_model(wrapped)
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
         trainer.deepspeed = wrapped if trainer.is_deepspeed_enabled else None
+
+
+# -- logged values
+
+
+def metrics_callback(reporter: Reporter) -> type:
+    """Return the class of a TrainerCallback that reports each log; every Trainer creates one.
+
+    The steps of a second `train()` follow those of the first one.
+    """
+    from transformers.trainer_callback import TrainerCallback
+
+    class ReportMetrics(TrainerCallback):
+        """Sends the Trainer's logged values to the notebook."""
+
+        offset = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            # A Trainer counts from 1: the step after the last reported one.
+            self.offset = max(0, reporter.next_step - 1 - state.global_step)
+
+        def on_log(
+            self,
+            args: Any,  # noqa: ARG002
+            state: Any,
+            control: Any,  # noqa: ARG002
+            logs: Mapping[str, Any] | None = None,
+            **_: Any,
+        ) -> None:
+            if values := _curves(logs or {}):
+                reporter.report(self.offset + state.global_step, **values)
+
+    return ReportMetrics
+
+
+def _curves(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of one log that belong to its step."""
+    return {
+        name: float(value)
+        for name, value in logs.items()
+        if isinstance(value, numbers.Real)
+        and name not in _LEFT_OUT
+        and not name.endswith(_LEFT_OUT_ENDS)
+    }

@@ -144,7 +144,6 @@ def _conflict(name: str, given: object, option: str, value: object) -> OptionErr
 
 
 def _precision_values(args: Any, session: EngineConfig, options: Options) -> dict[str, Any]:
-    """Return the arguments that set the session's precision."""
     precision = options.precision or "no"
     written = next((name for name in ("fp16", "bf16") if getattr(args, name)), None)
     if written is None and not any(_is_written(args, name) for name in ("fp16", "bf16")):

@@ -401,7 +401,6 @@ def _end(probe: MemoryProbe) -> None:
 
 
 def _stop(probe: MemoryProbe) -> None:
-    """Stop tracking."""
     probe.has_begun, tracker, probe.memory_tracker = False, probe.memory_tracker, None
     if tracker is not None:
         exit_memory_tracker(tracker)

@@ -257,7 +257,6 @@ def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any
 
 
 def _plan_file(targets: Sequence[OutputTensor]) -> _OutputFile:
-    """Plan the layout of a file."""
     # Largest itemsize first: each tensor must start at a multiple of its itemsize.
     ordered = sorted(targets, key=lambda target: (-target.dtype.itemsize, target.name))
     stored = []

@@ -404,7 +404,6 @@ class _TrialUnpickler(_NamespaceUnpickler):
     """Creates new classes instead of reusing those of cells, which stay unchanged."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or function."""
         cls = super().find_class(module, name)
         makes_classes = name in {"_make_skeleton_class", "_make_skeleton_enum"}
         if module.startswith("cloudpickle") and makes_classes:

@@ -172,7 +172,11 @@ class CheckpointSaver:
         self.wait()
         trained = _check_request(request)
         states = [ModelAndOptimizerState(prepared) for prepared in trained]
-        frozen = {} if request.full else _frozen_shards(states)
+        frozen = {
+            key: shard
+            for state in (() if request.full else states)
+            for key, shard in state.frozen_shards().items()
+        }
         stored = base_model.find_references(frozen, base_models(trained))
         size_bytes = sum(
             shards.total_bytes(_exclude(state.owned_shards(), stored.keys)) for state in states
@@ -440,10 +444,6 @@ def base_models(trained: Sequence[PreparedModel]) -> list[str]:
     return [name for prepared in trained for name in base_model.bases_of(prepared.meta.model)]
 
 
-def _frozen_shards(states: Sequence[ModelAndOptimizerState]) -> dict[str, Shard]:
-    return {key: shard for state in states for key, shard in state.frozen_shards().items()}
-
-
 def _exclude(tensors: Mapping[str, Shard], keys: Container[str]) -> dict[str, Shard]:
     return {key: shard for key, shard in tensors.items() if key not in keys}
 
@@ -564,7 +564,6 @@ def _take_snapshot(
 
 
 def _generators_and_positions() -> tuple[rng_state.RngState, list[LoaderPosition]]:
-    """Return the state of the random generators, and the positions of all loaders."""
     positions = [dataloader_state.position_of(loader) for loader in prepared_models.all_loaders()]
     return rng_state.get_rng_state(), positions
 

@@ -68,7 +68,6 @@ class ProfileContext:
     """IPython's `compile.format_code_name`."""
     publish: Callable[[messages.ProfileResult], object]
     show_progress: Callable[[str], object]
-    """Reports the progress."""
 
 
 def start_profile(

@@ -54,7 +54,6 @@ class PreparedOptimizer:
     user_optimizer: weakref.ref[Optimizer]
     """The user's optimizer, which schedulers refer to. DeepSpeed may step another one."""
     wrapper: weakref.ref[AcceleratedOptimizer]
-    """The wrapper that `prepare()` returned."""
 
     @property
     def inner_optimizer(self) -> Optimizer:
@@ -73,7 +72,6 @@ class PreparedModel:
     user_model: weakref.ref[nn.Module]
     """The argument of `prepare()`; under FSDP2 the same object as the result."""
     wrapper: weakref.ref[nn.Module] | None = None
-    """The result of `prepare()`."""
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[weakref.ref[Any]] = field(default_factory=list)
     """Wrappers of its schedulers that `prepare()` returned."""
@@ -405,7 +403,6 @@ def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
-    """Return the models with this prepared optimizer."""
     return [
         model
         for model in _trained

@@ -307,7 +307,6 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
 def _models_in_variable(
     everything: Sequence[PreparedModel], names: Mapping[str, Any]
 ) -> list[PreparedModel]:
-    """Return the models that a variable holds."""
     return [
         prepared
         for prepared in everything
