@@ -124,7 +124,7 @@ class NbDist(Magics):
     deadline = Unicode(
         None,
         allow_none=True,
-        help="When the session will be ended from outside: 8h50m, 17:30, 2026-11-24T17:30.",
+        help="When the session will be terminated from outside: 8h50m, 17:30, 2026-11-24T17:30.",
     ).tag(config=True)
 
     shell: InteractiveShell

@@ -90,7 +90,7 @@ class Checkpoint(CheckpointSummary):
     def __str__(self) -> str:
         """Return a one-line summary."""
         took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
-        took += f", of a run ended by {self.ended}" if self.ended else ""
+        took += f", from a run ended by {self.ended}" if self.ended else ""
         when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         return (
             f"{self.name}: step {self.step}, {format_bytes(self.size_bytes)}, {self.backend},"
@@ -136,7 +136,7 @@ class Save:
             TimeoutError: the save is still running.
         """
         if not self._over.wait(timeout_s):
-            message = f"Saving checkpoint {self.name} is not finished after {timeout_s:g} s."
+            message = f"Saving checkpoint {self.name} did not finish within {timeout_s:g} s."
             raise TimeoutError(message)
         if self.error or self.path is None:
             raise CheckpointError(f"Checkpoint {self.name} was not saved: {self.error}")
@@ -493,8 +493,8 @@ def resume_hint(checkpoint: Checkpoint | None) -> str:
     if checkpoint is None or not checkpoint.ended:
         return ""
     return (
-        f"Checkpoint {checkpoint.name} at step {checkpoint.step} is of a run ended by"
-        f" {checkpoint.ended}: prepare the model, then use %nbdist resume"
+        f"Checkpoint {checkpoint.name} at step {checkpoint.step} is from a run ended"
+        f" by {checkpoint.ended}: prepare the model, then use %nbdist resume"
     )
 
 

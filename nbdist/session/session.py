@@ -179,15 +179,15 @@ class Session(ModelOperations):
         failed = {key: error for key, error in errors.items() if error.ename != "KeyboardInterrupt"}
         if not failed:
             raise SessionError(
-                "The last cell did not fail on any rank, so nothing can be debugged."
+                "The last cell did not fail on any rank, so there is nothing to debug."
             )
         first = group_errors(list(failed.values()))[0].error.rank
         rank = first if rank is None else rank
         if rank not in failed:
             ranks = rank_names.describe_ranks(failed)
-            raise SessionError(f"The last cell failed on {ranks}, not on rank {rank}.")
+            raise SessionError(f"Rank {rank} did not fail in the last cell, but {ranks} did.")
         if not has_keyboard():
-            raise SessionError("The debugger needs a front end that can ask for input.")
+            raise SessionError("The debugger needs a front end with input, such as JupyterLab.")
         self._cells.run(
             "%debug",
             [rank],

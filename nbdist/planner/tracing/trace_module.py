@@ -188,7 +188,7 @@ def _run_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: 
     def write(message: Mapping[str, Any]) -> None:
         os.write(writer, json.dumps(message).encode() + b"\n")
 
-    answer: dict[str, Any] = {"error": "The trace ended without an answer. Try again."}
+    answer: dict[str, Any] = {"error": "The trace ended without a result. Try again."}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         silence = os.open(os.devnull, os.O_WRONLY)
