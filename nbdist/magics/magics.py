@@ -37,7 +37,7 @@ from nbdist.errors import (
     SessionError,
 )
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, documents, plan
+from nbdist.magics import arguments, completion, json_documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history, status
@@ -426,7 +426,7 @@ class NbDist(Magics):
     def status_command(self, options: argparse.Namespace) -> None:
         """Print the state of the session and of each rank."""
         if options.json:
-            print(documents.status_document(self.require_session()))
+            print(json_documents.status_document(self.require_session()))
             return
         for line in status.status_lines(self.require_session()):
             print(line)
@@ -584,14 +584,14 @@ class NbDist(Magics):
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
-        print(documents.checkpoints_document(found) if options.json else found)
+        print(json_documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
         planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
-            print(documents.plan_document(cast("Plan", planned)))
+            print(json_documents.plan_document(cast("Plan", planned)))
         else:
             display(planned)
 
@@ -608,7 +608,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(documents.profile_document(session.profiles[-1].to_json()))
+            print(json_documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:

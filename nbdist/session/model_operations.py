@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
 from nbdist.errors import CheckpointError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
@@ -67,7 +67,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             PayloadError: no such variable, or one that cannot be moved.
             CheckpointError: a prepared model that the ranks cannot gather.
         """
-        (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
+        (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
         values = push_pull.pull_variables(

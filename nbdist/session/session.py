@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.errors import PlanError, SessionError
 from nbdist.output.tracebacks import group_errors
@@ -126,10 +126,10 @@ class Session(ModelOperations):
         """
         check_code(code)
         options = ProfileOptions.parse(profile)
-        chosen = rank_names.resolve_ranks(ranks, self.world_size)
+        chosen = rank_sets.resolve_ranks(ranks, self.world_size)
         shown: ShownRanks = "none" if output == "none" else "all"
         if output not in ("all", "none"):
-            shown = frozenset(rank_names.resolve_ranks(output, self.world_size, option="--output"))
+            shown = frozenset(rank_sets.resolve_ranks(output, self.world_size, option="--output"))
         self._ensure_free()
         self.start()
         if options is not None:
@@ -184,7 +184,7 @@ class Session(ModelOperations):
         first = group_errors(list(failed.values()))[0].error.rank
         rank = first if rank is None else rank
         if rank not in failed:
-            ranks = rank_names.describe_ranks(failed)
+            ranks = rank_sets.describe_ranks(failed)
             raise SessionError(f"Rank {rank} did not fail in the last cell, but {ranks} did.")
         if not has_keyboard():
             raise SessionError("The debugger needs a front end with input, such as JupyterLab.")
@@ -218,7 +218,7 @@ class Session(ModelOperations):
         """
         self._ensure_alive()
         self.start()
-        chosen = rank_names.resolve_ranks(ranks, self.world_size)
+        chosen = rank_sets.resolve_ranks(ranks, self.world_size)
         return inspection.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
 
     def replay(self) -> None:
@@ -452,7 +452,7 @@ class Session(ModelOperations):
         """
         if rank is None:
             return self._workers.log_tail()
-        (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
+        (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         return redact_secrets(self.logs[chosen].tail(lines))
 
     def stacks(self) -> dict[int, str]:
