@@ -314,7 +314,7 @@ class NbDist(Magics):
         pull NAMES      copy variables of rank 0 to the notebook; a model as its state dict
         push NAMES      copy notebook variables to all ranks
         wait            wait for the cell that runs in the background
-        replay          show the output of the last cell again, such as after its page was closed
+        replay          show the output of the last cell again, for example if its page was closed
         inspect EXPR    value of an expression on each rank, also between steps of a running cell
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
@@ -570,7 +570,7 @@ class NbDist(Magics):
 
     @command("resume")
     def resume_command(self, _: str) -> None:
-        """Load the newest checkpoint of a run that was ended from outside."""
+        """Load the newest checkpoint of a run that was terminated from outside."""
         print(self.require_session().resume())
 
     @command("checkpoints", arguments.checkpoints_parser)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nbdist.session.worker_group import WorkerGroup
 
 DEFAULT_FOLDER = "checkpoints"
-"""Default root of checkpoints, beside the notebook."""
+"""Default root of checkpoints, next to the notebook."""
 REMEMBERED = 16
 """Number of finished saves to keep, so that memory does not grow with each save."""
 FINISH_TIMEOUT_S = 60.0

@@ -177,7 +177,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         """Change where checkpoints are saved; `save()` in cells uses it from the next cell on.
 
         Args:
-            folder: root folder of checkpoints, or a URL. None: "checkpoints" beside the notebook.
+            folder: root folder of checkpoints, or a URL. None: "checkpoints" next to the notebook.
 
         Raises:
             CheckpointError: a URL that fsspec does not support, or whose package is missing.
@@ -285,7 +285,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         return report
 
     def resume(self) -> LoadReport | ForeignReport:
-        """Load the newest checkpoint of a run that was ended from outside, as `load` does.
+        """Load the newest checkpoint of a run that was terminated from outside, as `load` does.
 
         Raises:
             CheckpointError: there is none, or `load` failed; the models are unchanged.

@@ -105,7 +105,7 @@ class Session(ModelOperations):
     ) -> CellResult:
         """Run `code` on the ranks as a notebook cell.
 
-        Blocks until every rank has finished it, unless `background`. Output is shown as it
+        Blocks until every rank has finished the cell, unless `background`. Output is shown as it
         arrives, labelled by rank; equal output of several ranks is shown once.
 
         Args:
@@ -164,8 +164,8 @@ class Session(ModelOperations):
     def debug(self, rank: int | None = None) -> None:
         """Open IPython's debugger where the last cell failed.
 
-        The frames of the error are alive until the next cell starts, except after an error for
-        lack of memory.
+        The frames of the error are kept until the next cell starts, except after an out-of-memory
+        error.
 
         Args:
             rank: the rank to debug. Default: the one whose error came first.
@@ -208,7 +208,7 @@ class Session(ModelOperations):
         when no cell runs. Callable from any thread.
 
         Args:
-            expression: what to evaluate. It must not communicate: ranks may be a step apart.
+            expression: what to evaluate. It must not call a collective: ranks may be a step apart.
             ranks: ranks that evaluate it, "0,2-3" or a sequence. Default: all.
             timeout_s: time to wait; later replies are dropped.
 
@@ -263,7 +263,7 @@ class Session(ModelOperations):
         return stopped
 
     def set_deadline(self, deadline: str | None) -> None:
-        """Set when the session will be ended from outside; None: it is not known.
+        """Set the time at which the session will be terminated from outside; None if unknown.
 
         Shortly before it the ranks stop after the same optimizer step and save a checkpoint,
         which `resume` loads in the next session.
@@ -286,11 +286,11 @@ class Session(ModelOperations):
         overwrite: bool = False,
         with_nbdist: bool = False,
     ) -> WrittenScript:
-        """Write the cells that ran, and the engine, as a folder that any launcher can run.
+        """Write the cells that ran as a script, with its launcher config and a Slurm job.
 
         The folder has train.py, accelerate.yaml, ds_config.json for DeepSpeed, requirements.txt,
-        submit.sbatch, and README.md with the commands. Of a cell that ran several times the last
-        text counts, at the place where it first ran; cells that failed or were deleted are left
+        submit.sbatch, and README.md with the commands. A cell that ran several times appears once,
+        with its latest code, where it first ran; cells that failed or were deleted are left
         out. Comments in train.py list what differs from the notebook.
 
         Args:

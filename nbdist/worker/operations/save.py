@@ -121,7 +121,7 @@ class CheckpointSaver:
         self.set_root(root)
 
     def set_root(self, root: str) -> None:
-        """Set the default folder of checkpoints; "" is `checkpoints` beside the notebook."""
+        """Set the default folder of checkpoints; "" is `checkpoints` next to the notebook."""
         self._root = parse_location(root or "checkpoints", self._cwd)
 
     def save(
