@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     """Create the environment; return an error message, or None."""
     parser = argparse.ArgumentParser(prog="python -m nbdist.setup", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the environment")
-    parser.add_argument("--torch", choices=BUILDS, help="build of torch; default: as the GPUs need")
+    parser.add_argument("--torch", choices=BUILDS, help="build of torch; default: for the GPUs")
     options = parser.parse_args(arguments)
     folder = options.folder.expanduser().absolute()
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
@@ -67,7 +67,7 @@ def install(folder: Path, build: str) -> None:
     has_pip = importlib.util.find_spec("pip") is not None
     venv.create(folder, with_pip=not has_pip, system_site_packages=shared, symlinks=True)
     index = [] if build == "pypi" else ["--index-url", TORCH_INDEX + build]
-    _show(2, "torch: that of this Python" if shared else f"torch, build for {build}")
+    _show(2, "torch: reusing the one of this Python" if shared else f"torch, build for {build}")
     _pip(folder, *torch, *([] if shared else index))
     _show(3, "pip, and the other packages of ranks")
     _pip(folder, "pip", *required)
@@ -94,7 +94,7 @@ def choose_build() -> str:
     if not gpus or cuda is None:
         return "cpu"
     if cuda < (12, 0):
-        raise OptionError(f"The driver supports CUDA {cuda[0]}; torch needs 12. Upgrade it.")
+        raise OptionError(f"The driver is for CUDA {cuda[0]}; torch needs 12. Upgrade the driver.")
     weakest = min(gpu.capability for gpu in gpus)
     # CUDA 13 has no code for GPUs before Turing, and torch's CUDA 12.8 none before Volta
     if cuda >= (13, 0) and weakest >= (7, 5):

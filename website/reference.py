@@ -36,8 +36,8 @@ _COMMANDS_HEAD = """
 _MESSAGES_HEAD = """\
 # Messages
 
-The messages of nbdist, made from its code; `{...}` stands for what a message fills in. Search for
-some words of the message that you see. [Troubleshooting](../troubleshooting.md) goes by symptom,
+The messages of nbdist, generated from its code; `{...}` stands for a value. Search for a few words
+of the message that you see. [Troubleshooting](../troubleshooting.md) is sorted by symptom,
 [errors](errors.md) lists the classes.
 """
 

@@ -33,8 +33,8 @@ built.
 | benchmark figures with a bar | {figures} | `make bench` |
 | notebooks, executed by tests | {notebooks} | `make wide` |
 
-Everything runs on CPU ranks with gloo. What has been verified about GPUs, and how, is on
-[a page of its own](gpu.md).
+Everything runs on CPU ranks with gloo. [Another page](gpu.md) lists what has been verified for
+GPUs, and how.
 
 ## Faults
 
@@ -47,12 +47,12 @@ shows it.
 
 ## Random faults
 
-[A run of random faults](../tests/faults/test_chaos.py) trains, saves, switches and loads, and draws
-faults from a list: Stop in Python, in a training, in a save or a load; one rank that raises;
-processes that are killed. After each fault the session is used again, and the losses must be those
-of a run without faults. A failed run prints its seed.
+[A test](../tests/faults/test_chaos.py) trains, saves, switches and loads, and draws
+faults from a list: Stop in Python code, during training, a save or a load; one rank that raises an
+error; processes that are killed. After each fault the session is used again, and the losses must
+equal those of a run without faults. A failed run prints its seed.
 
-## The planner, held to the allocator
+## The planner compared with the allocator
 
 Errors of the planned memory in percent, compared with the peak that torch's allocator reports.
 
@@ -60,7 +60,7 @@ Errors of the planned memory in percent, compared with the peak that torch's all
 
 [The planner's page](planner.md#validation) explains the table, and where the planner is wrong.
 
-## Beside other tools
+## Comparison with other tools
 
 The same faults in four tools that run a notebook's code on two processes.
 [The comparison](faults-compared.md) explains the letters, and how it was measured.

@@ -182,7 +182,7 @@ class FolderStorage(Storage):
                 unknown = existing.unknown_files()
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path} is not a complete nbdist checkpoint and is not overwritten. Save under"
+                f"{path} is not a complete nbdist checkpoint, so it is not overwritten. Save under"
                 " another name, or remove it."
             ) from error
         if unknown:

@@ -133,7 +133,7 @@ class Launcher:
                 problem = "has closed its link"
             else:
                 problem = (
-                    f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 )
             log = redact_secrets(self.log_tail())
             msg = f"Cannot start ranks: {LAUNCHER_NAME} {problem}. Its log: {log}"

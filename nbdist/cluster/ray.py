@@ -211,7 +211,7 @@ class RayCluster:
             is_local = False
         if os.environ.get("RAY_AUTH_MODE", "") != "token" and not is_local:
             msg = (
-                "This Ray cluster requires no token: everybody who can reach its ports can run code"
+                "This Ray cluster requires no token: anyone who can reach its ports can run code"
                 " on its nodes. Start it with RAY_AUTH_MODE=token; see docs/clusters.md."
             )
             warnings.warn(msg, RuntimeWarning, stacklevel=2)

@@ -29,7 +29,7 @@ from nbdist.planner.step_time import threshold_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.planner.plan_types import Machine, MachineTable, PlanRow, PlanTable
+    from nbdist.planner.plan_types import MachineRow, MachineTable, PlanRow, PlanTable
 
 MAX_OTHER_ROWS = 3
 """Number of other backends that an explanation lists."""
@@ -339,7 +339,7 @@ def _machine_columns(table: MachineTable) -> list[str]:
     return ["machine", "strategy", "GiB", "of", "step", f"{unit}/s", f"GPU-hours per 1e9 {unit}"]
 
 
-def _machine_cells(machine: Machine) -> list[str]:
+def _machine_cells(machine: MachineRow) -> list[str]:
     request, row = machine.question, machine.row
     size = f", micro-batch {row.batch_size}" if len(request.batch_sizes) > 1 else ""
     range_s = row.cost.range_s if row.cost else (row.step_time_s, row.step_time_s)

@@ -93,7 +93,7 @@ def diagnose_machine() -> Diagnosis:
         ("building", software.check_compilers),
         ("leftovers", stale_resources.check_stale_resources),
         ("environment", environment_variables.check_environment),
-        ("clusters", environment_variables.check_clusters),
+        ("clusters", software.check_clusters),
         ("ports", lambda: ports.check_ports(pids)),
         ("notebook", software.check_notebook),
     )

@@ -1,10 +1,8 @@
-"""Checks of environment variables, and of the clusters that are installed."""
+"""Checks of environment variables."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 from nbdist.cluster.launcher_process import remove_launch_variables
@@ -67,34 +65,3 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
         yield note(TOPIC, message, "unset those that you do not need before you start Jupyter")
     secrets = sum(map(is_secret_name, environ))
     yield ok(TOPIC, f"{len(environ)} variables, {secrets} of them hidden because of their names")
-
-
-def check_clusters(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield findings about the clusters that `--on` can use here. Opens no connection."""
-    found = [*_ray(environ), *_slurm(environ)]
-    yield from found
-    if not found:
-        yield ok("clusters", "neither Ray nor Slurm is installed; see docs/clusters.md")
-
-
-def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
-    try:
-        version = metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        return
-    address = environ.get("RAY_ADDRESS")
-    names = f", {redacted_variable('RAY_ADDRESS', address)}" if address else ""
-    yield ok("clusters", f"Ray {version} for --on ray{names}")
-    if address and environ.get("RAY_AUTH_MODE") != "token":
-        message = (
-            "RAY_AUTH_MODE is not token: anyone who can reach the Ray cluster can run code on it"
-        )
-        yield note("clusters", message, "start the cluster and Jupyter with RAY_AUTH_MODE=token")
-
-
-def _slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    if shutil.which("srun") is None:
-        return
-    job = environ.get("SLURM_JOB_ID")
-    where = f"uses the nodes of its job {job}" if job else "allocates its own nodes"
-    yield ok("clusters", f"Slurm (srun) for --on slurm; {where}")

@@ -1,18 +1,21 @@
-"""Checks of installed software: versions, wrong builds, compilers, and the panel's front end."""
+"""Checks of installed software: versions, wrong builds, compilers, clusters, the front end."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
+import shutil
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from nbdist import rank_python
 from nbdist._version import __version__
-from nbdist.doctor.finding import note, ok, problem, summarize_list
+from nbdist.doctor.finding import note, ok, problem, redacted_variable, summarize_list
 from nbdist.hardware import deepspeed_requirements, discovery
 from nbdist.panel import assets
 
@@ -205,3 +208,34 @@ def check_notebook(
         yield ok("panel", message)
     if "ipykernel" not in sys.modules:
         yield ok("kernel", "none: this is a script, not a notebook")
+
+
+def check_clusters(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Yield findings about the clusters that `--on` can use here. Opens no connection."""
+    found = [*_ray(environ), *_slurm(environ)]
+    yield from found
+    if not found:
+        yield ok("clusters", "neither Ray nor Slurm is installed; see docs/clusters.md")
+
+
+def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        version = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return
+    address = environ.get("RAY_ADDRESS")
+    names = f", {redacted_variable('RAY_ADDRESS', address)}" if address else ""
+    yield ok("clusters", f"Ray {version} for --on ray{names}")
+    if address and environ.get("RAY_AUTH_MODE") != "token":
+        message = (
+            "RAY_AUTH_MODE is not token: anyone who can reach the Ray cluster can run code on it"
+        )
+        yield note("clusters", message, "start the cluster and Jupyter with RAY_AUTH_MODE=token")
+
+
+def _slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
+    if shutil.which("srun") is None:
+        return
+    job = environ.get("SLURM_JOB_ID")
+    where = f"uses the nodes of its job {job}" if job else "allocates its own nodes"
+    yield ok("clusters", f"Slurm (srun) for --on slurm; {where}")

@@ -108,7 +108,7 @@ def export_parser() -> MagicArgumentParser:
 def script_parser() -> MagicArgumentParser:
     """Return the parser of `%nbdist script`."""
     parser = command_parser(
-        "script", "Write the cells that ran, and the engine, as a folder that any launcher can run."
+        "script", "Write the cells that ran as a script, with its launcher config and a Slurm job."
     )
     parser.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
     parser.add_argument(

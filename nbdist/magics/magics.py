@@ -37,7 +37,7 @@ from nbdist.errors import (
     SessionError,
 )
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, documents, plan
+from nbdist.magics import arguments, completion, json_documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history, status
@@ -124,7 +124,7 @@ class NbDist(Magics):
     deadline = Unicode(
         None,
         allow_none=True,
-        help="When the session will be ended from outside: 8h50m, 17:30, 2026-11-24T17:30.",
+        help="When the session will be terminated from outside: 8h50m, 17:30, 2026-11-24T17:30.",
     ).tag(config=True)
 
     shell: InteractiveShell
@@ -292,7 +292,7 @@ class NbDist(Magics):
         pull NAMES      copy variables of rank 0 to the notebook; a model as its state dict
         push NAMES      copy notebook variables to all ranks
         wait            wait for the cell that runs in the background
-        replay          show the output of the last cell again, such as after its page was closed
+        replay          show the output of the last cell again, for example if its page was closed
         inspect EXPR    value of an expression on each rank, also between steps of a running cell
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
@@ -404,7 +404,7 @@ class NbDist(Magics):
     def status_command(self, options: argparse.Namespace) -> None:
         """Print the state of the session and of each rank."""
         if options.json:
-            print(documents.status_document(self.require_session()))
+            print(json_documents.status_document(self.require_session()))
             return
         for line in status.status_lines(self.require_session()):
             print(line)
@@ -548,7 +548,7 @@ class NbDist(Magics):
 
     @command("resume")
     def resume_command(self, _: str) -> None:
-        """Load the newest checkpoint of a run that was ended from outside."""
+        """Load the newest checkpoint of a run that was terminated from outside."""
         print(self.require_session().resume())
 
     @command("checkpoints", arguments.checkpoints_parser)
@@ -562,14 +562,14 @@ class NbDist(Magics):
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
-        print(documents.checkpoints_document(found) if options.json else found)
+        print(json_documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
         planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
-            print(documents.plan_document(cast("Plan", planned)))
+            print(json_documents.plan_document(cast("Plan", planned)))
         else:
             display(planned)
 
@@ -586,7 +586,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(documents.profile_document(session.profiles[-1].to_json()))
+            print(json_documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:

@@ -243,7 +243,8 @@ def seq_len_notes(config: Mapping[str, Any], seq_len: int) -> list[str]:
         return []
     note = (
         f"seq_len {seq_len:,} exceeds the config's {name} of {max_positions:,}; the model was not"
-        f" trained beyond it, or fails. Extend its positions, or plan for {max_positions:,}."
+        " trained on longer samples, or fails on them. Extend its positions, or plan for"
+        f" {max_positions:,}."
     )
     return [note]
 

@@ -15,7 +15,7 @@ from nbdist.planner.cluster_spec import (
     default_link,
     with_default_network,
 )
-from nbdist.planner.plan_types import Machine, MachineTable
+from nbdist.planner.plan_types import MachineRow, MachineTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,12 +101,12 @@ def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
     return list({device.name: device for device in found}.values())
 
 
-def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> Machine | None:
+def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> MachineRow | None:
     """Return the machine with the fewest of these GPUs; None if the largest is too small."""
     if request.precision == "bf16" and not device.has_bf16:
         request = replace(request, precision="fp16")
 
-    def machine(count: int, nodes: int = 1) -> Machine | None:
+    def machine(count: int, nodes: int = 1) -> MachineRow | None:
         cluster = ClusterSpec(
             devices=(device,) * (count * nodes),
             link=default_link(device, count),
@@ -115,7 +115,7 @@ def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> Machine
         cluster = cluster if nodes == 1 else with_default_network(cluster)
         question = replace(request, cluster=cluster)
         row = search.best_row(question)
-        return None if row is None else Machine(question=question, row=row)
+        return None if row is None else MachineRow(question=question, row=row)
 
     for count in _COUNTS:
         if (smallest := machine(count)) is not None:

@@ -195,7 +195,7 @@ class PlanTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineRow:
     """GPUs of one kind on which a model fits, and the strategy to use there."""
 
     question: PlanInput
@@ -215,7 +215,7 @@ class MachineTable:
     """Machines that are enough for a model."""
 
     request: PlanInput
-    machines: tuple[Machine, ...]
+    machines: tuple[MachineRow, ...]
     """The smallest of each GPU, fewest GPU-hours first."""
     too_small: tuple[str, ...]
     """GPUs of which `max_nodes` nodes are not enough."""

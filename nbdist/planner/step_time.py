@@ -455,31 +455,33 @@ _ROUNDS: Mapping[Collective, int] = MappingProxyType(
 class _CommunicationTime:
     """Communication time in one micro-batch, in seconds."""
 
-    beside: float
+    overlapping: float
     """Communication that overlaps with compute."""
-    alone: float
+    blocking: float
     """Communication that does not overlap."""
 
     def __add__(self, other: _CommunicationTime) -> _CommunicationTime:
         """Add both parts."""
-        return _CommunicationTime(self.beside + other.beside, self.alone + other.alone)
+        return _CommunicationTime(
+            self.overlapping + other.overlapping, self.blocking + other.blocking
+        )
 
     @property
     def total(self) -> float:
         """Total time."""
-        return self.beside + self.alone
+        return self.overlapping + self.blocking
 
     def exposed(self, window: float) -> float:
         """Time that `window` seconds of compute do not hide."""
-        late_s = max(0.0, _CONTENTION * self.beside - window)
-        return self.alone + late_s + _NEVER_HIDDEN * self.beside
+        late_s = max(0.0, _CONTENTION * self.overlapping - window)
+        return self.blocking + late_s + _NEVER_HIDDEN * self.overlapping
 
 
 def _seconds(
     transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup, cluster: ClusterSpec
 ) -> _CommunicationTime:
     """Time of collectives that run one after another."""
-    total = beside = 0.0
+    total = overlapping = 0.0
     for transfer in transfers if setup.world_size > 1 else ():
         if transfer.size:
             message = min(transfer.message, transfer.size)
@@ -487,8 +489,8 @@ def _seconds(
             one_s = collective_time_s(transfer.collective, message, ranks)
             seconds = transfer.size / message * one_s
             total += seconds
-            beside += seconds if transfer.overlaps else 0.0
-    return _CommunicationTime(beside, total - beside)
+            overlapping += seconds if transfer.overlaps else 0.0
+    return _CommunicationTime(overlapping, total - overlapping)
 
 
 def collective_time_s(collective: Collective, size: float, cluster: ClusterSpec) -> float:

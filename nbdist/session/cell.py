@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.output.ansi import strip_ansi
@@ -392,7 +392,7 @@ class Cell:
             handle(self, ranks, message)
         except Exception as error:  # noqa: BLE001 - a cell may send anything; keep reading
             kind, error_text = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
-            ranks_text = rank_names.describe_ranks(ranks)
+            ranks_text = rank_sets.describe_ranks(ranks)
             self.renderer.show_lines([f"{ranks_text}: invalid message ({kind}): {error_text}"])
 
     def _on_reply(self, rank: int, message: Message) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.errors import CellInterrupted, SessionError
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import finished_cell, running_cell
@@ -196,7 +196,7 @@ class CellRunner:
             if not cell.finished.is_set():
                 cell.show_errors()
                 raise CellInterrupted(
-                    f"{rank_names.describe_ranks(cell.pending)} did not stop yet: Python handles an"
+                    f"{rank_sets.describe_ranks(cell.pending)} did not stop yet: Python handles an"
                     " interrupt only when the library call returns. Use %nbdist wait to keep"
                     " waiting, %nbdist interrupt to end the ranks, or %nbdist restart to start new"
                     " ones."

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nbdist.session.worker_group import WorkerGroup
 
 DEFAULT_FOLDER = "checkpoints"
-"""Default root of checkpoints, beside the notebook."""
+"""Default root of checkpoints, next to the notebook."""
 REMEMBERED = 16
 """Number of finished saves to keep, so that memory does not grow with each save."""
 FINISH_TIMEOUT_S = 60.0
@@ -89,7 +89,7 @@ class Checkpoint(CheckpointSummary):
 
     def __str__(self) -> str:
         took = f" in {self.seconds:.1f} s" if self.seconds is not None else ""
-        took += f", of a run ended by {self.ended}" if self.ended else ""
+        took += f", from a run ended by {self.ended}" if self.ended else ""
         when = self.created.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         return (
             f"{self.name}: step {self.step}, {format_bytes(self.size_bytes)}, {self.backend},"
@@ -134,7 +134,7 @@ class Save:
             TimeoutError: the save is still running.
         """
         if not self._over.wait(timeout_s):
-            message = f"Saving checkpoint {self.name} is not finished after {timeout_s:g} s."
+            message = f"Saving checkpoint {self.name} did not finish within {timeout_s:g} s."
             raise TimeoutError(message)
         if self.error or self.path is None:
             raise CheckpointError(f"Checkpoint {self.name} was not saved: {self.error}")
@@ -489,8 +489,8 @@ def resume_hint(checkpoint: Checkpoint | None) -> str:
     if checkpoint is None or not checkpoint.ended:
         return ""
     return (
-        f"Checkpoint {checkpoint.name} at step {checkpoint.step} is of a run ended by"
-        f" {checkpoint.ended}: prepare the model, then use %nbdist resume"
+        f"Checkpoint {checkpoint.name} at step {checkpoint.step} is from a run ended"
+        f" by {checkpoint.ended}: prepare the model, then use %nbdist resume"
     )
 
 

@@ -22,7 +22,7 @@ import threading
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Generic
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.keyboard_interrupt import suppress_interrupt
 from nbdist.output import tracebacks
@@ -131,7 +131,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
 
     def busy_message(self) -> str:
         """Return an error message: the request is still running, and what to do."""
-        where = self.escalation.where() or f"{rank_names.describe_ranks(self.pending)} did not stop"
+        where = self.escalation.where() or f"{rank_sets.describe_ranks(self.pending)} did not stop"
         return (
             f"The {self._operation.name} is still running: {where}. The ranks are busy until it"
             " ends. Use %nbdist interrupt to end the ranks, or %nbdist restart to start new ones"

@@ -83,7 +83,7 @@ class WorkerFailure:
     def headline(self) -> str:
         """Process, exit, what is lost, and what to do."""
         return (
-            f"{self.summary}; all ranks were ended and their variables are lost."
+            f"{self.summary}; all ranks were terminated and their variables are lost."
             " Use %nbdist restart to start new ranks."
         )
 

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.output.ansi import strip_ansi
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _describe_waits(waiting: Mapping[int, _WaitingRank]) -> list[str]:
     parts = []
     for (where, known), ranks in places.items():
         longest = max(waiting[rank].seconds for rank in ranks)
-        has = f"{rank_names.describe_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+        has = f"{rank_sets.describe_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
         waited, been = f"waited {longest:.0f} s in {where}", f"been in {where} for {longest:.0f} s"
         parts.append(f"{has} {waited if known else been}")
     return parts
@@ -230,5 +230,5 @@ def described(
     parts = []
     for (alone, several, where), members in groups.items():
         verb = alone if len(members) == 1 else several
-        parts.append(f"{rank_names.describe_ranks(members)} {verb}{where}")
+        parts.append(f"{rank_sets.describe_ranks(members)} {verb}{where}")
     return "; ".join(parts)

@@ -47,7 +47,7 @@ def inspect(
     missing = rank_sets.describe_ranks(set(ranks) - texts.keys())
     raise SessionError(
         f"No value from {missing} within {timeout_s:.0f} s: a rank evaluates an expression"
-        " before an optimizer step, at a prompt, or when no cell runs."
+        " only before an optimizer step, at a prompt, or when no cell runs. Try again then."
     )
 
 

@@ -30,7 +30,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.protocol import messages
 from nbdist.session.hang_detection import described, detect_hang, have_collectives_diverged
 
@@ -428,7 +428,7 @@ class InterruptEscalation:
             due = self.stage is InterruptStage.ENDED and not self._ending
             self._ending = self._ending or due
         if due:  # without the lock: the failure handler may need it
-            left = rank_names.describe_ranks(self.work.pending)
+            left = rank_sets.describe_ranks(self.work.pending)
             where = self.where()
             self._workers.end(left, "did not stop" + (f" ({where})" if where else ""))
 
@@ -446,7 +446,7 @@ class InterruptEscalation:
             return ""
         if self.stage is InterruptStage.ABORTED and now - self._aborted_at < RETURN_AFTER_S:
             return f"stuck: {self._stuck}; aborting the process groups"
-        where = self.where() or f"{rank_names.describe_ranks(left)} did not stop"
+        where = self.where() or f"{rank_sets.describe_ranks(left)} did not stop"
         done = "cannot be interrupted now" if self._kind == "repair" else "interrupted"
         if self.stage is InterruptStage.ABORTED:
             done = "the process groups were aborted"

@@ -558,7 +558,7 @@ class SessionLifecycle:
         if death is None or not self._ended_by_stop:
             return ""
         self.restart()
-        return f"{death.headline.partition(';')[0]}; all ranks were ended and new ranks started."
+        return f"{death.headline.partition(';')[0]}; all ranks were replaced by new ones."
 
     def _on_termination(self, notice: messages.TerminationNotice) -> None:
         """Save and end the ranks, because one of their processes was asked to end."""

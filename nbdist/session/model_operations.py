@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
 from nbdist.errors import CheckpointError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
@@ -67,7 +67,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             PayloadError: no such variable, or one that cannot be moved.
             CheckpointError: a prepared model that the ranks cannot gather.
         """
-        (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
+        (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
         values = push_pull.pull_variables(
@@ -177,7 +177,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         """Change where checkpoints are saved; `save()` in cells uses it from the next cell on.
 
         Args:
-            folder: root folder of checkpoints, or a URL. None: "checkpoints" beside the notebook.
+            folder: root folder of checkpoints, or a URL. None: "checkpoints" next to the notebook.
 
         Raises:
             CheckpointError: a URL that fsspec does not support, or whose package is missing.
@@ -285,7 +285,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         return report
 
     def resume(self) -> LoadReport | ForeignReport:
-        """Load the newest checkpoint of a run that was ended from outside, as `load` does.
+        """Load the newest checkpoint of a run that was terminated from outside, as `load` does.
 
         Raises:
             CheckpointError: there is none, or `load` failed; the models are unchanged.

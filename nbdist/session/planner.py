@@ -56,7 +56,7 @@ class SessionView(Protocol):
         """Use of each node now, by name."""
 
 
-class SessionWithModel(SessionView, Protocol):
+class PlanningSession(SessionView, Protocol):
     """Session whose ranks describe and measure their model."""
 
     def measured(self) -> Mapping[int, MeasuredMemory | None]:
@@ -75,7 +75,7 @@ class SessionWithModel(SessionView, Protocol):
 
 
 def plan_model(
-    session: SessionWithModel, name: str | None = None, *, quick: bool = False, **arguments: Any
+    session: PlanningSession, name: str | None = None, *, quick: bool = False, **arguments: Any
 ) -> Plan:
     """Plan a model of the ranks: a variable, or the one prepared last.
 
@@ -103,7 +103,7 @@ def plan_model(
 
 
 def find_machines(
-    session: SessionWithModel, name: str | None = None, **arguments: Any
+    session: PlanningSession, name: str | None = None, **arguments: Any
 ) -> MachinePlan:
     """Return which machines are enough for a model of the ranks; arguments as in `plan_model`."""
     from nbdist.planner import plan
@@ -114,7 +114,7 @@ def find_machines(
 
 
 def _describe(
-    session: SessionWithModel,
+    session: PlanningSession,
     name: str | None,
     arguments: Mapping[str, Any],
     *,
@@ -204,7 +204,7 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
     )
 
 
-def compare_with_measured(session: SessionWithModel) -> MeasuredComparison:
+def compare_with_measured(session: PlanningSession) -> MeasuredComparison:
     """Compare what the ranks have measured with the planner's prediction.
 
     Raises:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Self
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.errors import NbdistError, OptionError, ProfileError
 from nbdist.paths import expand_user
 from nbdist.profiler.measurements import RankProfile
@@ -170,9 +170,7 @@ class ProfileRun:
         reasons: dict[str, list[int]] = {}
         for rank, reason in sorted(self.refusals.items()):
             reasons.setdefault(reason, []).append(rank)
-        return [
-            f"{rank_names.describe_ranks(ranks)}: {reason}" for reason, ranks in reasons.items()
-        ]
+        return [f"{rank_sets.describe_ranks(ranks)}: {reason}" for reason, ranks in reasons.items()]
 
     def __str__(self) -> str:
         instead = " This replaces the profile requested before." if self.replaces else ""
@@ -346,7 +344,7 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
     figures = [run.figures[rank] for rank in sorted(run.figures)]
     code = lint.read_training_cell(run.sources)
     others = sorted(set(range(session.world_size)) - set(run.ranks))
-    notes = [f"{rank_names.describe_ranks(others)} did not run this cell."] if others else []
+    notes = [f"{rank_sets.describe_ranks(others)} did not run this cell."] if others else []
     notes += run.take_refusal_notes()
     profile = Profile.of(
         figures,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from IPython.core.error import StdinNotImplementedError
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.output.sink import get_kernel
 from nbdist.protocol import messages
 from nbdist.session.hang_detection import describe_position
@@ -155,7 +155,7 @@ class InputPrompts:
         if rank in self._requests:
             self._current = rank
             return
-        stopped = rank_names.describe_ranks(self._requests)
+        stopped = rank_sets.describe_ranks(self._requests)
         self._cell.show_all_output(f"rank {rank} is not stopped; stopped: {stopped}")
 
     def _send_answer(self, ranks: Iterable[int], text: str, *, error: str = "") -> None:
@@ -210,7 +210,7 @@ class InputPrompts:
                 continue
             groups.setdefault(words, []).append(rank)
         text = "; ".join(
-            f"{rank_names.describe_ranks(ranks)} {verbs[len(ranks) > 1]}"
+            f"{rank_sets.describe_ranks(ranks)} {verbs[len(ranks) > 1]}"
             for verbs, ranks in groups.items()
         )
         if not text or text == self._shown_positions:

@@ -147,8 +147,8 @@ def choose_cells(
         return [(run, []) for run in _numbered(history, cells)], []
     if history.num_dropped:
         raise OptionError(
-            f"The text of the first {history.num_dropped} cells of this session is not kept any"
-            " more. Name the cells of the script with --cells."
+            f"The code of the first {history.num_dropped} cells of this session is no longer kept."
+            " Select the cells of the script with --cells."
         )
     by_id: dict[str, list[CellRun]] = {}
     left_out: list[str] = []
@@ -177,9 +177,9 @@ def _notes(runs: Sequence[CellRun], good: Sequence[CellRun]) -> list[str]:
     """Return comments on a cell that ran several times."""
     notes = []
     if len(good) > 1:
-        notes.append(f"Ran {len(good)} times in the notebook; this is the last text.")
+        notes.append(f"Ran {len(good)} times in the notebook; this is its latest code.")
     if runs[-1].error:
-        notes.append(f"Its last run failed with {runs[-1].error}; this text ran before.")
+        notes.append(f"Its last run failed with {runs[-1].error}; this code ran before.")
     return notes
 
 
@@ -196,7 +196,7 @@ def _numbered(history: CellHistory, cells: str | Sequence[int]) -> list[CellRun]
         if not found:
             known = ", ".join(map(str, by_number)) or "none"
             raise OptionError(
-                f"The text of cell {part.strip()} is not available: it did not run on these ranks."
+                f"The code of cell {part.strip()} is not available: it did not run on these ranks."
                 f" Use --cells with some of {known}."
             )
         chosen += found

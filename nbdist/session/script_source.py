@@ -130,8 +130,8 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
             continue
         elif part.kind == "call":
             script.left_out.append(
-                f"the call of {part.name}() in cell {run.number}, a function with"
-                " @nbdist.distribute: copy it into train.py"
+                f"the call of {part.name}() in cell {run.number}, which has @nbdist.distribute:"
+                " copy the function into train.py"
             )
             continue
         elif part.kind == "push" and not part.is_literal:
@@ -202,8 +202,8 @@ def _to_python(code: str, number: int, script: Script) -> str:
         compile(code, "cell", "exec", dont_inherit=True)
     except SyntaxError:
         raise OptionError(
-            f"Cell {number} uses await outside of a function, which a script cannot. Put it into an"
-            " async function that asyncio.run() calls, or leave the cell out with --cells."
+            f"Cell {number} uses await outside of a function, which a script does not support. Put"
+            " it into an async function for asyncio.run(), or leave the cell out with --cells."
         ) from None
     return _show_last_value(code, ast.parse(code)).strip("\n")
 

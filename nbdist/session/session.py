@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.errors import PlanError, SessionError
 from nbdist.output.tracebacks import group_errors
@@ -105,7 +105,7 @@ class Session(ModelOperations):
     ) -> CellResult:
         """Run `code` on the ranks as a notebook cell.
 
-        Blocks until every rank has finished it, unless `background`. Output is shown as it
+        Blocks until every rank has finished the cell, unless `background`. Output is shown as it
         arrives, labelled by rank; equal output of several ranks is shown once.
 
         Args:
@@ -126,10 +126,10 @@ class Session(ModelOperations):
         """
         check_code(code)
         options = ProfileOptions.parse(profile)
-        chosen = rank_names.resolve_ranks(ranks, self.world_size)
+        chosen = rank_sets.resolve_ranks(ranks, self.world_size)
         shown: ShownRanks = "none" if output == "none" else "all"
         if output not in ("all", "none"):
-            shown = frozenset(rank_names.resolve_ranks(output, self.world_size, option="--output"))
+            shown = frozenset(rank_sets.resolve_ranks(output, self.world_size, option="--output"))
         self._ensure_free()
         self.start()
         if options is not None:
@@ -164,8 +164,8 @@ class Session(ModelOperations):
     def debug(self, rank: int | None = None) -> None:
         """Open IPython's debugger where the last cell failed.
 
-        The frames of the error are alive until the next cell starts, except after an error for
-        lack of memory.
+        The frames of the error are kept until the next cell starts, except after an out-of-memory
+        error.
 
         Args:
             rank: the rank to debug. Default: the one whose error came first.
@@ -179,15 +179,15 @@ class Session(ModelOperations):
         failed = {key: error for key, error in errors.items() if error.ename != "KeyboardInterrupt"}
         if not failed:
             raise SessionError(
-                "The last cell did not fail on any rank, so nothing can be debugged."
+                "The last cell did not fail on any rank, so there is nothing to debug."
             )
         first = group_errors(list(failed.values()))[0].error.rank
         rank = first if rank is None else rank
         if rank not in failed:
-            ranks = rank_names.describe_ranks(failed)
-            raise SessionError(f"The last cell failed on {ranks}, not on rank {rank}.")
+            ranks = rank_sets.describe_ranks(failed)
+            raise SessionError(f"Rank {rank} did not fail in the last cell, but {ranks} did.")
         if not has_keyboard():
-            raise SessionError("The debugger needs a front end that can ask for input.")
+            raise SessionError("The debugger needs a front end with input, such as JupyterLab.")
         self._cells.run(
             "%debug",
             [rank],
@@ -208,7 +208,7 @@ class Session(ModelOperations):
         when no cell runs. Callable from any thread.
 
         Args:
-            expression: what to evaluate. It must not communicate: ranks may be a step apart.
+            expression: what to evaluate. It must not call a collective: ranks may be a step apart.
             ranks: ranks that evaluate it, "0,2-3" or a sequence. Default: all.
             timeout_s: time to wait; later replies are dropped.
 
@@ -218,7 +218,7 @@ class Session(ModelOperations):
         """
         self._ensure_alive()
         self.start()
-        chosen = rank_names.resolve_ranks(ranks, self.world_size)
+        chosen = rank_sets.resolve_ranks(ranks, self.world_size)
         return inspection.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
 
     def replay(self) -> None:
@@ -263,7 +263,7 @@ class Session(ModelOperations):
         return stopped
 
     def set_deadline(self, deadline: str | None) -> None:
-        """Set when the session will be ended from outside; None: it is not known.
+        """Set the time at which the session will be terminated from outside; None if unknown.
 
         Shortly before it the ranks stop after the same optimizer step and save a checkpoint,
         which `resume` loads in the next session.
@@ -286,11 +286,11 @@ class Session(ModelOperations):
         overwrite: bool = False,
         with_nbdist: bool = False,
     ) -> WrittenScript:
-        """Write the cells that ran, and the engine, as a folder that any launcher can run.
+        """Write the cells that ran as a script, with its launcher config and a Slurm job.
 
         The folder has train.py, accelerate.yaml, ds_config.json for DeepSpeed, requirements.txt,
-        submit.sbatch, and README.md with the commands. Of a cell that ran several times the last
-        text counts, at the place where it first ran; cells that failed or were deleted are left
+        submit.sbatch, and README.md with the commands. A cell that ran several times appears once,
+        with its latest code, where it first ran; cells that failed or were deleted are left
         out. Comments in train.py list what differs from the notebook.
 
         Args:
@@ -452,7 +452,7 @@ class Session(ModelOperations):
         """
         if rank is None:
             return self._workers.log_tail()
-        (chosen,) = rank_names.resolve_ranks([rank], self.world_size, option="rank")
+        (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         return redact_secrets(self.logs[chosen].tail(lines))
 
     def stacks(self) -> dict[int, str]:

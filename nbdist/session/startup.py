@@ -8,13 +8,13 @@ from __future__ import annotations
 from queue import Empty
 from typing import TYPE_CHECKING, Any
 
-from nbdist import rank_sets as ranks_of
+from nbdist import rank_sets
 from nbdist.cluster import local_launcher
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes, inspection
-from nbdist.session.worker_group import RankProcessInfo
+from nbdist.session.worker_group import RankProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +43,9 @@ class RankStartup:
         self, workers: WorkerGroup, world_size: int, progress: Callable[[str], None]
     ) -> None:
         self._workers, self._world_size, self._progress = workers, world_size, progress
-        self._joined: dict[int, RankProcessInfo] = {}
+        self._joined: dict[int, RankProcess] = {}
 
-    def wait_until_ready(self) -> list[RankProcessInfo]:
+    def wait_until_ready(self) -> list[RankProcess]:
         """Return when every rank's output has arrived and every rank has passed the barrier.
 
         Raises:
@@ -74,7 +74,7 @@ class RankStartup:
                 case int(rank):
                     connected.add(rank)
                 case (int(rank), "shell", message):
-                    self._joined[rank] = RankProcessInfo(**message["content"])
+                    self._joined[rank] = RankProcess(**message["content"])
         return [self._joined[rank] for rank in world]
 
     def _next_message(self) -> Any:
@@ -99,7 +99,7 @@ class RankStartup:
         if not self._workers.is_warm:
             return "the launcher is warming up"
         missing = set(range(self._world_size)) - self._joined.keys()
-        return f"starting the ranks; no message from {ranks_of.describe_ranks(sorted(missing))}"
+        return f"starting the ranks; no message from {rank_sets.describe_ranks(sorted(missing))}"
 
     def _start_error(self, ended: messages.AllRanksExited | None) -> str:
         death = self._workers.find_failure(ended)

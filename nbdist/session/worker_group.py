@@ -62,7 +62,7 @@ State = Literal["stopped", "running", "sleeping", ""]
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcessInfo:
+class RankProcess:
     """Process of one rank."""
 
     pid: int
@@ -115,7 +115,7 @@ class WorkerGroup:
         on_notice: Callable[[str], None],
         on_termination: Callable[[messages.TerminationNotice], None],
     ) -> None:
-        self.rank_processes: list[RankProcessInfo] = []
+        self.rank_processes: list[RankProcess] = []
         self.pids: dict[int, int] = {}
         """Process id of each rank, including ranks that are still starting."""
         self.nodes: list[SessionNode] = []
@@ -185,7 +185,7 @@ class WorkerGroup:
         )
         self._channels = launchers.launch(launch, secrets.token_hex(KEY_BYTES), self)
 
-    def mark_ready(self, processes: list[RankProcessInfo]) -> None:
+    def mark_ready(self, processes: list[RankProcess]) -> None:
         """Set the processes of the launched ranks, all of which are ready; watch them."""
         self.rank_processes, self._up = processes, True
 

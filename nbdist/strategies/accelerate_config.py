@@ -202,8 +202,8 @@ def _deepspeed_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str
         clash = sorted(section.keys() & _DEEPSPEED_KEYS)
         if clash:  # accelerate 1.15 refuses these, too
             raise OptionError(
-                f"The config file has {', '.join(clash)} beside deepspeed_config_file. Set"
-                " them in the DeepSpeed file only."
+                f"The config file has {', '.join(clash)} in addition to deepspeed_config_file."
+                " Set them in the DeepSpeed file only."
             )
         return _deepspeed_file_options(file), ignored
     options: JsonObject = {"backend": _zero_backend(section.get("zero_stage", 2))}

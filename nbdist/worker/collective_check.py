@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d
 
-from nbdist import rank_sets as rank_names
+from nbdist import rank_sets
 from nbdist.errors import CollectiveMismatch
 from nbdist.worker.library_patches import patch
 
@@ -321,7 +321,7 @@ def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:
     for rank, call in sorted(calls.items()):
         by_words.setdefault("nothing" if call is None else call.description, []).append(rank)
     parts = [
-        f"{rank_names.describe_ranks(ranks)} called {words}" for words, ranks in by_words.items()
+        f"{rank_sets.describe_ranks(ranks)} called {words}" for words, ranks in by_words.items()
     ]
     return (
         f"{', '.join(parts)}: these collectives do not match. Nothing was sent and the process"
@@ -364,7 +364,7 @@ def _wrap_new_group(barrier: CollectiveBarrier, original: Callable[..., Any]) ->
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("use_local_synchronization"):
             words = (
-                "new_group" if ranks is None else f"new_group of {rank_names.describe_ranks(ranks)}"
+                "new_group" if ranks is None else f"new_group of {rank_sets.describe_ranks(ranks)}"
             )
             world = distributed_c10d._get_default_group()  # noqa: SLF001
             barrier(world, LoggedCollective.from_signature(words, words), wait=True)

@@ -95,14 +95,14 @@ class Keyboard:
         if os.getpid() != self._pid:
             message = (
                 f"{call} was called in a child process of a rank, such as a DataLoader worker,"
-                " which has no keyboard. Use num_workers=0 to run this code in the rank itself."
+                " which cannot ask for input. Use num_workers=0 to run this code in the rank."
             )
             raise SessionError(message)
         if not self.has_user:
             message = (
-                f"{call} was called on a rank, which has no keyboard in this cell: it runs in the"
-                " background, or its front end takes no input. Run the cell in a notebook without"
-                " --background."
+                f"{call} was called on a rank, but this cell cannot ask for input: it runs in the"
+                " background, or its front end does not support input. Run the cell in a notebook"
+                " without --background."
             )
             raise SessionError(message)
 

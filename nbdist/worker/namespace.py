@@ -11,7 +11,7 @@ from IPython.display import display
 
 from nbdist.errors import OptionError
 from nbdist.protocol import messages, serialization
-from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.memory import memory_probe, oom_advice
 from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
@@ -84,7 +84,7 @@ def add_kernel_functions(
 
 
 def _after_code() -> None:
-    accelerators.restore_shared_states()
+    accelerator_patch.restore_shared_states()
     memory_probe.on_cell_end()
     profile_window.on_cell_end()
 

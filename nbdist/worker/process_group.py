@@ -24,7 +24,7 @@ from torch.distributed.tensor import debug
 
 from nbdist import rank_sets
 from nbdist.errors import OptionError, SessionError
-from nbdist.worker import rendezvous_store as stores
+from nbdist.worker import rendezvous_store
 from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.library_patches import patch
 
@@ -236,7 +236,7 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
     distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
-    store: Store = stores.get_store()
+    store: Store = rendezvous_store.get_store()
     default_timeout = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(_MEET)
     try:

@@ -38,7 +38,7 @@ def _(nbdist):
 def _(mo):
     mo.md("""
     `session.run()` runs a string as a cell of the ranks. Lines are labelled with their ranks and
-    appear on the console below the cell.
+    appear in the console below the cell.
     """)
     return
 

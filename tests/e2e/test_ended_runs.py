@@ -114,7 +114,7 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     assert saved.name in said
     assert_each_step_was_made_once(folder, saved.step)
     eventually(lambda: session.state == "dead", within_s=10)
-    with pytest.raises(RankDied, match="SIGTERM to rank 1; all ranks were ended"):
+    with pytest.raises(RankDied, match="SIGTERM to rank 1; all ranks were terminated"):
         session.run("rank")
     session.restart()
     session.run(PREPARE)
@@ -168,7 +168,10 @@ def test_sigterm_to_a_kernel_that_runs_a_cell_saves_before_it_ends(folder: Path)
     with LiveKernel(folder) as kernel:
         kernel.run("%load_ext nbdist")
         shown = kernel.run(f"%%distribute -n 2 --precision no\n{PREPARE}")
-        assert "of a run ended by SIGTERM: prepare the model, then use %nbdist resume" in shown.text
+        assert (
+            "is from a run ended by SIGTERM: prepare the model, then use %nbdist resume"
+            in shown.text
+        )
         assert f"step {len(steps(folder))}" in kernel.run("%nbdist resume").text
 
 

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-
 from tests.unit.test_documents import fields_of
 
 if TYPE_CHECKING:

@@ -256,7 +256,7 @@ def test_a_merge_into_partitioned_parameters_is_refused(folder: str, tmp_path: P
             "trainer.save_model()"
         )
         with pytest.raises(
-            CellError, match=r"Save the adapter, and merge it into a base of its own"
+            CellError, match=r"Save the adapter, and merge it into a new copy of the base"
         ):
             session.run("trainer.model.merge_and_unload()")
         session.run(

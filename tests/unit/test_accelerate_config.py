@@ -105,7 +105,7 @@ def test_what_has_no_effect_is_named_in_one_line(
 ) -> None:
     options(tmp_path, FSDP | {"machine_rank": 1, "main_process_ip": "10.0.0.1", "debug": False})
     assert capsys.readouterr().out.strip() == (
-        "nbdist: no effect in a session: machine_rank, main_process_ip of the config file"
+        "nbdist: ignored keys of the config file: machine_rank, main_process_ip"
     )
 
 

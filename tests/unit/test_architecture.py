@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,19 @@ def test_imports_have_no_circle() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"circle of imports: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_the_architecture_page_names_what_exists() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    classes = {
+        n.name for t in modules().values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)
+    }
+    known = classes | {dotted(path).removeprefix("nbdist.") for path in modules()}
+    for name in re.findall(r"`([\w/.]+)`", text):
+        if "/" in name or name.endswith(".py"):
+            assert [*ROOT.rglob(name), *ROOT.parent.glob(name)], name
+        elif re.fullmatch(r"[A-Z]\w+|[a-z_]+(\.[a-z_]+)+", name):
+            assert name in known, name
 
 
 def test_heavy_libraries_stay_on_the_ranks() -> None:

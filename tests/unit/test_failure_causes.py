@@ -209,4 +209,4 @@ def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
     died = session._record_death(WorkerFailure("rank 1", "ended with exit code 3"))
     assert time.monotonic() - began < 10
     over.set()
-    assert died.headline.startswith("rank 1 ended with exit code 3; all ranks were ended")
+    assert died.headline.startswith("rank 1 ended with exit code 3; all ranks were terminated")

@@ -114,7 +114,7 @@ def test_the_last_run_of_a_cell_counts_at_the_place_of_the_first() -> None:
     failed = cell("lr = wrong", 4, cell_id="a", error="NameError")
     assert chosen(*runs, failed) == ["lr = 1", "train()"]
     (_, notes), _ = choose_cells(history(*runs, failed))[0]
-    assert notes == ["Its last run failed with NameError; this text ran before."]
+    assert notes == ["Its last run failed with NameError; this code ran before."]
 
 
 def test_failed_and_deleted_cells_are_left_out_and_listed(
@@ -139,7 +139,7 @@ def test_cells_are_chosen_by_number_or_tag() -> None:
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ("9", r"^The text of cell 9 is not available: it did not run on these ranks"),
+        ("9", r"^The code of cell 9 is not available: it did not run on these ranks"),
         ("a", r"^--cells takes numbers of cells such as 3,5-7, got 'a'"),
     ],
 )
@@ -156,5 +156,5 @@ def test_without_cells_there_is_nothing_to_write() -> None:
 def test_text_that_is_not_kept_is_named() -> None:
     ran = history(cell("x = 1"))
     ran.num_dropped = 3
-    with pytest.raises(OptionError, match=r"^The text of the first 3 cells .* --cells"):
+    with pytest.raises(OptionError, match=r"^The code of the first 3 cells .* --cells"):
         choose_cells(ran)

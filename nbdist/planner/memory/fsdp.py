@@ -402,7 +402,7 @@ class Fsdp2Timeline(FsdpTimeline):
         if model_spec.has_int8_params(model):
             message = (
                 "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
-                ' zero1 or zero2, or quantize="nf4", which FSDP2 leaves whole on every rank.'
+                ' zero1 or zero2, or quantize="nf4", which FSDP2 keeps unsharded.'
             )
             raise PlanError(message)
         super().__init__(model, setup)

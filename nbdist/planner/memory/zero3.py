@@ -55,8 +55,8 @@ class Zero3Timeline(ZeroTimeline):
         """
         if model_spec.has_int8_params(model):
             message = (
-                "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps them whole"
-                ' besides its share. Use zero1, zero2 or ddp, or quantize="nf4".'
+                "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps all of them"
+                ' in addition to its share. Use zero1, zero2 or ddp, or quantize="nf4".'
             )
             raise PlanError(message)
         super().__init__(model, setup)

@@ -27,8 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
 from nbdist.planner.models import fused_loss
-from nbdist.planner.tracing import build_model, trace_variants
-from nbdist.planner.tracing import fsdp_groups as module_groups
+from nbdist.planner.tracing import build_model, fsdp_groups, trace_variants
 from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def describe_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Return name, role and parameters of each FSDP group of a module without running it."""
     return [
         {"name": group.name, "role": group.role} | group.parameter_counts()
-        for group in module_groups.find_fsdp_groups(module)
+        for group in fsdp_groups.find_fsdp_groups(module)
     ]
 
 
@@ -188,7 +187,7 @@ def _run_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: 
     def write(message: Mapping[str, Any]) -> None:
         os.write(writer, json.dumps(message).encode() + b"\n")
 
-    answer: dict[str, Any] = {"error": "The trace ended without an answer. Try again."}
+    answer: dict[str, Any] = {"error": "The trace ended without a result. Try again."}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         silence = os.open(os.devnull, os.O_WRONLY)

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
-from nbdist.planner.tracing import batch_size_fit, fake_tensors, micro_batch_tracer
-from nbdist.planner.tracing import fsdp_groups as module_groups
+from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -174,10 +173,8 @@ class _VariantTracer:
             for trained in (False, True)
         )
         self.element = self.element or self.trainable_element
-        self.tied = module_groups.has_tied_embeddings(model)
-        self.found = module_groups.drop_repeated_blocks(
-            model, module_groups.find_fsdp_groups(model)
-        )
+        self.tied = fsdp_groups.has_tied_embeddings(model)
+        self.found = fsdp_groups.drop_repeated_blocks(model, fsdp_groups.find_fsdp_groups(model))
         self.blocks = [group.first_modules[0] for group in self.found if group.role == "block"]
         self._types = {
             parameter: parameter.dtype for group in self.found for parameter in group.own_params

@@ -58,8 +58,7 @@ def unsupported_value_error(
 def corrupt_file_error(problem: str) -> PayloadError:
     """Return an error about a file that cannot be read."""
     return PayloadError(
-        f"Cannot read the payload file: it {problem}. Only complete files of this session can be"
-        " read."
+        f"Cannot read the transferred values: their file {problem}. Transfer the values again."
     )
 
 

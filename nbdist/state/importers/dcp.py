@@ -136,5 +136,5 @@ def _load_chunk(path: Path, offset: int, length: int, trust: bool) -> Any:  # no
             f"Cannot read {path} ({error.strerror}). Load another checkpoint."
         ) from error
     if len(content) < length:
-        raise CheckpointError(f"Cannot read {path} (too short). Load another checkpoint.")
+        raise CheckpointError(f"Cannot read {path} (truncated). Load another checkpoint.")
     return safe_unpickler.load_torch_file(io.BytesIO(content), trust=trust, name=path)

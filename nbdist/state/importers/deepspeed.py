@@ -100,8 +100,8 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     }
     if not files or sorted(files) != list(range(len(files))):
         raise CheckpointError(
-            f"{folder} lacks files of ranks (found {len(files)}: {sorted(files)}). DeepSpeed"
-            " writes one per rank; tensor and pipeline parallelism are not supported."
+            f"{folder} lacks the files of some ranks (found: {sorted(files)}). DeepSpeed writes"
+            " one per rank; tensor and pipeline parallelism are not supported."
         )
     return [files[rank] for rank in range(len(files))]
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
-from nbdist.planner.tracing import wrap_units as module_units
+from nbdist.planner.tracing import wrap_units
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
 
@@ -117,10 +117,10 @@ def find_units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
         names = [name.strip() for name in names.split(",")]
     smallest = config.get("min_num_params")
     by_size = policy == "SIZE_BASED_WRAP"
-    return module_units.find_wrap_units(
+    return wrap_units.find_wrap_units(
         model,
         names=None if by_size else names,
-        min_num_params=int(smallest or 0) or module_units.MIN_UNIT_PARAMS if by_size else None,
+        min_num_params=int(smallest or 0) or wrap_units.MIN_UNIT_PARAMS if by_size else None,
     )
 
 
@@ -202,9 +202,9 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
     """
     plain = getattr(model, "_orig_mod", model)
     methods = {
-        module_units.GET_EMBEDDING_METHOD,
-        module_units.GET_HEAD_METHOD,
-    } - module_units.separable_embedding_and_head(plain).keys()
+        wrap_units.GET_EMBEDDING_METHOD,
+        wrap_units.GET_HEAD_METHOD,
+    } - wrap_units.separable_embedding_and_head(plain).keys()
     attributes = vars(plain)
     before = {name: attributes[name] for name in methods if name in attributes}
     attributes.update(dict.fromkeys(methods, lambda: None))

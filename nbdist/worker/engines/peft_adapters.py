@@ -44,7 +44,7 @@ def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
         if any(hasattr(p, "ds_id") and not p.numel() for p in self.model.parameters()):
             message = (
                 "peft cannot merge or unload an adapter whose base is partitioned by ZeRO-3. Save"
-                " the adapter, and merge it into a base of its own:"
+                " the adapter, and merge it into a new copy of the base:"
                 " PeftModel.from_pretrained(base, folder).merge_and_unload()."
             )
             raise OptionError(message)

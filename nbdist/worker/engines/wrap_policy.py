@@ -123,8 +123,8 @@ def check_weight_types(model: nn.Module) -> None:
     for kind in {type(parameter) for parameter in model.parameters()}:
         if kind.__name__ == "DTensor":
             message = (
-                f"{type(model).__name__} has DTensor parameters, as of tp_plan, parallelize_module"
-                " or fully_shard, which no backend can wrap. Build the model without them; the"
+                f"{type(model).__name__} has DTensor parameters (from tp_plan, parallelize_module"
+                " or fully_shard), which no backend can wrap. Build the model without them; the"
                 " backend shards it."
             )
             raise OptionError(message)

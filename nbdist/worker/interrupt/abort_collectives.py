@@ -29,7 +29,7 @@ import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from nbdist.worker import rendezvous_store as stores
+from nbdist.worker import rendezvous_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -72,7 +72,7 @@ def abort_on_all_ranks(name: str) -> None:
         RuntimeError: a group was not aborted.
     """
     abort_groups()
-    _close_connections(_exchange_addresses(stores.get_store(), name))
+    _close_connections(_exchange_addresses(rendezvous_store.get_store(), name))
 
 
 def abort_groups() -> None:
@@ -130,8 +130,8 @@ def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[
 
 def _peer_addresses(pids: Iterable[int], name: str) -> set[Address]:
     """Return the local addresses of the other ranks' connections."""
-    store = stores.get_store()
-    if not isinstance(store, stores.NodeAgentStore):
+    store = rendezvous_store.get_store()
+    if not isinstance(store, rendezvous_store.NodeAgentStore):
         with contextlib.suppress(psutil.AccessDenied):  # /proc may be mounted with hidepid
             others = [pid for pid in pids if pid != os.getpid()]
             return {local for pid in others for local, _, _ in _connections(pid)}

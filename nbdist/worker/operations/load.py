@@ -35,7 +35,7 @@ from nbdist.state import (
 )
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.state.tensor_index import TensorIndex
-from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.operations import save
 from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
@@ -287,7 +287,7 @@ class _CheckpointLoad:
 
     def _check_optimizer_state(self, state: ModelAndOptimizerState) -> None:
         saved_by = self._manifest.backend, self._manifest.world_size
-        backend = accelerators.current_config().options.backend
+        backend = accelerator_patch.current_config().options.backend
         if self._manifest.state_dicts and saved_by != (backend, collectives.group_size()):
             classes = [optimizer.kind.rpartition(".")[2] for optimizer in self._optimizers(state)]
             raise CheckpointError(

@@ -22,8 +22,7 @@ from nbdist.state import collectives, layouts
 from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.worker import process_group
 from nbdist.worker.debugger import release_error
-from nbdist.worker.engines import accelerator_patch as accelerators
-from nbdist.worker.engines import fsdp
+from nbdist.worker.engines import accelerator_patch, fsdp
 from nbdist.worker.operations.switch import EngineSwitch
 from nbdist.worker.training import prepared_models, release_models
 
@@ -46,7 +45,7 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         RuntimeError: the process group does not work; nothing was changed.
     """
     start_time, report = time.monotonic(), RankRebuildReport()
-    on_gpu = accelerators.current_config().hardware.kind == "cuda"
+    on_gpu = accelerator_patch.current_config().hardware.kind == "cuda"
     old_groups: list[Any] = []
     if request.groups:
         context.on_phase("recreating the process group")
@@ -115,7 +114,7 @@ def _rebuild_engines(context: RankContext) -> list[str]:
         prepared.num_pending_micro_batches = 0
     if not trained:
         return []
-    options = accelerators.current_config().options
+    options = accelerator_patch.current_config().options
     return EngineSwitch(options, context, reason=STALE_REASON).run().bound
 
 

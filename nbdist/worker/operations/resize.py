@@ -43,8 +43,7 @@ from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.strategies import Options
-from nbdist.worker.engines import accelerator_patch as accelerators
-from nbdist.worker.engines import wrap_policy
+from nbdist.worker.engines import accelerator_patch, wrap_policy
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, save, switch
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
@@ -150,7 +149,7 @@ class _ResizeSave:
 
     def _pickle(self, generators: rng_state.RngState) -> namespace_pickle.PickledNamespace:
         """Pickle this rank's state except model shards; record variables that cannot be pickled."""
-        built, trained = accelerators.built_accelerators(), prepared_models.all_models()
+        built, trained = accelerator_patch.built_accelerators(), prepared_models.all_models()
         plan = _RankBuildState(
             random=generators,
             next_step=self._context.reporter.next_step,
@@ -274,7 +273,7 @@ class _ResizeSave:
                 return
             reports = save.wait_for_reports(draft, collectives.group_size())
             manifest = checkpoint.Manifest(
-                backend=accelerators.current_config().options.backend,
+                backend=accelerator_patch.current_config().options.backend,
                 world_size=collectives.group_size(),
                 step=max(prepared.num_steps for prepared in trained),
                 keys=checkpoint.merge_tensors(reports),

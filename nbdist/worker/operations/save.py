@@ -27,7 +27,7 @@ from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
 from nbdist.state import base_model, collectives, layouts, shard_io, shards, tensor_digest
-from nbdist.worker.engines import accelerator_patch as accelerators
+from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.operations.collective_phases import (
     error_text,
@@ -121,7 +121,7 @@ class CheckpointSaver:
         self.set_root(root)
 
     def set_root(self, root: str) -> None:
-        """Set the default folder of checkpoints; "" is `checkpoints` beside the notebook."""
+        """Set the default folder of checkpoints; "" is `checkpoints` next to the notebook."""
         self._root = parse_location(root or "checkpoints", self._cwd)
 
     def save(
@@ -540,7 +540,7 @@ def _take_snapshot(
             }
         )
     places = _copy_generators(snapshot, collectives.rank(), is_ended=bool(ended))
-    options = accelerators.current_config().options
+    options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")
     installed = {name: rank_python.OWN.version_of(name) for name in libraries}
     snapshot.manifest = {

@@ -29,8 +29,7 @@ from nbdist.launcher import offload_setup
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.strategies import Options
-from nbdist.worker.engines import accelerator_patch as accelerators
-from nbdist.worker.engines import trainer, wrap_policy
+from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_fit_check, memory_probe
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training import prepared_models, rebind_variables, release_models, rng_state
@@ -72,7 +71,7 @@ class EngineSwitch:
         reset_optimizer: bool = False,
         reason: str = "",
     ) -> None:
-        self._old_options = accelerators.current_config().options
+        self._old_options = accelerator_patch.current_config().options
         self._new_options = new_options
         self._context, self._reset = context, reset_optimizer
         self._reason = reason or stale_reason(self._old_options, new_options)
@@ -105,7 +104,7 @@ class EngineSwitch:
             self.report.notes += check_models(
                 self._new_options, collectives.group_size(), reset_optimizer=self._reset
             )
-            hardware = accelerators.current_config().hardware
+            hardware = accelerator_patch.current_config().hardware
             ops = self._new_options.strategy.required_ops(self._new_options, hardware)
             offload_setup.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
@@ -150,7 +149,7 @@ class EngineSwitch:
         self._made.clear()
         owners = {id(old.owner): old.owner for old, _ in self._models}
         for owner in owners.values():
-            accelerators.detach_models(owner)
+            accelerator_patch.detach_models(owner)
         release_models.clear_engine_registries()
         rebind_variables.invalidate(self._replaced.not_replaced(), self._reason)
         gc.collect()
@@ -163,9 +162,9 @@ class EngineSwitch:
     def _build_engines(self, options: Options) -> None:
         """Build engines with these options, load the copied state and rebind the variables."""
         with self._phase("building"):
-            accelerators.set_options(options)
-            for owner in accelerators.built_accelerators():
-                accelerators.rebuild_in_place(owner)
+            accelerator_patch.set_options(options)
+            for owner in accelerator_patch.built_accelerators():
+                accelerator_patch.rebuild_in_place(owner)
             for number, (old, recipe) in enumerate(self._models):
                 self._build(number, old, recipe)
         recipes = [recipe for _, recipe in self._models]
@@ -272,7 +271,7 @@ def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool
         SwitchError: a model cannot be switched. The message has the reason and the remedy.
     """
     release_models.release_unused_models()
-    hardware = accelerators.current_config().hardware
+    hardware = accelerator_patch.current_config().hardware
     notes: list[str] = []
     for prepared in prepared_models.all_models():
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
@@ -296,7 +295,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Run a"
             " cell up to the step, or drop them with optimizer.zero_grad()."
         )
-    if accelerators.has_user_plugin(prepared.owner):
+    if accelerator_patch.has_user_plugin(prepared.owner):
         raise SwitchError(
             "The model was prepared by an Accelerator with its own plugin. Prepare it with the"
             " predefined `accelerator` to switch it."
