@@ -31,8 +31,8 @@ def inspect(
     try:
         compile(expression, "<inspect>", "eval")
     except SyntaxError as error:
-        message = f"Expected a Python expression, got {expression!r}: {error.msg}."
-        raise OptionError(message) from None
+        text = f"Expected a Python expression, got {expression!r}: {error.msg}."
+        raise OptionError(text) from None
     request = messages.InspectRequest(expression=expression, within_s=timeout_s)
     texts: dict[int, str] = {}
     for rank, channel, message in workers.answers_within(
