@@ -203,7 +203,7 @@ def _template(node: ast.expr) -> str:
 def _field(part: ast.expr) -> str:
     value = part.value if isinstance(part, ast.FormattedValue) else part
     names = re.findall(r"[a-z_]\w*", ast.unparse(value)) if len(ast.unparse(value)) < _LONG else []
-    return "{" + (names[-1] if names else "...") + "}"
+    return "{" + (names[-1].strip("_").lower() if names else "...") + "}"
 
 
 # -- decisions

@@ -69,7 +69,7 @@ The same faults in four tools that run a notebook's code on two processes.
 
 ## Figures of the last benchmark
 
-After ±: half the 95 % confidence interval. A bar is missed if the value misses it by more than that.
+After ±: half the 95 % confidence interval. A bar is missed if the value misses it by more.
 
 {bench}
 """
