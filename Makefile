@@ -49,7 +49,7 @@ wide: env ## run the tests that `make test` skips: all engines, faults and noteb
 	@$(BIN)/python -m pytest -m "alone and not nodes"
 
 nightly: env ## run everything that runs without a GPU (hours), and print what failed
-	@failed=; for part in check test wide pythons nodes bench; do \
+	@failed=; for part in check test wide pythons nodes docs bench; do \
 	  $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 

@@ -93,11 +93,11 @@ def _capitalized(text: str) -> str:
 def _parser_section(name: str, parser: argparse.ArgumentParser) -> str:
     """Return usage and options of a command."""
     skip = [n for n, item in strategies.ARGUMENTS.items() if item.can_switch and n != "backend"]
-    usage = " ".join(parser.format_usage().split()).removeprefix("usage: ").lstrip("%")
+    usage = " ".join(parser.format_usage().removeprefix("::").split())  # "::" as of IPython 9
     more = "\nAlso the options marked *switch* in [options](../options.md).\n"
     if name != "switch":
         skip, more = [], ""
-        text = f"\n```text\n%{usage}\n```\n"
+        text = f"\n```text\n{usage}\n```\n"
     else:
         text = "\n```text\n%nbdist switch [options] [NAME]\n```\n"
     return f"{text}\n{_option_table(parser, skip=skip)}{more}"
@@ -203,7 +203,7 @@ def _template(node: ast.expr) -> str:
 def _field(part: ast.expr) -> str:
     value = part.value if isinstance(part, ast.FormattedValue) else part
     names = re.findall(r"[a-z_]\w*", ast.unparse(value)) if len(ast.unparse(value)) < _LONG else []
-    return "{" + (names[-1] if names else "...") + "}"
+    return "{" + (names[-1].strip("_").lower() if names else "...") + "}"
 
 
 # -- decisions

@@ -69,6 +69,8 @@ The same faults in four tools that run a notebook's code on two processes.
 
 ## Figures of the last benchmark
 
+After ±: half the 95 % confidence interval. A bar is missed if the value misses it by more.
+
 {bench}
 """
 
@@ -125,7 +127,8 @@ def _bench() -> str:
 
 
 def _value(row: dict[str, object]) -> str:
-    return "" if row["value"] is None else f"{row['value']:.3g} {row['unit']}"
+    noise = f" ± {row['noise']:.2g}" if row["noise"] else ""
+    return "" if row["value"] is None else f"{row['value']:.3g}{noise} {row['unit']}"
 
 
 def _verdict(row: dict[str, object]) -> str:
