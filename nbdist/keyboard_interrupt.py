@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def defer_interrupt() -> Iterator[None]:
     """Defer KeyboardInterrupt until the block has finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # SIGINT handlers run only on the main thread
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
+    received: list[bool] = []
+    with suppress_interrupt(lambda: received.append(True)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     if received:
         raise KeyboardInterrupt
 
@@ -31,7 +25,7 @@ def defer_interrupt() -> Iterator[None]:
 def suppress_interrupt(notify: Callable[[], object]) -> Iterator[None]:
     """Call `notify` on SIGINT instead of raising KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield  # SIGINT handlers run only on the main thread
         return
     before = signal.signal(signal.SIGINT, lambda *_: notify())
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_WORDS = "TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|APIKEY"
+_WORDS = "TOKEN|KEY|SECRET|(?:PG)?PASSWORD|PASSWD|PASS|CREDENTIALS?|APIKEY|AUTH"
 _NAME = re.compile(rf"(?:^|_)(?:{_WORDS})(?:_|$)", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"\b((?:[A-Z0-9]+_)*(?:{_WORDS})(?:_[A-Z0-9]+)*)=[^\s'\"]+")
 _IN_URL = re.compile(r"(://[^/@:\s'\"]*):[^/@\s'\"]+@")

@@ -170,7 +170,6 @@ class ProcessLogTail:
     """Keeps the end of the output written to `write_fd`."""
 
     def __init__(self, *, limit: int = MAX_LOG_BYTES) -> None:
-        """Open the pipe and start to read it on a thread."""
         self._limit = limit
         self._kept = bytearray()
         self._lock = threading.Lock()

@@ -70,7 +70,6 @@ class Launcher:
     module = "nbdist.launcher"
 
     def __init__(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
-        """Start the process for ranks on CPUs or GPUs."""
         self.kind, self.python = kind, python
         self.run_dir = RunDir.create()
         self._package_folder = python.link_package(self.run_dir.path)

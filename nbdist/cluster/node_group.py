@@ -120,7 +120,6 @@ class NodeChannels(RankChannels):
     def __init__(
         self, group: NodeGroup, generation: int, key: bytes, reader: MessageListener
     ) -> None:
-        """Start the reader thread."""
         super().__init__(key, reader)
         self._group, self._generation = group, generation
         self._inbox: SimpleQueue[tuple[Node, protocol.MessagesFromRanks, list[bytes]] | None] = (

@@ -130,7 +130,6 @@ class Panel:
     """The live panel of one session, and the displays that show it."""
 
     def __init__(self, session: Session) -> None:
-        """Create the widget and start the updates."""
         from nbdist.panel.widget import PanelWidget
 
         self._session = session

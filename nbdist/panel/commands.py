@@ -231,7 +231,6 @@ class CommandQueue:
         plan: Callable[[], str],
         idle: Callable[[], object],
     ) -> None:
-        """Start the thread."""
         self._session, self._answer, self._plan, self._idle = session, answer, plan, idle
         self._waiting: deque[PanelCommand] = deque()
         self._lock = threading.Lock()

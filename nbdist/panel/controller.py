@@ -79,7 +79,6 @@ class PanelData:
     """State of the panel between two snapshots: devices, plan and profile."""
 
     def __init__(self, session: Session) -> None:
-        """Start without a plan."""
         self.session = session
         self.devices = DeviceSampler(
             self._pids,
@@ -179,7 +178,6 @@ class PanelController:
     """
 
     def __init__(self, view: PanelData, send: Send) -> None:
-        """Start the threads."""
         self._view, self._session, self._send = view, view.session, send
         self._new_points = UnsentPoints(self._session.metrics, max_names=MAX_CURVES)
         self._points_since_reset = 0

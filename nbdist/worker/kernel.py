@@ -137,7 +137,6 @@ class RankKernel(IPythonKernel):
     _execute_sleep = Float(0.0)  # ipykernel 7.4 waits 0.5 ms per cell for old front ends
 
     def __init__(self, **traits: Any) -> None:
-        """Register the handlers of nbdist's own requests."""
         super().__init__(**traits)
         self.before_reply: Callable[[], object] = _ignore_signal
         self.on_cell_end: Callable[[], object] = _ignore_signal

@@ -34,7 +34,9 @@ def test_an_assignment_that_a_rank_printed_is_known_by_its_name() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PASSWORD", "api_key"])
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "api_key", "X_AUTH"]
+)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
 

@@ -9,8 +9,9 @@ the synchronization or the rollback.
 from __future__ import annotations
 
 import contextlib
-import signal
 from typing import TYPE_CHECKING
+
+from nbdist.keyboard_interrupt import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,11 +41,10 @@ class DeferredInterrupts:
     def defer_interrupts(self) -> Iterator[None]:
         """Defer interrupts in this context; for the main thread."""
         self._reset()
-        before = signal.signal(signal.SIGINT, lambda *_: self._on_interrupt())
         try:
-            yield
+            with suppress_interrupt(self._on_interrupt):
+                yield
         finally:
-            signal.signal(signal.SIGINT, before)
             self._reset()
 
     @contextlib.contextmanager

@@ -82,7 +82,6 @@ class CpuStepMemory:
     def __init__(
         self, probe: memory_probe.MemoryProbe, model: nn.Module, cell_of: Callable[[str], Any]
     ) -> None:
-        """Start the measurement."""
         self._model = model
         self._tracker = tracker = LineMemoryTracker(
             cell_of,
@@ -137,7 +136,6 @@ class GpuStepMemory:
         folder: str,
         rank: int,
     ) -> None:
-        """Start the recording of the memory history."""
         self._probe, self._model, self._cell_of = probe, model, cell_of
         self._folder, self._rank = folder, rank
         self._device = memory_probe.current_probe.device
