@@ -174,6 +174,10 @@ PHRASES = (
     r"\blets? go\b",
     r"\bnobody\b",
     r"\bfor ever\b",
+    r"\bsome seconds\b",
+    r"\bin vain\b",
+    r"\bfor lack of\b",
+    r"\bany more\b",
 )
 """Phrases that documentation in English does not use."""
 
