@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "nbdist").rglob("*.py"))
-# docs/faults.md is made from the names of tests.
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "faults.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
 
