@@ -3,7 +3,7 @@
 Runs in the kernel: on a thread when a launcher starts, and for `%nbdist doctor`. A folder is
 removed if it is private, has an owner file, and its owner has ended. A process is killed if its
 environment names a kernel that has ended. The launcher of a killed kernel cleans up itself, so only
-what remains after some seconds counts.
+what remains after a few seconds counts.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def kill_processes(should_kill: Callable[[int], bool]) -> set[int]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.kill()
         killed |= {process.pid for process in found}
-        # A process that is ending has no environment any more, but still uses its files.
+        # A process that is ending no longer has an environment, but still uses its files.
         if not found and not any(map(process_identity.process_start_ticks, killed)):
             return set()
         time.sleep(POLL_S)

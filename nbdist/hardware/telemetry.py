@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 5.0
 """Idle time before a node closes NVML; panels request usage every second."""
-_KB = 1024
+_KB = 1024  # NVML reports throughput in KB
 _LINK_FIELDS = ("NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX")
 _ALL_LINKS = 0xFFFFFFFF
 """Scope of a field value: sum over all links (NVML's UINT_MAX)."""
@@ -163,7 +163,7 @@ class GpuMonitor:
         over_links = query(lambda: self._nvlink_bytes_per_s(nvml, uuid, handle)) or (None, None)
         return GpuReading(
             utilization=None if rates is None else rates.gpu / 100,
-            power_w=None if power is None else power / 1000,
+            power_w=None if power is None else power / 1000,  # NVML: milliwatts
             power_limit_w=None if limit is None else limit / 1000,
             temperature_c=query(
                 lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))

@@ -296,7 +296,7 @@ class NbDist(Magics):
         inspect EXPR    value of an expression on each rank, also between steps of a running cell
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
         restart         start new ranks with the same options; variables are lost; after a node
-                        failure on the remaining nodes, or with --wait on a full set again
+                        failure on the remaining nodes; with --wait, on as many as before
         stop            end the ranks and the launcher
         log [RANK]      last output lines of a rank; without RANK, of the launcher
         log --stacks    current stack of every thread of each rank

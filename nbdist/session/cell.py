@@ -287,7 +287,7 @@ class Cell:
     def running(self) -> tuple[int, ...]:
         """Ranks whose code has not finished yet.
 
-        After an out-of-memory error a rank takes some seconds to reply: it searches for a
+        After an out-of-memory error a rank takes a few seconds to reply: it searches for a
         configuration that fits.
         """
         return tuple(rank for rank in self.pending if self.rank_states[rank].error is None)

@@ -96,7 +96,7 @@ class CellHistory:
     def __init__(self) -> None:
         self.runs: list[CellRun] = []
         self.num_dropped = 0
-        """Number of runs whose text is not kept any more."""
+        """Number of runs whose code is no longer kept."""
         self._unnamed = itertools.count()
         self._request: object = None
 

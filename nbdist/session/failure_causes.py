@@ -1,7 +1,7 @@
 """Finds why ranks end or stop replying; runs in the notebook's kernel.
 
 The cause is the first process to exit, how it exited, and its last output; later exits are reported
-as consequences. A process that is killed for lack of memory gets an ordinary SIGKILL; only the
+as consequences. A process that is killed because memory ran out gets an ordinary SIGKILL; only the
 counter of its cgroup shows the reason.
 """
 

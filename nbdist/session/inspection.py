@@ -1,4 +1,4 @@
-"""Asks ranks for their stacks and for values of expressions; runs in the notebook's kernel.
+"""Inspects ranks: their stacks, and values of expressions; runs in the notebook's kernel.
 
 For stacks a rank's control thread is asked first. If C code holds the GIL, or the rank is still
 starting, a signal makes faulthandler write to a file.

@@ -51,6 +51,7 @@ def flatten(optimizer: Optimizer) -> tuple[Any, Tensors]:
     for number, group in enumerate(saved["param_groups"]):
         groups.append({})
         for name, value in group.items():
+            # Options that cannot be stored, such as functions, stay those of the live optimizer.
             with contextlib.suppress(CheckpointError):
                 groups[-1][name] = flattener.flatten(value, f"param_groups.{number}.{name}")
     rest = {name: value for name, value in saved.items() if name != "param_groups"}

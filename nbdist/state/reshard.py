@@ -101,7 +101,7 @@ def reshard(source: ShardMap, target: ShardMap) -> int:
                     target_view = piece.view[start - piece.start : stop - piece.start]
                     target_view.copy_(view, non_blocking=True)
     sent = sum(plan.exchange(batch) for batch in plan.busy()) if plan.world > 1 else 0
-    if torch.cuda.is_available():
+    if torch.cuda.is_available():  # the copies are asynchronous
         torch.cuda.current_stream().synchronize()
     return sent
 

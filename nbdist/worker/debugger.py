@@ -73,7 +73,7 @@ class Keyboard:
         self._answers: SimpleQueue[messages.InputAnswer | None] = SimpleQueue()
 
     def end_cell(self) -> None:
-        """End a cell, and the debugger's tracing of it; prompts of its threads fail from now on."""
+        """End a cell, and the debugger's tracing of it; later prompts of its threads fail."""
         self.has_user = False
         self._answers.put(None)
         if _is_rank_debugger(sys.gettrace()):

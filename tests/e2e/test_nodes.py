@@ -390,7 +390,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
 
 @pytest.mark.nightly
 @pytest.mark.fault("N7")
-def test_a_folder_that_is_not_shared_is_told_early_and_at_save(
+def test_a_folder_that_is_not_shared_is_reported_early_and_at_save(
     apart: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
@@ -494,7 +494,7 @@ def told(session: Session, *, within_s: float) -> str:
 
 
 @pytest.mark.fault("N1")
-def test_a_killed_rank_is_told_with_its_node(session: Session) -> None:
+def test_a_killed_rank_is_reported_with_its_node(session: Session) -> None:
     everyone = pids(session)
     session.run(SPIN, background=True)
     os.kill(pids(session, "beta")[0], signal.SIGKILL)
@@ -535,7 +535,9 @@ def test_a_node_that_is_silent_is_cut_off(session: Session, cluster: LocalNodes)
 
 
 @pytest.mark.fault("N3")
-def test_what_the_cluster_says_of_a_node_is_told(session: Session, cluster: LocalNodes) -> None:
+def test_what_the_cluster_reports_about_a_node_is_shown(
+    session: Session, cluster: LocalNodes
+) -> None:
     session.run(SPIN, background=True)
     cluster.told[1] = "was taken back by the cluster (preempted)"
     with pytest.raises(RankDied, match=r"node beta .* was taken back by the cluster"):
@@ -620,7 +622,7 @@ def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG00
 
 
 @pytest.mark.fault("N6")
-def test_an_agent_that_ends_at_once_is_told(folder: Path) -> None:  # noqa: ARG001 - runs there
+def test_an_agent_that_exits_at_once_is_reported(folder: Path) -> None:  # noqa: ARG001 - runs there
     class Broken(LocalNodes):
         def lost_nodes(self) -> dict[int, str]:
             ended = {n: a.poll() for n, a in enumerate(self.agents.values())}

@@ -263,7 +263,7 @@ def test_no_page_can_change_the_panel_of_the_others(page: Page) -> None:
 
 
 @pytest.mark.fault("G5")
-def test_a_defect_of_ours_is_told_and_the_next_command_runs(page: Page) -> None:
+def test_an_internal_error_is_reported_and_the_next_command_runs(page: Page) -> None:
     page.kernel.run("def _broken(**_): return 1 / 0\nnbdist.session().save = _broken")
     answer = page.answer(page.command("save", name="broken"))
     assert (answer["ok"], answer["text"]) == (False, "ZeroDivisionError: division by zero")

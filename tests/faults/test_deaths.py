@@ -92,7 +92,7 @@ def ends_in_time(session: Session) -> str:
         (signal.SIGSEGV, "rank 1 ended with signal 11 (SIGSEGV)"),
     ],
 )
-def test_an_idle_rank_that_ends_is_told_with_its_signal(
+def test_an_idle_rank_that_ends_is_reported_with_its_signal(
     session: Session, number: signal.Signals, cause: str
 ) -> None:
     ranks = pids(session)
@@ -129,7 +129,7 @@ def test_the_last_lines_are_those_of_the_rank_that_ended(session: Session) -> No
 
 @pytest.mark.fault("B9")
 @pytest.mark.parametrize("code", [0, 3])
-def test_an_exit_without_a_word_is_told_with_its_code(session: Session, code: int) -> None:
+def test_an_exit_without_output_is_reported_with_its_code(session: Session, code: int) -> None:
     session.run(f"import os\nif rank == 0: os._exit({code})\n" + LOOP, background=True)
     assert ends_in_time(session).startswith(f"rank 0 ended with exit code {code}")
 
@@ -295,7 +295,7 @@ def test_children_of_a_killed_rank_end_too(session: Session) -> None:
 
 
 @pytest.mark.fault("B3", "B14")
-def test_a_killed_launcher_is_told_and_all_of_it_ends(session: Session) -> None:
+def test_a_killed_launcher_is_reported_and_its_processes_end(session: Session) -> None:
     children = [pid for own in session.run(CHILDREN).values.values() for pid in own]
     ranks, folder = pids(session), workers(session).launcher_group.run_dir
     os.kill(launcher(session), signal.SIGKILL)
@@ -349,7 +349,7 @@ def test_a_stopped_rank_does_not_hold_up_a_restart(session: Session) -> None:
 
 
 @pytest.mark.fault("B7")
-def test_a_stopped_launcher_is_told_and_does_not_hold_up_a_restart(session: Session) -> None:
+def test_a_stopped_launcher_is_reported_and_does_not_delay_a_restart(session: Session) -> None:
     os.kill(launcher(session), signal.SIGSTOP)
     eventually(lambda: session.status()["launcher"]["unresponsive"], within_s=6)
     assert session.run("rank").values == {0: 0, 1: 1}

@@ -120,7 +120,7 @@ def test_two_hundred_megabytes_are_cut(
 
 
 @pytest.mark.fault("D3")
-def test_bytes_that_are_no_text_do_no_harm(
+def test_bytes_that_are_not_text_do_no_harm(
     session: Session, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = textwrap.dedent(
@@ -182,7 +182,7 @@ def test_a_prompt_is_an_error_at_once(session: Session, code: str) -> None:
 
 
 @pytest.mark.fault("D4")
-def test_whoever_reads_standard_input_finds_its_end(session: Session) -> None:
+def test_code_that_reads_standard_input_gets_its_end(session: Session) -> None:
     code = "import subprocess, sys\n(sys.stdin.readline(), subprocess.run('cat').returncode)"
     assert session.run(code).values == {0: ("", 0), 1: ("", 0)}
 

@@ -103,7 +103,7 @@ def running() -> Iterator[Running]:
     ],
     ids=" ".join,
 )
-def test_whoever_is_killed_first_nothing_is_left_by_the_next_start(
+def test_the_next_start_removes_what_is_left_whichever_process_was_killed_first(
     running: Running, order: tuple[str, ...]
 ) -> None:
     assert len(running.family) >= 9  # launcher, 2 ranks; each with a child and 2 loaders
@@ -164,7 +164,7 @@ def test_what_a_killed_rank_shared_goes_with_it() -> None:
 
 
 @pytest.mark.fault("A10")
-def test_too_few_descriptors_are_told_with_the_need() -> None:
+def test_too_few_descriptors_are_reported_with_the_need() -> None:
     script = "ulimit -n 64; exec $0 -c 'import nbdist; nbdist.Session(nproc=2).start()'"
     command = ["/bin/bash", "-c", script, sys.executable]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)

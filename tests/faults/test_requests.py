@@ -178,7 +178,7 @@ def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("E17")
-def test_a_folder_that_one_rank_cannot_write_is_told_at_once(
+def test_a_folder_that_one_rank_cannot_write_is_reported_at_once(
     session: Session, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")

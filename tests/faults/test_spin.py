@@ -189,7 +189,7 @@ def test_three_stops_at_once_end_the_ranks_too(
 
 
 @pytest.mark.fault("C5")
-def test_a_rank_that_spins_when_another_has_failed_is_told_and_aborted_without_a_stop(
+def test_a_rank_that_spins_when_another_has_failed_is_reported_and_aborted_without_a_stop(
     session: Session, library: Path, tmp_path: Path
 ) -> None:
     prepare(session, library, tmp_path / "mark")

@@ -43,7 +43,7 @@ def why_it_failed(session: Session) -> str:
 
 @pytest.mark.fault("A2")
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_launcher_that_crashes_on_start_is_told(
+def test_a_launcher_that_crashes_on_start_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -58,7 +58,7 @@ def test_a_launcher_that_crashes_on_start_is_told(
 
 @pytest.mark.fault("A2")
 @pytest.mark.usefixtures("nothing_runs")
-def test_a_broken_module_of_the_users_is_told_with_its_traceback(
+def test_a_broken_module_of_the_user_is_reported_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('not the torch you want')\n")
@@ -72,7 +72,7 @@ def test_a_broken_module_of_the_users_is_told_with_its_traceback(
 @pytest.mark.fault("A2")
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("code", ["7", pytest.param("0", marks=pytest.mark.nightly)])
-def test_a_rank_that_crashes_on_start_is_told_with_its_exit_code(
+def test_a_rank_that_crashes_on_start_is_reported_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     monkeypatch.setenv("PYTHONSTARTUP", str(DOUBLES / "crash_on_start.py"))

@@ -107,7 +107,7 @@ def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
 
 @pytest.mark.fault("C1")
 @pytest.mark.fault("C3")
-def test_a_rank_alone_in_a_collective_is_told_and_stopped(plain: Session) -> None:
+def test_a_rank_alone_in_a_collective_is_reported_and_stopped(plain: Session) -> None:
     code = "dist.all_reduce(torch.ones(2))"
     _, seconds = stopped_with(plain, code, says="rank 0 has waited", ranks="0")
     assert seconds < 10
@@ -272,7 +272,7 @@ def test_ranks_that_wait_in_different_groups_are_stopped(plain: Session) -> None
 
 
 @pytest.mark.fault("C9")
-def test_a_group_that_timed_out_is_made_anew(plain: Session) -> None:
+def test_a_group_that_timed_out_is_created_again(plain: Session) -> None:
     code = (
         "import datetime\n"
         "dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1))\n"
@@ -320,7 +320,7 @@ def test_a_rank_that_makes_a_group_alone_is_freed(plain: Session) -> None:
 
 
 @pytest.mark.fault("C13")
-def test_a_slow_rank_is_told_and_never_stopped(plain: Session) -> None:
+def test_a_slow_rank_is_reported_and_never_stopped(plain: Session) -> None:
     told: list[str] = []
 
     def listen() -> None:
@@ -355,7 +355,7 @@ def test_a_background_cell_is_stopped_in_the_same_way(plain: Session) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.fault("C14")
-def test_a_kernel_that_was_suspended_declares_nobody_dead(tmp_path: Path) -> None:
+def test_a_kernel_that_was_suspended_declares_no_rank_dead(tmp_path: Path) -> None:
     with LiveKernel(tmp_path) as kernel:
         kernel.run("%load_ext nbdist")
         assert kernel.run("%%distribute -n 2\nkept = rank").status == "ok"

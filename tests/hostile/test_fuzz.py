@@ -85,7 +85,7 @@ def test_sets_of_ranks(examples: int) -> None:
 
 @often
 @pytest.mark.fault("D7")
-def test_ranks_that_are_no_text(examples: int) -> None:
+def test_ranks_that_are_not_text(examples: int) -> None:
     def check(given: Any) -> None:
         with contextlib.suppress(OptionError):
             assert set(rank_sets.resolve_ranks(given, 8)) <= set(range(8))

@@ -158,7 +158,7 @@ def test_a_strangers_store_client_and_junk_get_nothing_and_stop_nothing(session:
 
 
 @pytest.mark.fault("S11")
-def test_gloo_and_nccl_are_told_to_stay_on_loopback(
+def test_gloo_and_nccl_are_configured_to_stay_on_loopback(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = "import os; [os.environ[n] for n in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')]"

@@ -275,7 +275,7 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_would_lie(tmp_path
 
 
 @pytest.mark.fault("S14")
-def test_no_safe_place_for_private_folders_is_told(tmp_path: Path) -> None:
+def test_no_safe_place_for_private_folders_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert resources.check_socket_folder([tmp_path]).level == "note"
     assert "sticky bit" in resources.check_socket_folder([tmp_path]).says
@@ -340,7 +340,7 @@ def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("A6")
-def test_what_another_launcher_left_is_told() -> None:
+def test_variables_of_another_launcher_are_reported() -> None:
     only(
         environment_variables.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
         "note",

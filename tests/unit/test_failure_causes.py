@@ -166,7 +166,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.fault("B7")
-def test_a_stopped_process_is_told_once_and_when_it_goes_on(
+def test_a_stopped_process_is_reported_once_and_when_it_continues(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failure_causes, "UNRESPONSIVE_AFTER_S", 0.1)

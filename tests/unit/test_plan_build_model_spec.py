@@ -120,7 +120,7 @@ def test_an_unknown_optimizer_gets_the_nearest_ones(given: str, hint: str) -> No
     ],
 )
 @pytest.mark.fault("F6")
-def test_a_config_that_nobody_can_build_is_refused_at_once(
+def test_a_config_that_cannot_be_built_is_refused_at_once(
     config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:

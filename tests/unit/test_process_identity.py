@@ -59,7 +59,7 @@ def test_an_owner_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "[" * 100_000, "1" * 5000, '{"pid": "1; rm -rf /"}', b"\xff"]
 )
-def test_what_is_no_owner_is_none(text: str) -> None:
+def test_an_invalid_owner_file_gives_no_owner(text: str) -> None:
     assert ProcessIdentity.from_json(text) is None
 
 
@@ -145,7 +145,9 @@ def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
     assert theirs.exists()
 
 
-def test_a_planted_number_harms_nobody(decoy: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_a_planted_number_harms_no_other_process(
+    decoy: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     born = process_identity.process_start_ticks(decoy.pid)
     there = dataclasses.replace(ProcessIdentity.current_process(), pid=decoy.pid, started=born)
     before = dataclasses.replace(there, started=born - 1)
@@ -188,7 +190,7 @@ def test_a_process_is_ours_by_the_kernel_in_its_environment(
 
 
 @pytest.mark.fault("F5")
-def test_shared_memory_is_removed_when_its_maker_was_ours_and_nobody_uses_it(
+def test_shared_memory_is_removed_when_a_session_created_it_and_no_process_uses_it(
     tmp_path: Path,
 ) -> None:
     shm = tmp_path / "shm"

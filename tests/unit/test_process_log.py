@@ -34,7 +34,7 @@ def test_what_was_written_is_there_at_once() -> None:
 
 @pytest.mark.fault("B15")
 @pytest.mark.fault("S20")
-def test_a_flood_stops_nobody_and_leaves_its_end() -> None:
+def test_a_flood_blocks_no_process_and_its_end_is_kept() -> None:
     with log() as one:
         code = "import os\nfor _ in range(256): os.write(2, b'x' * 2**20)\nos.write(2, b'the end')"
         subprocess.run([sys.executable, "-c", code], stderr=one.write_fd, check=True, timeout=60)

@@ -47,7 +47,7 @@ def wait_for_ever() -> None:
 
 
 @pytest.mark.fault("B9")
-def test_ends_are_told_in_their_order_with_codes_that_stay_to_be_collected() -> None:
+def test_exits_are_reported_in_order_with_codes_that_can_still_be_collected() -> None:
     told: list[messages.LauncherMessage] = []
     watch = RankExitWatch(3, told.append)
     pids = [rank(watch, 0, wait_for_ever), rank(watch, 1, lambda: os._exit(0))]
@@ -99,7 +99,7 @@ def test_an_end_before_the_watch_began_is_told_without_a_code() -> None:
 
 
 @pytest.mark.fault("B10")
-def test_what_was_left_unread_in_the_pipes_is_told() -> None:
+def test_output_left_unread_in_the_pipes_is_reported() -> None:
     told: list[messages.LauncherMessage] = []
     watch = RankExitWatch(1, told.append)
 

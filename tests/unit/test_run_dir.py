@@ -22,7 +22,7 @@ def made_in(*folders: Path) -> Path:
     return run_dir.make_private(list(folders), "sockets")
 
 
-def test_it_is_shut_signed_and_of_a_name_that_nobody_can_foresee(tmp_path: Path) -> None:
+def test_it_is_private_signed_and_has_an_unpredictable_name(tmp_path: Path) -> None:
     one, other = made_in(tmp_path), made_in(tmp_path)
     assert one != other
     assert one.stat().st_mode & 0o777 == 0o700

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "nbdist").rglob("*.py"))
-# docs/faults.md is made from the names of tests.
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "faults.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
 
@@ -174,6 +173,10 @@ PHRASES = (
     r"\blets? go\b",
     r"\bnobody\b",
     r"\bfor ever\b",
+    r"\bsome seconds\b",
+    r"\bin vain\b",
+    r"\bfor lack of\b",
+    r"\bany more\b",
 )
 """Phrases that documentation in English does not use."""
 

@@ -348,7 +348,7 @@ class NodeAgent:
                     self._refused.add((rank, channel))
 
     def _forward_messages(self, now: float) -> None:
-        """Forward messages of ranks that need not be held, and who sent unsigned ones."""
+        """Forward the messages that are due, and report ranks that sent unsigned ones."""
         index: list[tuple[tuple[int, ...], str, int]] = []
         all_frames: list[bytes] = []
         for channel, merger in self._mergers.items():

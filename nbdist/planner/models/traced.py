@@ -1,7 +1,7 @@
 """Model specs from traces: any `nn.Module`, any transformers architecture.
 
 `TracedModel` holds plain numbers and needs no torch; the trace (`nbdist.planner.tracing`) runs in a
-child process on fake tensors: no data, no GPU, no code of the model's author. It takes some
+child process on fake tensors: no data, no GPU, no code of the model's author. It takes a few
 seconds, so the result is kept in the user's cache folder, by a hash of the config and of everything
 else that the figures depend on.
 
@@ -51,7 +51,7 @@ TRACE_TIMEOUT_S = 120.0
 PROGRESS_PREFIX = "trace: "
 """Prefix of the child's progress lines."""
 FIRST_TRACE = (
-    "tracing the model takes some seconds the first time; later plans of it reuse the trace"
+    "tracing the model takes a few seconds the first time; later plans of it reuse the trace"
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
@@ -195,7 +195,7 @@ def trace_config(
 ) -> TracedModel:
     """Trace a transformers config in a child process, or return its cached trace.
 
-    Blocks for some seconds the first time.
+    Blocks for a few seconds the first time.
 
     Args:
         config: fields of the config.json.

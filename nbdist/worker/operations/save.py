@@ -237,7 +237,7 @@ class _BackgroundSave:
         """Write this rank's files; on rank 0 also complete the checkpoint."""
         # Linux: setpriority() of a thread id affects this thread and those that it starts.
         # Lowering the niceness would be refused.
-        if not self._request.ended:  # else no training goes on
+        if not self._request.ended:  # else training does not continue
             thread_id = threading.get_native_id()
             niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
             os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
@@ -335,7 +335,7 @@ def wait_for_reports(draft: PendingCheckpoint, world_size: int) -> list[RankWrit
     """Wait until all ranks have written their files; return their reports by rank.
 
     Raises:
-        CheckpointError: ranks have failed, or write nothing any more.
+        CheckpointError: ranks have failed, or stopped writing.
     """
     reports: dict[int, RankWriteReport] = {}
     size_bytes, since = -1, time.monotonic()

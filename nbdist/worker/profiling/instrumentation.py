@@ -155,6 +155,7 @@ class LoaderStats:
             num_workers=iterator._num_workers,  # noqa: SLF001
             pin_memory=bool(iterator._pin_memory),  # noqa: SLF001
             batch_size=getattr(sampler, "batch_size", None),
+            # Accelerate's BatchSamplerShard and IterableDatasetShard, torch's DistributedSampler
             is_sharded=any(
                 part in type(item).__name__ for item in kinds for part in ("Shard", "Distributed")
             ),

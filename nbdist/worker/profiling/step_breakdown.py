@@ -176,6 +176,7 @@ def _exposed(
     if trace.kernels is not None or collective.barrier is None:
         spans = difference([collective.transfer], overlapping(computing, collective.transfer))
     else:
+        # gloo executes on its own thread: Python waits only in the barrier and in explicit waits
         spans = [
             collective.barrier,
             *intersection([collective.transfer], overlapping(waits, collective.transfer)),
