@@ -69,7 +69,7 @@ def search_plan(request: PlanInput) -> Plan:
     best, runner_up = _best_two(rows, request)
     advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
     explained = {
-        id(row): row if row.why else replace(row, why=_explain_row(row, best, runner_up, request))
+        id(row): row if row.why else replace(row, why=_explain_row(row, best, rows, request))
         for row in rows
     }
     return Plan(
@@ -89,11 +89,18 @@ def validate_options(
     Raises:
         OptionError: an unknown option, or a value that no backend accepts on these machines.
     """
-    options = {"precision": precision, **fixed}
+    options = {
+        "precision": precision,
+        **{key: value for key, value in fixed.items() if value is not None},
+    }
     if options.get("offload") == "nvme":
         options["offload"] = "nvme:PATH"
-    replicates = fixed.get("replicate_across", "none") != "none"
-    needs_fsdp = fixed.get("fsdp_config") is not None or replicates
+    config = options.get("deepspeed_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", "auto") if isinstance(zero, dict) else "auto"
+    if "backend" not in options and stage != "auto":
+        options["backend"] = strategies.backend_of("deepspeed", stage)
+    needs_fsdp = "fsdp_config" in options or options.get("replicate_across", "none") != "none"
     able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
     requested = strategies.Options.from_fields({"backend": able, **options})
     if not options.get("backend"):  # of the stand-in, only the options are checked
@@ -410,17 +417,20 @@ def _complexity(row: PlanRow) -> tuple[int, ...]:
 
 
 def _explain_row(
-    row: PlanRow, best: PlanRow | None, runner_up: PlanRow | None, request: PlanInput
+    row: PlanRow, best: PlanRow | None, rows: Sequence[PlanRow], request: PlanInput
 ) -> str:
     """Explain why a row that fits was chosen or not."""
     if best is None or _is_unrequested(row, request):
-        return f"fits, but is superseded: used only with --backend {row.backend}"
+        return f"fits, but a newer backend replaces it: used only with --backend {row.backend}"
     host = _host_memory_text(row, request)
     if row is not best:
         return _comparison(row, best, request) + host
-    if runner_up is None or row.tokens_per_s >= runner_up.tokens_per_s:
-        return f"the fastest that fits; {row.bound}-bound{host}"
-    return f"simplest within the uncertainty of the comparison; {row.bound}-bound{host}"
+    top = max(
+        each.tokens_per_s for each in rows if each.fits and not _is_unrequested(each, request)
+    )
+    is_fastest = top <= row.tokens_per_s * (1 + _ONE_PERCENT)
+    simplest = "the simplest that fits, and none is faster by more than the uncertainty"
+    return f"{'the fastest that fits' if is_fastest else simplest}; {row.bound}-bound{host}"
 
 
 def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
@@ -431,8 +441,8 @@ def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
         return "fits, equally fast, less simple"
     if slower < 1:
         return (
-            f"fits, {1 / slower - 1:.0%} faster by prediction, which is within the uncertainty of"
-            f" {doubt:.0%}; less simple"
+            f"fits, predicted {1 / slower - 1:.0%} faster, within the uncertainty of {doubt:.0%};"
+            " less simple"
         )
     much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
     return f"fits, {much} slower: {_reason(row, best, request)}"
