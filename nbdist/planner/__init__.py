@@ -101,7 +101,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     if not isinstance(keep_outputs, bool):
         message = f"keep_outputs must be True or False, not {keep_outputs!r}."
         raise PlanError(message)
-    is_any = isinstance(devices, str) and devices.strip().lower() == ANY_DEVICES
+    is_any = devices == ANY_DEVICES
     if is_any and world_size is not None:
         message = 'world_size is searched with devices="any". Omit it, or name the devices.'
         raise PlanError(message)
