@@ -122,8 +122,9 @@ def memory_sentences(plan: PlanTable) -> list[str]:
     sentences = [shown.margin.describe()]
     if shown.output_bytes:
         sentences.append(
-            f"outputs = model(**batch) keeps {format_bytes(shown.output_bytes)} of outputs between"
-            " steps; del outputs before loss.backward() frees them (--drop-outputs plans that)"
+            f"outputs = model(**batch) keeps {format_bytes(shown.output_bytes)} of outputs until"
+            " the next forward; del outputs before loss.backward() frees them (planned with"
+            " keep_outputs=False or --drop-outputs)"
         )
     return sentences
 

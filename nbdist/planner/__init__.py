@@ -98,6 +98,9 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     batch_sizes = tuple(_positive_int("batch_size", size) for size in several)
     batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
     nodes = _optional_positive_int("max_nodes", max_nodes) or machines.DEFAULT_MAX_NODES
+    if not isinstance(keep_outputs, bool):
+        message = f"keep_outputs must be True or False, not {keep_outputs!r}."
+        raise PlanError(message)
     is_any = devices == ANY_DEVICES
     if is_any and world_size is not None:
         message = 'world_size is searched with devices="any". Omit it, or name the devices.'

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast, get_args
 
@@ -131,11 +132,7 @@ def adapt(
         )
         raise PlanError(message)
     adapted = spec.with_lora(lora, target_modules)
-    return (
-        adapted
-        if quantize is None
-        else adapted.with_quantization(cast("QuantizationMethod", quantize))
-    )
+    return replace(adapted, quantization=cast("QuantizationMethod | None", quantize))
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:

@@ -92,8 +92,8 @@ def find_machines(
 
 
 def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
-    names = only.split(",") if isinstance(only, str) else only
-    names = _COMMON if names is None else [str(name).strip() for name in names]
+    names = only.split(",") if isinstance(only, str) else _COMMON if only is None else only
+    names = [str(name).strip() for name in names] if isinstance(names, list | tuple) else []
     if not all(names) or not names:
         message = f'only must name GPUs, such as "T4,L4,A10", got {only!r}.'
         raise PlanError(message)

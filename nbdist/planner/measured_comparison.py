@@ -247,7 +247,7 @@ def compare_plan_with_measurements(
 
 def predict_peak(model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory) -> MemoryUsage:
     """Predict the peak of a rank's tensors; on CPU ranks offloaded parts are in the same memory."""
-    moments = memory.step_memory_usage(model, workload_from_measurement(setup, found), setup)
+    moments = memory.step_memory_usage(model, workload_from_measurement(model, setup, found), setup)
     if found.kind == "cpu":
         moments = (
             moment._replace(parts=sum_parts((moment.parts, moment.host_parts)), host_parts={})
@@ -269,7 +269,9 @@ def setup_from_measurement(
     )
 
 
-def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Workload:
+def workload_from_measurement(
+    model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory
+) -> Workload:
     """Return the measured micro-batch."""
     return Workload(
         batch_size=found.batch_size,
@@ -277,7 +279,7 @@ def workload_from_measurement(setup: TrainingSetup, found: MeasuredMemory) -> Wo
         compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=found.kind,
-        frozen_saves=frozen_saves(setup),
+        frozen_saves=frozen_saves(model, setup),
         keep_outputs=found.keep_outputs,
     )
 

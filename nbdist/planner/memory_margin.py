@@ -55,7 +55,7 @@ class Margin(NamedTuple):
     def describe(self) -> str:
         """Return what the margin is made of, in one line."""
         count, share = self.tensors
-        source = f"covers 95 % of {count} measured cases" if count else "not measured"
+        source = f"covers 95% of {count} measured cases" if count else "not measured"
         device = "measured here" if self.is_calibrated else "error of published runs"
         return (
             f"margin that must stay free: {self.total:.1%}; {share:.1%} for tensors ({source}),"

@@ -223,11 +223,6 @@ def has_int8_params(model: ModelSpec) -> bool:
     return quantized_param_bytes(model) > num_quantized_params(model)
 
 
-def largest_param_size(model: ModelSpec) -> int:
-    """Return the number of elements of the largest parameter."""
-    return max(group.largest for group in model.groups)
-
-
 class MicroBatchStep(NamedTuple):
     """One step of the walk through a micro-batch, independent of its size."""
 

@@ -65,14 +65,9 @@ class PlanInput:
         """Number of ranks, one per device."""
         return self.cluster.world_size
 
-    @property
-    def hardware(self) -> strategies.Hardware:
-        """Hardware that options are checked against: fully capable GPUs on these nodes."""
-        return hardware_for_cluster(self.cluster)
-
 
 def hardware_for_cluster(cluster: ClusterSpec) -> strategies.Hardware:
-    """Return GPUs with every capability, on a cluster's nodes."""
+    """Return what options are checked against: fully capable GPUs on a cluster's nodes."""
     return strategies.Hardware(
         kind="cuda",
         bf16=True,

@@ -69,7 +69,8 @@ def search_plan(request: PlanInput) -> Plan:
     best, runner_up = _best_two(rows, request)
     advice = () if best else tuple(suggest_changes(request)) or (NO_CHANGE_FITS,)
     explained = {
-        id(row): replace(row, why=_explain_row(row, best, runner_up, request)) for row in rows
+        id(row): row if row.why else replace(row, why=_explain_row(row, best, rows, request))
+        for row in rows
     }
     return Plan(
         question=request,
@@ -88,11 +89,18 @@ def validate_options(
     Raises:
         OptionError: an unknown option, or a value that no backend accepts on these machines.
     """
-    options = {"precision": precision, **fixed}
+    options = {
+        "precision": precision,
+        **{key: value for key, value in fixed.items() if value is not None},
+    }
     if options.get("offload") == "nvme":
         options["offload"] = "nvme:PATH"
-    replicates = fixed.get("replicate_across", "none") != "none"
-    needs_fsdp = fixed.get("fsdp_config") is not None or replicates
+    config = options.get("deepspeed_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage", "auto") if isinstance(zero, dict) else "auto"
+    if "backend" not in options and stage != "auto":
+        options["backend"] = strategies.backend_of("deepspeed", stage)
+    needs_fsdp = "fsdp_config" in options or options.get("replicate_across", "none") != "none"
     able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
     requested = strategies.Options.from_fields({"backend": able, **options})
     if not options.get("backend"):  # of the stand-in, only the options are checked
@@ -114,7 +122,7 @@ _ABLE = max(
 
 
 def evaluate_rows(request: PlanInput) -> list[PlanRow]:
-    """Evaluate all rows of a request, without explanations."""
+    """Evaluate all rows of a request; only those that do not fit are explained."""
     learned = MeasurementStore()
     return [row for options in _variants(request) for row in _rows(request, options, learned)]
 
@@ -249,9 +257,10 @@ class _PlanVariant:
         )
         self._plan_input, self._options = request, options
         self._compute = compute_mode(setup)
-        self._frozen_saves = frozen_saves(setup)
+        self._frozen_saves = frozen_saves(request.model, setup)
         self._story = memory.build_timeline(request.model, setup)
         self._costs = step_time.StepCostModel(request.model, setup, cluster)
+        self._load_bytes = _load_bytes(options, request)
         self._overhead = device_overhead(
             learned,
             cluster.smallest_device.name,
@@ -259,6 +268,9 @@ class _PlanVariant:
             options.offload_device,
             kind=cluster.kind,
             world_size=request.world_size,
+        )
+        self._margin = memory_margin.margin_of(
+            options.backend, request.model.depth, calibrated=bool(self._overhead.day)
         )
 
     def row(self, batch_size: int) -> PlanRow:
@@ -276,28 +288,51 @@ class _PlanVariant:
         peak = self._story.peak_memory(run)
         allocated, context = peak.device_bytes, self._overhead.context_bytes
         device_bytes = self._overhead.device_bytes(allocated)
+        host_bytes = sum(peak.host_parts.values())
         extra = {"context": context, "margin": device_bytes - allocated - context}
-        row = PlanRow(
+        memory_parts = {part: peak.parts.get(part, 0) for part in MEMORY_PARTS} | extra
+        shortage = self._shortage(memory_parts, device_bytes, host_bytes)
+        return PlanRow(
             options=self._options,
             batch_size=batch_size,
-            memory={part: peak.parts.get(part, 0) for part in MEMORY_PARTS} | extra,
+            memory=memory_parts,
             allocated_bytes=allocated,
             device_bytes=device_bytes,
-            host=dict(peak.host_parts),
-            host_bytes=sum(peak.host_parts.values()),
-            load_bytes=_load_bytes(self._options, self._plan_input),
+            host=peak.host_parts,
+            host_bytes=host_bytes,
+            load_bytes=self._load_bytes,
             nvme_bytes=peak.nvme_bytes,
             output_bytes=run.output_bytes,
             peak_moment=peak.name,
+            fits=not shortage,
             learned=self._overhead.day,
-            margin=memory_margin.margin_of(
-                self._options.backend,
-                self._plan_input.model.depth,
-                calibrated=bool(self._overhead.day),
-            ),
+            margin=self._margin,
             cost=self._costs.cost_for(workload),
+            why=shortage,
         )
-        return replace(row, fits=not _shortage(row, self._plan_input))
+
+    def _shortage(self, parts: Mapping[str, int], device_bytes: int, host_bytes: int) -> str:
+        """Describe what is too small for a row, or return "" if it fits."""
+        cluster, margin = self._plan_input.cluster, self._margin.total
+        free = cluster.smallest_device.free_bytes
+        needed = device_bytes + (host_bytes if cluster.kind == "cpu" else 0)
+        if needed * (1 + margin) > free:
+            largest = max(parts.items(), key=lambda item: item[1])
+            close = f" with a margin of {margin:.1%}" if needed <= free else ""
+            return (
+                f"does not fit{close}: {format_gib(needed)} of {format_gib(free, unit=True)},"
+                f" {memory_part_text(*largest)}"
+            )
+        host = cluster.host_memory_bytes
+        on_host = host_bytes * cluster.ranks_per_node
+        if cluster.kind == "cuda" and host is not None and max(on_host, self._load_bytes) > host:
+            when = "" if on_host > host else " while it is loaded"
+            needed = on_host if on_host > host else self._load_bytes
+            return (
+                f"does not fit in host memory{when}: {format_gib(needed)} of"
+                f" {format_gib(host, unit=True)}"
+            )
+        return ""
 
 
 def _refusal(options: Options, request: PlanInput) -> str:
@@ -307,33 +342,9 @@ def _refusal(options: Options, request: PlanInput) -> str:
     if options.offload_device in options.strategy.offloads and plain:
         return ""
     try:
-        options.validate(request.hardware)
+        options.validate(hardware_for_cluster(request.cluster))
     except OptionError as error:
         return str(error)
-    return ""
-
-
-def _shortage(row: PlanRow, request: PlanInput) -> str:
-    """Describe what is too small for a row, or return "" if it fits."""
-    cluster = request.cluster
-    free = cluster.smallest_device.free_bytes
-    needed = row.device_bytes + (row.host_bytes if cluster.kind == "cpu" else 0)
-    if needed * (1 + row.margin.total) > free:
-        largest = max(row.memory.items(), key=lambda item: item[1])
-        close = f" with a margin of {row.margin.total:.1%}" if needed <= free else ""
-        return (
-            f"does not fit{close}: {format_gib(needed)} of {format_gib(free, unit=True)},"
-            f" {memory_part_text(*largest)}"
-        )
-    host = cluster.host_memory_bytes
-    on_host = row.host_bytes * cluster.ranks_per_node
-    if cluster.kind == "cuda" and host is not None and max(on_host, row.load_bytes) > host:
-        when = "" if on_host > host else " while it is loaded"
-        needed = on_host if on_host > host else row.load_bytes
-        return (
-            f"does not fit in host memory{when}: {format_gib(needed)} of"
-            f" {format_gib(host, unit=True)}"
-        )
     return ""
 
 
@@ -406,21 +417,20 @@ def _complexity(row: PlanRow) -> tuple[int, ...]:
 
 
 def _explain_row(
-    row: PlanRow, best: PlanRow | None, runner_up: PlanRow | None, request: PlanInput
+    row: PlanRow, best: PlanRow | None, rows: Sequence[PlanRow], request: PlanInput
 ) -> str:
-    """Explain why a row was chosen or not."""
-    if row.why:
-        return row.why
-    if not row.fits:
-        return _shortage(row, request)
-    if best is None or (_is_unrequested(row, request)):
-        return f"fits, but is superseded: used only with --backend {row.backend}"
+    """Explain why a row that fits was chosen or not."""
+    if best is None or _is_unrequested(row, request):
+        return f"fits, but a newer backend replaces it: used only with --backend {row.backend}"
     host = _host_memory_text(row, request)
     if row is not best:
         return _comparison(row, best, request) + host
-    if runner_up is None or row.tokens_per_s >= runner_up.tokens_per_s:
-        return f"the fastest that fits; {row.bound}-bound{host}"
-    return f"simplest within the uncertainty of the comparison; {row.bound}-bound{host}"
+    top = max(
+        each.tokens_per_s for each in rows if each.fits and not _is_unrequested(each, request)
+    )
+    is_fastest = top <= row.tokens_per_s * (1 + _ONE_PERCENT)
+    simplest = "the simplest that fits, and none is faster by more than the uncertainty"
+    return f"{'the fastest that fits' if is_fastest else simplest}; {row.bound}-bound{host}"
 
 
 def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
@@ -431,8 +441,8 @@ def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
         return "fits, equally fast, less simple"
     if slower < 1:
         return (
-            f"fits, {1 / slower - 1:.0%} faster by prediction, which is within the uncertainty of"
-            f" {doubt:.0%}; less simple"
+            f"fits, predicted {1 / slower - 1:.0%} faster, within the uncertainty of {doubt:.0%};"
+            " less simple"
         )
     much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
     return f"fits, {much} slower: {_reason(row, best, request)}"
@@ -518,7 +528,7 @@ def _single_changes(request: PlanInput) -> Iterator[tuple[str, PlanInput]]:
     if not isinstance(model, DecoderSpec):
         return
     if model.loss == "logits":
-        yield fused_loss.ADVICE, replace(request, model=model.with_loss("trl"))
+        yield fused_loss.ADVICE, replace(request, model=replace(model, loss="trl"))
     if model.trains_base:
         adapted = replace(request, model=model.with_lora(SUGGESTED_LORA_RANK))
         yield f"LoRA of rank {SUGGESTED_LORA_RANK} instead of all parameters", adapted

@@ -269,8 +269,11 @@ def resolve_cluster(devices: str | ClusterSpec | None, world_size: int | None) -
         resolved = devices
     elif devices is None:
         resolved = detect_local_cluster(world_size)
-    else:
+    elif isinstance(devices, str):
         resolved = parse_devices(devices)
+    else:
+        message = f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}."
+        raise PlanError(message)
     return (
         resolved
         if world_size in {None, resolved.world_size}

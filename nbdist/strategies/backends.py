@@ -8,9 +8,10 @@ standard library, so that every process can import it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from nbdist.errors import OptionError
 from nbdist.strategies.config_files import (
@@ -21,9 +22,6 @@ from nbdist.strategies.config_files import (
     unplanned_settings,
 )
 from nbdist.strategies.option_arguments import option, parse_clip_norm, strip_quotes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -224,6 +222,7 @@ class Options:
             OptionError: unknown value, unsupported by the engine or the hardware, or conflicting
                 options.
         """
+        _check_types(self)
         options = replace(self, backend=canonical_backend(self.backend))
         _check_engine(options, hardware)
         level = options.strategy.level
@@ -462,6 +461,20 @@ def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
     return merged
 
 
+def _check_types(options: Options) -> None:
+    """Raise for a value of another type than the option has."""
+    for item in fields(options):
+        value, allowed = getattr(options, item.name), ""
+        if isinstance(item.default, bool) and not isinstance(value, bool):
+            allowed = "True or False"
+        elif isinstance(item.default, str) and not isinstance(value, str):
+            allowed = "text"
+        elif item.name.endswith("_config") and not isinstance(value, Mapping | None):
+            allowed = "a mapping, such as the content of a config file"
+        if allowed:
+            raise OptionError(f"{item.name} must be {allowed}, not {abbreviate(value)}.")
+
+
 def _check_engine(options: Options, hardware: Hardware) -> None:
     """Raise without DeepSpeed, for a file of another engine, or for a number out of range."""
     engine = options.strategy.engine
@@ -476,7 +489,7 @@ def _check_engine(options: Options, hardware: Hardware) -> None:
         raise OptionError(
             f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
         )
-    if clip is not None and not 0 < clip < float("inf"):
+    if clip is not None and not (isinstance(clip, int | float) and 0 < clip < float("inf")):
         raise OptionError(
             f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
         )

@@ -45,6 +45,7 @@ FSDP_KEYS = frozenset(
 )
 """Keys of an --fsdp-config file: fields of Accelerate's FullyShardedDataParallelPlugin."""
 
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 _FSDP_FILE_NAMES = {
     "offload_params": "cpu_offload",
     "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
@@ -267,10 +268,11 @@ def read_fsdp_config(
             f"Unknown keys in the fsdp_config: {', '.join(unknown)[:_SHOWN]}. "
             f"Use {', '.join(sorted(FSDP_KEYS))}."
         )
-    if "HYBRID" in str(plain.get("sharding_strategy", "")).upper():
+    sharding = plain.get("sharding_strategy", _SHARDING[0])
+    if str(sharding).upper() not in _SHARDING:
         raise OptionError(
-            f"sharding_strategy {abbreviate(plain['sharding_strategy'])} in the fsdp_config is not"
-            " supported. Use fsdp2 with replicate_across nodes."
+            f"sharding_strategy {abbreviate(sharding)} in the fsdp_config is not supported. Use"
+            f" {', '.join(_SHARDING)}, or fsdp2 with replicate_across nodes for HYBRID_SHARD."
         )
     file_version = plain.pop("fsdp_version", None)
     if file_version is not None and str(file_version) != str(version):

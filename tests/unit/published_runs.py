@@ -151,7 +151,7 @@ class Setting:
         again = self.recompute != "off"
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
         model = HalfRecomputed(self.model) if self.recompute == "selective" else self.model
-        return memory.peak_memory(model, work, setup)
+        return memory.build_timeline(model, setup).peak_memory(model.micro_batch_activations(work))
 
     @property
     def calibration(self) -> measurement_store.DeviceOverhead:

@@ -73,6 +73,7 @@ def test_the_command_takes_the_same_arguments() -> None:
     [
         ({"devices": "any", "only": "T4,Potato"}, "Unknown GPU 'Potato'"),
         ({"devices": "any", "only": ""}, "only must name GPUs"),
+        ({"devices": "any", "only": 4}, "only must name GPUs"),
         ({"devices": "any", "max_nodes": 0}, "max_nodes must be an integer from 1 .*, got 0"),
         ({"devices": "any", "max_nodes": 10**6}, "Too many devices in 'max_nodes 1000000'"),
         ({"devices": "any", "world_size": 4}, "world_size is searched"),

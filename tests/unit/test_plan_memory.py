@@ -234,7 +234,8 @@ def test_zero3_offloads_parameters_too() -> None:
 
 def test_nvme_holds_state_and_the_host_its_buffers() -> None:
     setup = setup_of("zero3", offload="nvme:/fast", offload_params=True)
-    moment = memory.peak_memory(Weights(), Workload(), setup)
+    run = Weights().micro_batch_activations(Workload())
+    moment = memory.build_timeline(Weights(), setup).peak_memory(run)
     assert moment.nvme_bytes == (12 + 2) * PSI // 4
     # Four swap buffers of fp32, five of the largest parameter.
     assert moment.host_parts["buffers"] == 4 * 4 * PSI // 4 + 5 * 2 * 1000
@@ -600,14 +601,11 @@ def test_persistent_parameters_are_never_cut() -> None:
 
 def test_more_ranks_never_need_more() -> None:
     model = analytic.spec_from_config(LLAMA)
-    workload = Workload(seq_len=32)
+    run = model.micro_batch_activations(Workload(seq_len=32))
     for backend in ("zero1", "zero2", "zero3"):
-        peaks = [
-            memory.peak_memory(
-                model, workload, setup_of(backend, world_size=world_size)
-            ).device_bytes
-            for world_size in (1, 2, 4, 8)
-        ]
+        setups = [setup_of(backend, world_size=world_size) for world_size in (1, 2, 4, 8)]
+        timelines = [memory.build_timeline(model, setup) for setup in setups]
+        peaks = [timeline.peak_memory(run).device_bytes for timeline in timelines]
         assert peaks == sorted(peaks, reverse=True), backend
 
 

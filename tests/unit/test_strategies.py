@@ -79,6 +79,11 @@ def test_precision_defaults_to_what_the_hardware_is_best_at(
         ({"clip": 0.0}, CPU, "finite number > 0"),
         ({"clip": -1.0}, CPU, "finite number > 0"),
         ({"clip": float("nan")}, CPU, "finite number > 0"),
+        ({"clip": "tight"}, CPU, "finite number > 0"),
+        ({"backend": ["ddp"]}, CPU, "backend must be text, not ['ddp']"),
+        ({"activation_checkpointing": "yes"}, CPU, "must be True or False, not 'yes'"),
+        ({"backend": "fsdp", "fsdp_config": "x.yaml"}, CPU, "must be a mapping"),
+        ({"backend": "fsdp1", "fsdp_config": {"sharding_strategy": "ALL"}}, CPU, "FULL_SHARD"),
         pytest.param(
             {"backend": "zero1"},
             Hardware(deepspeed=False),
@@ -314,5 +319,5 @@ def test_settings_that_are_not_planned_are_named() -> None:
     fsdp = checked(backend="fsdp2", fsdp_config={"fsdp_forward_prefetch": True})
     assert fsdp.unplanned_note.endswith(": forward_prefetch")
     assert not checked(backend="zero3", deepspeed_config={"bf16": {}}).unplanned_note
-    with pytest.raises(OptionError, match="Use fsdp2 with replicate_across nodes"):
+    with pytest.raises(OptionError, match="or fsdp2 with replicate_across nodes"):
         checked(backend="fsdp1", fsdp_config={"sharding_strategy": "HYBRID_SHARD"})

@@ -53,8 +53,3 @@ def step_memory_usage(
 ) -> Iterator[MemoryUsage]:
     """Yield the memory usage of a training step under the setup's engine."""
     return build_timeline(model, setup).memory_usage(model.micro_batch_activations(workload))
-
-
-def peak_memory(model: ModelSpec, workload: Workload, setup: TrainingSetup) -> MemoryUsage:
-    """Return the peak device memory usage, with the peak of host memory over all moments."""
-    return build_timeline(model, setup).peak_memory(model.micro_batch_activations(workload))

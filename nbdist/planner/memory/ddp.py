@@ -16,12 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import (
-        LayerGroup,
-        MicroBatchActivations,
-        MicroBatchStep,
-        ModelSpec,
-    )
+    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
 
 
 class DdpTimeline(StepTimeline):
@@ -31,20 +26,22 @@ class DdpTimeline(StepTimeline):
         super().__init__(model)
         self._setup = setup
         elements, width = model_spec.num_trainable_params(model), model.trainable_element
-        self._kept = {
-            "parameters": elements * width
-            + model_spec.num_frozen_params(model) * model.element
-            + model_spec.quantized_param_bytes(model),
-            "buffers": elements * width,
-            "optimizer": setup.optimizer.state_bytes(
-                elements, element=width, shapes=optimizers.trained_shapes(model)
-            ),
-        }
+        self._kept = NonActivationMemory(
+            {
+                "parameters": elements * width
+                + model_spec.num_frozen_params(model) * model.element
+                + model_spec.quantized_param_bytes(model),
+                "buffers": elements * width,
+                "optimizer": setup.optimizer.state_bytes(
+                    elements, element=width, shapes=optimizers.trained_shapes(model)
+                ),
+            }
+        )
         scratch = setup.optimizer.num_temporaries(
             elements, zero_partitioning.largest_trainable_size(*model.groups)
         )
         update = {"gradients": elements * width, "temporaries": width * scratch}
-        self._update = NonActivationMemory(self._kept, update)
+        self._update = NonActivationMemory(update, besides=self._kept)
 
     def walk_allocations(
         self, steps: tuple[MicroBatchStep, ...]
@@ -54,7 +51,7 @@ class DdpTimeline(StepTimeline):
             if step.phase not in {"before", "after"}:
                 casts = {"activations": _casts(self.model, step, self._setup)}
                 gradients = _gradients(self.model, step, self._setup)
-                yield at, NonActivationMemory(self._kept, gradients, casts)
+                yield at, NonActivationMemory(gradients, casts, besides=self._kept)
 
     def other_allocations(
         self,
@@ -90,15 +87,6 @@ def _casts(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> int:
         or not setup.is_half_precision
     ):
         return 0
-    blocks = [
-        group.trainable * group.count
-        for group in model.groups[: step.group_index]
-        if _is_recomputed(group)
-    ]
-    own = model.groups[step.group_index]
-    return 2 * (sum(blocks) + (step.block_index * own.trainable if _is_recomputed(own) else 0))
-
-
-def _is_recomputed(group: LayerGroup) -> bool:
-    """Return whether the group's forward is recomputed in the backward."""
-    return group.role == "block"
+    *earlier, own = model.groups[: step.group_index + 1]
+    blocks = sum(group.trainable * group.count for group in earlier if group.role == "block")
+    return 2 * (blocks + (step.block_index * own.trainable if own.role == "block" else 0))

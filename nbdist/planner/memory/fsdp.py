@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec, optimizers
 from nbdist.planner.memory import zero_partitioning
-from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline, sum_parts
+from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline
 from nbdist.planner.model_spec import LayerGroup
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class FsdpTimeline(StepTimeline):
             self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
             self.frozen_width = 2
         # accelerate 1.15 excludes quantized parameters; an offload leaves them on the device too.
-        self._unsharded = {"parameters": model_spec.quantized_param_bytes(model)}
+        unsharded = {"parameters": model_spec.quantized_param_bytes(model)}
         self.is_offloaded = setup.options.offload_device != "none"
+        self.reshards = setup.options.reshard_after_forward
         self.units = self.build_units()
         self.total_unit = FsdpUnit(
             *(
@@ -96,7 +97,7 @@ class FsdpTimeline(StepTimeline):
             )
         )
         trainable = self.total_unit.num_trainable
-        self._shards = {
+        shards = {
             "parameters": self.total_unit.param_shard_bytes,
             "optimizer": setup.optimizer.state_bytes(
                 trainable,
@@ -107,10 +108,15 @@ class FsdpTimeline(StepTimeline):
                 else optimizers.trained_shapes(model, setup.num_shards),
             ),
         }
+        self._permanent = (
+            NonActivationMemory(unsharded, host=(shards,))
+            if self.is_offloaded
+            else NonActivationMemory(shards, unsharded)
+        )
         largest = max(unit.largest_shard_size for unit in self.units)
         scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest)
-        self._update = self._place_parts(
-            {}, self.total_unit.grad_shard_bytes, {"temporaries": scratch}
+        self._update = self._allocation_with(
+            {}, {"gradients": self.total_unit.grad_shard_bytes, "temporaries": scratch}
         )
         # Several moments of a unit's backward share its transient memory.
         self._transient_memory = cache(self.transient_memory)
@@ -157,19 +163,13 @@ class FsdpTimeline(StepTimeline):
             "buffers": transient.buffers,
             "gathered": transient.gathered,
         }
-        return self._place_parts(parts, transient.gradient_shards)
+        return self._allocation_with(parts, {"gradients": transient.gradient_shards})
 
-    def _place_parts(
-        self, parts: BytesByPart, shards: int, update: BytesByPart | None = None
-    ) -> NonActivationMemory:
-        """Put shards and optimizer state on the device or in host memory."""
-        where = (self._shards, {"gradients": shards}, update or {})
-        parts = sum_parts((parts, self._unsharded))
-        return (
-            NonActivationMemory(parts, host=where)
-            if self.is_offloaded
-            else NonActivationMemory(*where, parts)
-        )
+    def _allocation_with(self, parts: BytesByPart, of_shards: BytesByPart) -> NonActivationMemory:
+        """Return the permanent memory with more on the device, and more where the shards are."""
+        if self.is_offloaded:
+            return NonActivationMemory(parts, host=(of_shards,), besides=self._permanent)
+        return NonActivationMemory(parts, of_shards, besides=self._permanent)
 
     def build_unit(
         self, group: LayerGroup, trained: int, frozen: int, *, accumulate: int, largest: int
@@ -228,7 +228,7 @@ class FsdpTimeline(StepTimeline):
         """Return how many instances of a group before the last are gathered at a step."""
         if self.groups[number].role == "root":
             return 1
-        if self.setup.options.reshard_after_forward:
+        if self.reshards:
             return int(number == step.group_index and step.phase != "loss")
         if step.phase == "loss" or number < step.group_index:
             return self.groups[number].count
@@ -553,7 +553,7 @@ class Fsdp2Timeline(FsdpTimeline):
 
     def _prefetched(self, step: MicroBatchStep) -> int:
         """The buffer of the unit whose backward is next."""
-        if not self.setup.options.reshard_after_forward:
+        if not self.reshards:
             return 0
         if step.block_index:
             return self.units[step.group_index].full_param_bytes

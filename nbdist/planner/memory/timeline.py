@@ -15,7 +15,7 @@ from operator import attrgetter, gt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
-from nbdist.planner.model_spec import end_blocks, schedule_micro_batch
+from nbdist.planner.model_spec import end_blocks, num_frozen_params, schedule_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -82,8 +82,10 @@ class TrainingSetup:
         return self.options.precision in {"bf16", "fp16", "fp8"}
 
 
-def frozen_saves(setup: TrainingSetup) -> FrozenSaves:
+def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
     """Return which layers save their inputs although their weights are frozen."""
+    if not num_frozen_params(model):
+        return "nothing"
     # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
     ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}
     strategy = setup.options.strategy
@@ -123,7 +125,11 @@ class NonActivationMemory:
     __slots__ = ("host", "host_bytes", "nvme", "parts", "total")
 
     def __init__(
-        self, *parts: BytesByPart, host: tuple[BytesByPart, ...] = (), nvme: int = 0
+        self,
+        *parts: BytesByPart,
+        host: tuple[BytesByPart, ...] = (),
+        nvme: int = 0,
+        besides: NonActivationMemory | None = None,
     ) -> None:
         """Sum up the bytes.
 
@@ -131,10 +137,16 @@ class NonActivationMemory:
             parts: bytes on the rank's device; a part may occur several times.
             host: bytes in host memory for this rank, in the same form.
             nvme: bytes on NVMe for this rank.
+            besides: memory to add to, such as what is held throughout.
         """
         self.parts, self.host, self.nvme = parts, host, nvme
         self.total = sum([sum(part.values()) for part in parts])
         self.host_bytes = sum([sum(part.values()) for part in host])
+        if besides is not None:
+            self.parts, self.host = besides.parts + parts, besides.host + host
+            self.nvme += besides.nvme
+            self.total += besides.total
+            self.host_bytes += besides.host_bytes
 
 
 class MemoryUsage(NamedTuple):

@@ -73,7 +73,12 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     def number(key: str, default: float) -> int:
         # accelerate 1.15 replaces "auto" by numbers that depend on the hidden size.
         value = zero.get(key, default)
-        return automatic.get(key, int(default)) if value == "auto" else int(value)
+        if value == "auto":
+            return automatic.get(key, int(default))
+        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            message = f'{key} of the deepspeed_config must be a number >= 0 or "auto", not {value}.'
+            raise PlanError(message)
+        return int(value)
 
     cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
     overlap = zero.get("overlap_comm")
@@ -171,15 +176,14 @@ class ZeroTimeline(timeline.StepTimeline):
         self, *more: BytesByPart, host: BytesByPart | None = None
     ) -> NonActivationMemory:
         """Return the permanent memory combined with additional parts."""
-        on_device, on_host, files = self._persistent_memory
-        return NonActivationMemory(
-            on_device, *more, host=(on_host, host) if host else (on_host,), nvme=files
-        )
+        return NonActivationMemory(*more, host=(host,) if host else (), besides=self._permanent)
 
     @cached_property
-    def _persistent_memory(self) -> tuple[dict[str, int], dict[str, int], int]:
-        """Memory that stays on the device, in host memory and on NVMe."""
-        return self.device_parts(), self.host_parts(), self.nvme_bytes()
+    def _permanent(self) -> NonActivationMemory:
+        """Memory that is held throughout."""
+        return NonActivationMemory(
+            self.device_parts(), host=(self.host_parts(),), nvme=self.nvme_bytes()
+        )
 
     def optimizer_state_parts(self) -> dict[str, int]:
         """Return the bytes of master copy and optimizer state, on any device."""

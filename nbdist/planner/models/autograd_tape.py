@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from nbdist.planner.model_spec import BackwardPeakCandidate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from nbdist.planner.model_spec import FrozenSaves
 
@@ -36,7 +36,7 @@ holds for all batch sizes."""
 class TapeTensor:
     """Elements, bytes per element and storage of a tensor of a forward pass."""
 
-    __slots__ = ("elements", "needs_grad", "root", "width")
+    __slots__ = ("elements", "needs_grad", "root", "size_bytes", "width")
 
     def __init__(
         self,
@@ -49,11 +49,7 @@ class TapeTensor:
         """Make a tensor, or a view of another one; an operation's result inherits `needs_grad`."""
         self.elements, self.width, self.needs_grad = elements, width, needs_grad
         self.root: TapeTensor = of.root if of else self
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor, or of its gradient."""
-        return self.elements * self.width
+        self.size_bytes = elements * width  # of its gradient, too
 
 
 @dataclass(slots=True)
@@ -374,7 +370,7 @@ class AutogradTape:
             incoming: bytes of the incoming gradient.
             held_bytes: additional bytes held throughout, such as a checkpointed input.
         """
-        return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).instants())
+        return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).moments)
 
     # -- implementation --------------------------------------------------------------------
 
@@ -424,27 +420,19 @@ class _BackwardPass:
     """Autograd's walk back over the nodes, and the bytes alive meanwhile."""
 
     def __init__(self, nodes: Sequence[TapeNode], incoming: int, held: int) -> None:
-        self.nodes = nodes
         self.uses = Counter(t.root for node in nodes for t in node.keeps)
         self.alive = held + incoming + sum(tensor.size_bytes for tensor in self.uses)
         self.grads = 0
+        self.moments = [(self.alive, 0)]  # bytes and gradient elements at every allocation
         self.waiting: dict[TapeTensor, _PendingGradient] = {
             nodes[-1].out: _PendingGradient(incoming)
         }
-
-    def instants(self) -> Iterator[BackwardPeakCandidate]:
-        """Yield a moment for every allocation."""
-        yield self.now()
-        for node in reversed(self.nodes):
+        for node in reversed(nodes):
             gradient = self.waiting.pop(node.out, None)
             if gradient is not None:
-                yield from self.run(node, gradient)
+                self.run(node, gradient)
 
-    def now(self, extra_bytes: int = 0) -> BackwardPeakCandidate:
-        """Return the bytes and gradients alive."""
-        return BackwardPeakCandidate(self.alive + extra_bytes, self.grads)
-
-    def run(self, node: TapeNode, gradient: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
+    def run(self, node: TapeNode, gradient: _PendingGradient) -> None:
         """Make gradients, free what the node held, pass the gradients on."""
         slices = [self.waiting.pop(part) for part in node.siblings]
         sent = [(tensor, _PendingGradient(tensor.size_bytes)) for tensor in node.sends]
@@ -452,22 +440,22 @@ class _BackwardPass:
         gradient.owners += len(node.passes)
         sent += [(tensor, gradient) for tensor in node.passes]
         self.grads += node.weights
-        yield self.now(node.workspace)
+        self.moments.append((self.alive + node.workspace, self.grads))
         self.alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
             self.alive -= 0 if self.uses[tensor.root] else tensor.root.size_bytes
         for tensor, new in sent:
-            yield from self.deliver(tensor, new)
+            self.deliver(tensor, new)
 
-    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> Iterator[BackwardPeakCandidate]:
+    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> None:
         """Pass a gradient to the node that made a tensor; add it to an earlier one."""
         old = self.waiting.get(tensor)
         if old is None:
             self.waiting[tensor] = new
             return
         self.alive += tensor.size_bytes
-        yield self.now()
+        self.moments.append((self.alive, self.grads))
         self.alive -= old.drop() + new.drop()
         self.waiting[tensor] = _PendingGradient(tensor.size_bytes)
 
@@ -486,12 +474,16 @@ class _PendingGradient:
         return 0 if self.owners else self.bytes
 
 
-def worst_moments(instants: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
-    """Return the moments that no other one exceeds in every respect, for any batch size."""
-    best: list[tuple[int, BackwardPeakCandidate]] = []
-    for moment in sorted(set(instants), reverse=True):
-        fixed = moment.held_bytes % SYMBOLIC_BATCH_SIZE
+def worst_moments(moments: Iterable[tuple[int, int]]) -> tuple[BackwardPeakCandidate, ...]:
+    """Return the moments that no other one exceeds in every respect, for any batch size.
+
+    Args:
+        moments: bytes, and gradient elements.
+    """
+    best: list[tuple[int, int, int]] = []
+    for held, grads in sorted(set(moments), reverse=True):
+        fixed = held % SYMBOLIC_BATCH_SIZE
         # Sorted, so that each part of an earlier one is as large or larger.
-        if not any(f >= fixed and i.num_grads >= moment.num_grads for f, i in best):
-            best.append((fixed, moment))
-    return tuple(moment for _, moment in best)
+        if not any(f >= fixed and g >= grads for f, _, g in best):
+            best.append((fixed, held, grads))
+    return tuple(BackwardPeakCandidate(held, grads) for _, held, grads in best)

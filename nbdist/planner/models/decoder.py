@@ -6,12 +6,14 @@ A family gives the parameters of a block and records the operations of its forwa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+from nbdist.display.number_formatting import format_count
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import (
     BackwardPeakCandidate,
@@ -137,9 +139,7 @@ class DecoderSpec(ABC):
     @property
     def name(self) -> str:
         """Model type and size."""
-        count = num_params(self)
-        size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"  # noqa: PLR2004
-        return f"{self.model_type}, {size} parameters"
+        return f"{self.model_type}, {format_count(num_params(self))} parameters"
 
     @functools.cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -193,7 +193,8 @@ class DecoderSpec(ABC):
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
-        if workload not in self._known:
+        run = self._known.get(workload)
+        if run is None:
             # Views of a single sample differ from those of several (see `_math_attention`); all
             # larger batch sizes are read off one tape with a symbolic batch size.
             # A fused loss has a maximum number of tokens at once, so it is not linear in them.
@@ -204,7 +205,7 @@ class DecoderSpec(ABC):
                 symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
                 run = _at(self.micro_batch_activations(symbolic), workload.batch_size)
             self._known[workload] = run
-        return self._known[workload]
+        return run
 
     @functools.cached_property
     def _known(self) -> dict[Workload, MicroBatchActivations]:
@@ -258,8 +259,9 @@ class DecoderSpec(ABC):
         names = [shape.name for shape in self.linear_shapes()]
         if given == "all-linear":
             return tuple(names)
-        if isinstance(given, str) and (found := [n for n in names if re.fullmatch(given, n)]):
-            return tuple(found)
+        with contextlib.suppress(re.error):  # then it is a name, which is not found
+            if isinstance(given, str) and (found := [n for n in names if re.fullmatch(given, n)]):
+                return tuple(found)
         ends = (
             [given]
             if isinstance(given, str)
@@ -276,14 +278,6 @@ class DecoderSpec(ABC):
             )
             raise PlanError(message)
         return tuple(name for name in names if any(name in found for found in matches.values()))
-
-    def with_quantization(self, method: QuantizationMethod) -> Self:
-        """Return the model with quantized linear layers; what trains are its adapters."""
-        return replace(self, quantization=method)
-
-    def with_loss(self, loss: fused_loss.Loss) -> Self:
-        """Return the model with another way to compute the loss."""
-        return replace(self, loss=loss)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain fields."""

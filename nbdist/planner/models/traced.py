@@ -301,12 +301,12 @@ def find_analytic_spec(module: Any) -> ModelSpec | None:
     config["_attn_implementation"] = base.config._attn_implementation  # noqa: SLF001
     config["dtype"] = str(next(base.parameters()).dtype)
     try:
-        spec: Any = analytic.spec_from_config(config).with_loss(fused_loss.find_loss(base))
+        spec: Any = replace(analytic.spec_from_config(config), loss=fused_loss.find_loss(base))
         spec = _with_adapters(spec, module) if is_adapted else spec
     except PlanError:  # a trace may still handle such a config
         return None
     for attribute, method in (("is_loaded_in_4bit", "nf4"), ("is_loaded_in_8bit", "int8")):
-        spec = spec.with_quantization(method) if getattr(base, attribute, False) else spec
+        spec = replace(spec, quantization=method) if getattr(base, attribute, False) else spec
     planned = [
         (str(group.role), *(getattr(group, field) for field in _COMPARED))
         for group in spec.groups

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from nbdist.display.number_formatting import format_count
 from nbdist.errors import PlanError
 from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
 
@@ -65,15 +66,7 @@ def trace_module_fields(
         return {"error": message}
     kinds = ("trainable", "frozen", "quantized")
     count = sum(g["count"] * g[kind] for g in fields["groups"] for kind in kinds)
-    return fields | {"name": f"{type(model).__name__}, {_format_num_params(count)}"}
-
-
-def _format_num_params(params: int) -> str:
-    """Format a number of parameters: "1.50B parameters"."""
-    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if params >= scale:
-            return f"{params / scale:.3g}{unit} parameters"
-    return f"{params} parameters"
+    return fields | {"name": f"{type(model).__name__}, {format_count(count)} parameters"}
 
 
 def trace_all_modes(
