@@ -151,14 +151,17 @@ def _check_parallelism(sizes: Mapping[str, Any]) -> None:
 
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
     options: JsonObject = {}
-    processes = content.get("num_processes", 1 if content.get("distributed_type") == "NO" else -1)
+    processes, ignored = content.get("num_processes", -1), []
+    if content.get("distributed_type") == "NO":  # Accelerate starts a single process
+        ignored = ["num_processes"] if processes not in (-1, 1) else []
+        processes = 1
     if processes != -1:
         options["nproc"] = processes
     if content.get("use_cpu"):
         options["devices"] = "none"
     elif content.get("gpu_ids") not in (None, "all"):
         options["devices"] = str(content["gpu_ids"])
-    return options, []
+    return options, ignored
 
 
 def _compile_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
@@ -223,17 +226,16 @@ def _deepspeed_file_options(content: Mapping[str, Any]) -> JsonObject:
     """Return the options of a DeepSpeed config; "auto" values stay for the engine."""
     zero = content.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    enabled = [
-        name
+    options: JsonObject = {"backend": _zero_backend(stage), "deepspeed_config": dict(content)}
+    enabled = {
+        name: section.get("enabled")
         for name in ("fp16", "bf16")
-        if isinstance(content.get(name), dict) and content[name].get("enabled") is True
-    ]
-    precision = enabled[0] if enabled else "no"
-    return {
-        "backend": _zero_backend(stage),
-        "deepspeed_config": dict(content),
-        "precision": precision,
+        if isinstance(section := content.get(name), dict)
     }
+    chosen = [name for name, value in enabled.items() if value is True]
+    if chosen or "auto" not in enabled.values():  # "auto": mixed_precision of Accelerate's file
+        options["precision"] = chosen[0] if chosen else "no"
+    return options
 
 
 _SECTIONS = {"ddp": (), "fsdp": (_fsdp_options,), "deepspeed": (_deepspeed_options,)}
