@@ -45,11 +45,12 @@ _SBATCH = """\
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out
 
-cd "$SLURM_SUBMIT_DIR"
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun bash -c "torchrun --nnodes=$SLURM_NNODES --nproc-per-node={each} \\
-    --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$head_node:29500 train.py"
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \\
+    --nnodes="$SLURM_NNODES" --nproc-per-node={each} --rdzv-backend=c10d \\
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head_node:29500" train.py
 """
+"""srun does not take --cpus-per-task from the lines above since Slurm 22.05."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +299,9 @@ def _sbatch(session: SessionLifecycle, name: str) -> str:
     each = session.world_size // nodes
     is_cuda = session.hardware.kind == "cuda"
     return _SBATCH.format(
-        name=name,
+        name=shlex.quote(name),
         nodes=nodes,
-        each=each,
+        each='"$SLURM_GPUS_ON_NODE"' if is_cuda else each,
         cpus=each * 4 if is_cuda else each,
         gpus=f"#SBATCH --gpus-per-node={each}\n" if is_cuda else "",
     )
