@@ -227,16 +227,17 @@ def _accelerator_arguments(options: strategies.Options) -> dict[str, list[str]]:
     arguments: dict[str, list[str]] = {}
     if options.accumulate > 1:
         arguments[f"gradient_accumulation_steps={options.accumulate}"] = []
-    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(
-        options.precision or "no"
-    )
-    if options.strategy.engine == "fsdp" and dtype:
+    dtypes = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+    if options.strategy.engine == "fsdp" and (dtype := dtypes.get(options.precision or "")):
         # Accelerate's own policy also casts the loss and the reduced gradients.
         plugin = "FullyShardedDataParallelPlugin"
         policy = "MixedPrecision" if options.strategy.level == 1 else "MixedPrecisionPolicy"
         arguments[
-            f"fsdp_plugin={plugin}(mixed_precision_policy="
-            f"{policy}(param_dtype=torch.{dtype}, reduce_dtype=torch.float32))"
+            f"fsdp_plugin={plugin}(\n"
+            f"    mixed_precision_policy={policy}(\n"
+            f"        param_dtype=torch.{dtype}, reduce_dtype=torch.float32\n"
+            "    )\n"
+            ")"
         ] = [
             "import torch",
             f"from accelerate import {plugin}",

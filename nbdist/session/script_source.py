@@ -12,6 +12,7 @@ import json
 import re
 import symtable
 import sys
+import textwrap
 import tokenize
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,7 +22,6 @@ from IPython.core import inputtransformer2
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist import rank_sets
-from nbdist.errors import OptionError
 from nbdist.session.cell_history import RankCode
 
 if TYPE_CHECKING:
@@ -84,9 +84,6 @@ def build_script(
         setup: call of the runtime module that applies options of the session.
         left_out: what else is not in the script.
         runtime_has_accelerator: import `accelerator` from the runtime module.
-
-    Raises:
-        OptionError: code that only a notebook can run.
     """
     script = Script(left_out=list(left_out))
     blocks = [_block(run, notes, script) for run, notes in runs]
@@ -94,7 +91,8 @@ def build_script(
     used = _used_names(blocks)
     imports = _hoist_imports(blocks, keep=used & {*_FROM_RUNTIME, *_FROM_ACCELERATOR})
     if arguments and any("Accelerator(" in block.source for block in blocks):
-        script.to_provide.append(f"Accelerator({', '.join(arguments)}), as in the session")
+        text = re.sub(r"\n *", "", ", ".join(arguments))
+        script.to_provide.append(f"Accelerator({text}), as in the session")
     from_runtime = used.intersection(_FROM_RUNTIME) | ({"setup"} if setup else set())
     if runtime_has_accelerator and used.intersection(["accelerator", *_FROM_ACCELERATOR]):
         from_runtime.add("accelerator")
@@ -164,15 +162,17 @@ def _on_ranks(part: RankCode, source: str) -> str:
     """Return code below a condition if it ran on some ranks only."""
     if len(part.ranks) == part.world_size or not source.strip():
         return source
-    ranks = part.ranks
-    test = f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
+    test = f"rank == {part.ranks[0]}" if len(part.ranks) == 1 else f"rank in {part.ranks}"
+    has_code = bool(ast.parse(source).body)
+    return "\n".join([f"if {test}:", *_indented(source), *([] if has_code else [f"{_INDENT}pass"])])
+
+
+def _indented(source: str) -> list[str]:
     inside = _string_lines(source)
-    body = [
+    return [
         line if number in inside or not line.strip() else _INDENT + line
         for number, line in enumerate(source.splitlines(), start=1)
     ]
-    has_code = bool(ast.parse(source).body)
-    return "\n".join([f"if {test}:", *body, *([] if has_code else [f"{_INDENT}pass"])])
 
 
 def _string_lines(source: str) -> set[int]:
@@ -207,12 +207,24 @@ def _to_python(code: str, number: int, script: Script) -> str:
     code = _comment_magics(lines, number, script)
     try:
         compile(code, "cell", "exec", dont_inherit=True)
-    except SyntaxError:
-        raise OptionError(
-            f"Cell {number} uses await outside of a function, which a script cannot. Put it into an"
-            " async function that asyncio.run() calls, or leave the cell out with --cells."
-        ) from None
+    except SyntaxError:  # await outside of a function
+        return _in_async_function(code, number)
     return _show_last_value(code, ast.parse(code)).strip("\n")
+
+
+def _in_async_function(code: str, number: int) -> str:
+    imports = [n for n in ast.parse(code).body if _bindings(n) and _stands_alone(n, code)]
+    body = _without(imports, code)
+    names = [
+        s.get_name()
+        for s in symtable.symtable(body, "cell", "exec").get_symbols()
+        if s.is_assigned()
+    ]
+    declared = [f"{_INDENT}global {', '.join(sorted(names))}"] if names else []
+    head = dict.fromkeys(
+        ["import asyncio", *map(ast.unparse, imports), f"async def cell_{number}():"]
+    )
+    return "\n".join([*head, *declared, *_indented(body), f"asyncio.run(cell_{number}())"])
 
 
 def _comment_magics(lines: list[str], number: int, script: Script) -> str:
@@ -273,7 +285,7 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
         for table in tables
         for symbol in table.get_symbols()
         if symbol.is_assigned()
-    } | {name for block in blocks for name in _global_names(block.source)}
+    }
     targets: dict[str, set[str]] = {}
     for block in blocks:
         for node in ast.walk(ast.parse(block.source)):
@@ -292,11 +304,15 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
         if _PLACE_MATTERS.search(block.source):
             break
         hoisted |= {line for node in moved for _, line in _bindings(node)}
-        lines = block.source.splitlines()
-        for node in reversed(moved):
-            del lines[node.lineno - 1 : node.end_lineno]
-        block.source = "\n".join(lines).strip("\n")
+        block.source = _without(moved, block.source)
     return hoisted
+
+
+def _without(statements: Sequence[ast.stmt], source: str) -> str:
+    lines = source.splitlines()
+    for statement in reversed(statements):
+        del lines[statement.lineno - 1 : statement.end_lineno]
+    return "\n".join(lines).strip("\n")
 
 
 def _bindings(node: ast.AST) -> list[tuple[str, str]]:
@@ -315,11 +331,6 @@ def _bindings(node: ast.AST) -> list[tuple[str, str]]:
             for alias in node.names
         ]
     return []
-
-
-def _global_names(source: str) -> set[str]:
-    nodes = ast.walk(ast.parse(source))
-    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
 
 
 def _stands_alone(node: ast.stmt, source: str) -> bool:
@@ -343,17 +354,16 @@ def _sorted_imports(lines: Iterable[str]) -> list[str]:
         place = 0 if top == "__future__" else 3 if top == RUNTIME else place
         groups[place].setdefault(key, set()).update(names)
     sections = [
-        [_import_line(key, sorted(group[key])) for key in sorted(group, key=_import_order)]
+        [
+            _import_line(key, sorted(group[key]))
+            for key in sorted(group, key=lambda key: (key.startswith("from"), key))
+        ]
         for group in groups
     ]
     joined: list[str] = []
     for section in filter(None, sections):
         joined += ["", *section] if joined else section
     return joined
-
-
-def _import_order(line: str) -> tuple[bool, str]:
-    return line.startswith("from"), line
 
 
 def _import_line(key: str, names: list[str]) -> str:
@@ -401,7 +411,10 @@ def _predefined_lines(
     if "accelerator" in used and not is_made:
         imports.add("from accelerate import Accelerator")
         imports.update(*arguments.values())
-        lines = [f"accelerator = Accelerator({', '.join(arguments)})"]
+        text = ", ".join(arguments)
+        if "\n" in text:
+            text = "\n" + textwrap.indent(",\n".join([*arguments, ""]), _INDENT)
+        lines = [f"accelerator = Accelerator({text})"]
     elif names and not is_made:
         imports.add("from accelerate import PartialState")
     source = "accelerator" if is_made or "accelerator" in used else "PartialState()"

@@ -139,9 +139,16 @@ def test_an_accelerator_of_the_user_is_the_only_one() -> None:
     assert result.to_provide == ["Accelerator(gradient_accumulation_steps=4), as in the session"]
 
 
-def test_await_outside_of_a_function_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"^Cell 7 uses await"):
-        script(cell("await work()", 7))
+def test_await_outside_of_a_function_runs_in_asyncio() -> None:
+    assert script(cell("import mylib\nx = await mylib.work()", 7)).source.endswith(
+        "import asyncio\n\nimport mylib\n\n"
+        "import runtime  # noqa: F401 - applies accelerate.yaml\n\n"
+        "# Cell 7\n"
+        "async def cell_7():\n"
+        "    global x\n"
+        "    x = await mylib.work()\n"
+        "asyncio.run(cell_7())\n"
+    )
 
 
 def test_the_last_run_of_a_cell_counts_at_the_place_of_the_first() -> None:
