@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
@@ -43,6 +44,7 @@ from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history, status
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
+from nbdist.session.progress import suppress_status_lines
 from nbdist.session.save_on_termination import parse_deadline
 from nbdist.session.session import Session, apply_options, current_session
 from nbdist.session.tracking import Tracker
@@ -567,7 +569,8 @@ class NbDist(Magics):
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
         """Show what every strategy needs for a model, or compare a plan with measurements."""
-        planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
+        with suppress_status_lines() if options.json else contextlib.nullcontext():
+            planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
             print(json_documents.plan_document(cast("Plan", planned)))
         else:

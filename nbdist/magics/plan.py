@@ -105,11 +105,11 @@ def run_plan_command(
 
     Raises:
         UsageError: --batch-size is not a list of integers.
-        OptionError: --check with --json.
+        OptionError: --json with --check or --devices any.
         PlanError: the model or the devices cannot be planned for.
     """
-    if options.check and options.json:
-        raise OptionError("--check prints no JSON. Leave out --json.")
+    if options.json and (options.check or options.devices == ANY_DEVICES):
+        raise OptionError("--check and --devices any print no JSON. Leave out --json.")
     if options.check:
         return planner.compare_with_measured(_require_session(session))
     arguments = _arguments(options)

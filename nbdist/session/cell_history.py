@@ -59,12 +59,14 @@ class RankCode:
     """Of a background cell that may still run; a result keeps all output."""
     error: str = ""
     """Name of the exception that it raised."""
+    was_interrupted: bool = False
 
     def settle(self) -> None:
         """Record how a background cell ended, and drop its result."""
         if self.result is not None and self.result.done:
-            names = {error.ename for error in self.result.errors.values()} - {"KeyboardInterrupt"}
-            self.error = "".join(sorted(names)[:1])
+            names = {error.ename for error in self.result.errors.values()}
+            self.was_interrupted = "KeyboardInterrupt" in names
+            self.error = "".join(sorted(names - {"KeyboardInterrupt"})[:1])
             self.result = None
 
 
@@ -119,6 +121,7 @@ class CellHistory:
         try:
             yield part
         except CellInterrupted:  # it took too long in the notebook; it did not fail
+            part.was_interrupted = True
             raise
         except BaseException as error:
             ranks_errors = getattr(error, "errors", None) or {}

@@ -45,11 +45,12 @@ _SBATCH = """\
 #SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out
 
-cd "$SLURM_SUBMIT_DIR"
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun bash -c "torchrun --nnodes=$SLURM_NNODES --nproc-per-node={each} \\
-    --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$head_node:29500 train.py"
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" torchrun \\
+    --nnodes="$SLURM_NNODES" --nproc-per-node={each} --rdzv-backend=c10d \\
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head_node:29500" train.py
 """
+"""srun does not take --cpus-per-task from the lines above since Slurm 22.05."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,14 @@ def write_script(
     script = build_script(
         runs,
         docstring=_docstring(session),
-        arguments="" if with_nbdist else _accelerator_arguments(session.options),
+        arguments={} if with_nbdist else _accelerator_arguments(session.options),
         setup="" if with_nbdist else _setup(session.options),
         left_out=left_out,
         runtime_has_accelerator=with_nbdist,
     )
     notes += [f"not in the script: {text}" for text in script.left_out]
     notes += [f"set in train.py: {text}" for text in script.to_provide]
+    notes += [f"copy {path} into the folder: train.py imports it" for path in own_modules(script)]
     commands = _commands(session)
     files = _config_files(session, with_nbdist=with_nbdist) | {
         "train.py": script.source,
@@ -219,22 +221,28 @@ def _docstring(session: SessionLifecycle) -> str:
     )
 
 
-def _accelerator_arguments(options: strategies.Options) -> str:
-    """Return the arguments of Accelerator() that have no key in its config file."""
-    arguments = []
+def _accelerator_arguments(options: strategies.Options) -> dict[str, list[str]]:
+    """Return arguments of Accelerator() without a key in its config file, and their imports."""
+    arguments: dict[str, list[str]] = {}
     if options.accumulate > 1:
-        arguments.append(f"gradient_accumulation_steps={options.accumulate}")
-    dtype = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}.get(
-        options.precision or "no"
-    )
-    if options.strategy.engine == "fsdp" and dtype:
+        arguments[f"gradient_accumulation_steps={options.accumulate}"] = []
+    dtypes = {"bf16": "bfloat16", "fp8": "bfloat16", "fp16": "float16"}
+    if options.strategy.engine == "fsdp" and (dtype := dtypes.get(options.precision or "")):
         # Accelerate's own policy also casts the loss and the reduced gradients.
+        plugin = "FullyShardedDataParallelPlugin"
         policy = "MixedPrecision" if options.strategy.level == 1 else "MixedPrecisionPolicy"
-        arguments.append(
-            "fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy="
-            f"{policy}(param_dtype=torch.{dtype}, reduce_dtype=torch.float32))"
-        )
-    return ", ".join(arguments)
+        arguments[
+            f"fsdp_plugin={plugin}(\n"
+            f"    mixed_precision_policy={policy}(\n"
+            f"        param_dtype=torch.{dtype}, reduce_dtype=torch.float32\n"
+            "    )\n"
+            ")"
+        ] = [
+            "import torch",
+            f"from accelerate import {plugin}",
+            f"from torch.distributed.fsdp import {policy}",
+        ]
+    return arguments
 
 
 def _setup(options: strategies.Options) -> str:
@@ -281,6 +289,12 @@ def _requirements(script: Script, session: SessionLifecycle, *, with_nbdist: boo
     return "".join(f"{name}=={version}\n" for name, version in zip(names, versions, strict=True))
 
 
+def own_modules(script: Script) -> list[str]:
+    """Return the modules in the notebook's folder that a script imports."""
+    files = [f"{name}.py" for name in sorted(script.modules) if Path(f"{name}.py").is_file()]
+    return files + [f"{n}/" for n in sorted(script.modules) if Path(n, "__init__.py").is_file()]
+
+
 def _commands(session: SessionLifecycle) -> dict[str, str]:
     nproc = session.world_size
     gpus = f" --entrypoint-num-gpus {nproc}" if session.hardware.kind == "cuda" else ""
@@ -297,9 +311,9 @@ def _sbatch(session: SessionLifecycle, name: str) -> str:
     each = session.world_size // nodes
     is_cuda = session.hardware.kind == "cuda"
     return _SBATCH.format(
-        name=name,
+        name=shlex.quote(name),
         nodes=nodes,
-        each=each,
+        each='"$SLURM_GPUS_ON_NODE"' if is_cuda else each,
         cpus=each * 4 if is_cuda else each,
         gpus=f"#SBATCH --gpus-per-node={each}\n" if is_cuda else "",
     )
@@ -314,6 +328,7 @@ def _readme(session: SessionLifecycle, commands: dict[str, str], notes: Sequence
         f"```sh\n{lines}\n```\n\n"
         "`report()` writes to `metrics/`, `save()` to `checkpoints/`. `accelerate.yaml` has the"
         " engine and the number of processes; `%%distribute --config accelerate.yaml` starts a"
-        " session with it in a notebook.\n"
+        " session with it in a notebook. Relative paths in `train.py` start in this folder, not in"
+        " that of the notebook.\n"
         + (f"\n## What differs from the notebook\n\n{listed}" if listed else "")
     )

@@ -12,18 +12,20 @@ import json
 import re
 import symtable
 import sys
+import textwrap
 import tokenize
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from IPython.core import inputtransformer2
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist import rank_sets
-from nbdist.errors import OptionError
 from nbdist.session.cell_history import RankCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nbdist.session.cell_history import CellRun, Command
 
@@ -68,7 +70,7 @@ def build_script(
     runs: Sequence[tuple[CellRun, list[str]]],
     *,
     docstring: str,
-    arguments: str = "",
+    arguments: Mapping[str, Sequence[str]] = MappingProxyType({}),
     setup: str = "",
     left_out: Sequence[str] = (),
     runtime_has_accelerator: bool = False,
@@ -78,19 +80,19 @@ def build_script(
     Args:
         runs: the cells in their order, each with notes for a comment.
         docstring: of the module.
-        arguments: of `Accelerator(...)`.
+        arguments: of `Accelerator(...)`, each with the imports that it needs.
         setup: call of the runtime module that applies options of the session.
         left_out: what else is not in the script.
         runtime_has_accelerator: import `accelerator` from the runtime module.
-
-    Raises:
-        OptionError: code that only a notebook can run.
     """
     script = Script(left_out=list(left_out))
     blocks = [_block(run, notes, script) for run, notes in runs]
     blocks = [block for block in blocks if block.source or block.notes]
-    imports = _hoist_imports(blocks)
     used = _used_names(blocks)
+    imports = _hoist_imports(blocks, keep=used & {*_FROM_RUNTIME, *_FROM_ACCELERATOR})
+    if arguments and any("Accelerator(" in block.source for block in blocks):
+        text = re.sub(r"\n *", "", ", ".join(arguments))
+        script.to_provide.append(f"Accelerator({text}), as in the session")
     from_runtime = used.intersection(_FROM_RUNTIME) | ({"setup"} if setup else set())
     if runtime_has_accelerator and used.intersection(["accelerator", *_FROM_ACCELERATOR]):
         from_runtime.add("accelerator")
@@ -101,7 +103,7 @@ def build_script(
         else f"import {RUNTIME}  # noqa: F401 - applies accelerate.yaml"
     )
     parts = [f'"""{docstring}"""', *_comment_list("Not in this script:", script.left_out)]
-    parts += _comment_list("Set these variables, which the notebook pushed:", script.to_provide)
+    parts += _comment_list("Set these values:", script.to_provide)
     parts += ["\n".join(_sorted_imports(imports)), "\n".join(filter(None, [setup, *accelerator]))]
     parts += [
         "\n".join([f"# Cell {block.number}", *(f"# {note}" for note in block.notes), block.source])
@@ -125,6 +127,8 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
             source = _on_ranks(part, _to_python(part.code, run.number, script))
             if len(part.ranks) < part.world_size:
                 comments.append(f"Runs on {rank_sets.describe_ranks(part.ranks)} only.")
+            if part.was_interrupted:
+                comments.append("Was interrupted in the notebook; here it runs to its end.")
         elif part.kind == "switch":
             comments.append(f"The notebook switched here, {part.name}; the script does not.")
             continue
@@ -157,15 +161,17 @@ def _on_ranks(part: RankCode, source: str) -> str:
     """Return code below a condition if it ran on some ranks only."""
     if len(part.ranks) == part.world_size or not source.strip():
         return source
-    ranks = part.ranks
-    test = f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
+    test = f"rank == {part.ranks[0]}" if len(part.ranks) == 1 else f"rank in {part.ranks}"
+    has_code = bool(ast.parse(source).body)
+    return "\n".join([f"if {test}:", *_indented(source), *([] if has_code else [f"{_INDENT}pass"])])
+
+
+def _indented(source: str) -> list[str]:
     inside = _string_lines(source)
-    body = [
+    return [
         line if number in inside or not line.strip() else _INDENT + line
         for number, line in enumerate(source.splitlines(), start=1)
     ]
-    has_code = bool(ast.parse(source).body)
-    return "\n".join([f"if {test}:", *body, *([] if has_code else [f"{_INDENT}pass"])])
 
 
 def _string_lines(source: str) -> set[int]:
@@ -189,75 +195,63 @@ def _string_lines(source: str) -> set[int]:
 def _to_python(code: str, number: int, script: Script) -> str:
     """Return a cell's code as Python, with magics as comments."""
     code = re.sub(r"\A# %%distribute[^\n]*\n", "", code)
-    if code.lstrip().startswith("%%"):
-        first, _, body = code.lstrip().partition("\n")
+    while code.lstrip().startswith("%%"):
+        first, _, code = code.lstrip().partition("\n")
         script.left_out.append(f"{first.strip()} of cell {number}")
         if first[2:].split()[0] not in _BODY_MAGICS:
             return ""
-        code = body
-    transformed = TransformerManager().transform_cell(code)
-    if "get_ipython()" in transformed and "get_ipython()" not in code:
-        code = _without_magics(transformed, number, script)
+    lines = code.splitlines(keepends=True)
+    for clean_up in TransformerManager().cleanup_transforms:  # indentation, >>> and In [1]:
+        lines = clean_up(lines)
+    code = _comment_magics(lines, number, script)
     try:
         compile(code, "cell", "exec", dont_inherit=True)
-    except SyntaxError:
-        raise OptionError(
-            f"Cell {number} uses await outside of a function, which a script does not support. Put"
-            " it into an async function for asyncio.run(), or leave the cell out with --cells."
-        ) from None
+    except SyntaxError:  # await outside of a function
+        return _in_async_function(code, number)
     return _show_last_value(code, ast.parse(code)).strip("\n")
 
 
-def _without_magics(source: str, number: int, script: Script) -> str:
-    """Replace the statements that IPython made of magics by comments."""
-    lines = source.splitlines()
-    tree = ast.parse(source, type_comments=False)
-    for statement in _innermost_statements(tree):
-        call = next((node for node in ast.walk(statement) if _magic_name(node)), None)
-        if call is None:
-            continue
-        text = _magic_text(call)
-        indent = " " * statement.col_offset
-        comment = f"{indent}# {text}"
-        replaced = [comment, f"{indent}pass"] if indent else [comment]
-        if text.startswith("%time ") and isinstance(statement, ast.Expr):
-            replaced = [indent + text.removeprefix("%time ")]
-        else:
-            script.left_out.append(f"{text} of cell {number}")
-        end = statement.end_lineno or statement.lineno
-        rest = [""] * (end - statement.lineno - len(replaced) + 1)
-        lines[statement.lineno - 1 : end] = ["\n".join(replaced), *rest][
-            : end - statement.lineno + 1
-        ]
-    return "\n".join(lines)
-
-
-def _innermost_statements(tree: ast.AST) -> list[ast.stmt]:
-    """Return the statements that contain no other, in their order."""
-    nodes = sorted(
-        (node for node in ast.walk(tree) if isinstance(node, ast.stmt)), key=lambda n: n.lineno
-    )
-    return [
-        node
-        for node in nodes
-        if not any(isinstance(child, ast.stmt) for child in ast.walk(node) if child is not node)
+def _in_async_function(code: str, number: int) -> str:
+    imports = [n for n in ast.parse(code).body if _bindings(n) and _stands_alone(n, code)]
+    body = _without(imports, code)
+    names = [
+        s.get_name()
+        for s in symtable.symtable(body, "cell", "exec").get_symbols()
+        if s.is_assigned()
     ]
+    declared = [f"{_INDENT}global {', '.join(sorted(names))}"] if names else []
+    head = dict.fromkeys(
+        ["import asyncio", *map(ast.unparse, imports), f"async def cell_{number}():"]
+    )
+    return "\n".join([*head, *declared, *_indented(body), f"asyncio.run(cell_{number}())"])
 
 
-def _magic_name(node: ast.AST) -> str:
-    """Return the method of get_ipython() that a call is of; "" for other nodes."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return ""
-    return node.func.attr if ast.unparse(node.func.value) == "get_ipython()" else ""
+def _comment_magics(lines: list[str], number: int, script: Script) -> str:
+    """Make comments of magics and !commands; `%time statement` becomes the statement."""
+    while magic := _find_magic(lines):
+        first = magic.start_line
+        end = inputtransformer2.find_end_of_continued_line(lines, first) + 1
+        text = " ".join(line.rstrip("\\\n").strip() for line in lines[first:end])
+        indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+        statement = re.sub(r"^(\w+ *= *)?%time (?!-)", r"\1", text)
+        if statement == text:
+            statement = f"pass  # {text}" if indent else f"# {text}"
+            name, _, command = text.partition("=")
+            if isinstance(magic, inputtransformer2.MagicAssign | inputtransformer2.SystemAssign):
+                result = f"{name.strip()} = ...  (the result of {command.strip()} in cell {number})"
+                script.to_provide.append(result)
+            else:
+                script.left_out.append(f"{text} of cell {number}")
+        lines[first:end] = [f"{indent}{statement}\n"]
+    return "".join(lines)
 
 
-def _magic_text(call: ast.AST) -> str:
-    """Return a magic as the user wrote it."""
-    words = [str(arg.value) for arg in getattr(call, "args", []) if isinstance(arg, ast.Constant)]
-    name = _magic_name(call)
-    if name == "run_line_magic":
-        return f"%{' '.join(words).strip()}"
-    return f"!{' '.join(words)}" if name in {"system", "getoutput"} else f"{name}({words})"
+def _find_magic(lines: list[str]) -> inputtransformer2.TokenTransformBase | None:
+    """Return where IPython finds a magic, a !command or a ?."""
+    tokens = inputtransformer2.make_tokens_by_line(lines)
+    kinds = TransformerManager().token_transformers
+    found = [magic for kind in kinds if (magic := kind.find(tokens))]
+    return min(found, key=lambda magic: magic.sortby(), default=None)
 
 
 def _show_last_value(code: str, tree: ast.Module) -> str:
@@ -277,21 +271,26 @@ def _show_last_value(code: str, tree: ast.Module) -> str:
 # -- the place of imports
 
 
-def _hoist_imports(blocks: Sequence[_Block]) -> set[str]:
-    """Move imports out of the blocks where their place has no effect; return their lines."""
+def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
+    """Move imports out of the blocks where their place has no effect; return their lines.
+
+    Args:
+        blocks: the cells.
+        keep: names of which the imports stay, because the code before uses the predefined ones.
+    """
     tables = [symtable.symtable(block.source, "cell", "exec") for block in blocks]
     assigned = {
         symbol.get_name()
         for table in tables
         for symbol in table.get_symbols()
         if symbol.is_assigned()
-    } | {name for block in blocks for name in _global_names(block.source)}
+    }
     targets: dict[str, set[str]] = {}
     for block in blocks:
         for node in ast.walk(ast.parse(block.source)):
             for name, line in _bindings(node):
                 targets.setdefault(name, set()).add(line)
-    fixed = assigned | {name for name, lines in targets.items() if len(lines) > 1}
+    fixed = assigned | keep | {name for name, lines in targets.items() if len(lines) > 1}
     hoisted: set[str] = set()
     for block in blocks:
         moved = [
@@ -304,11 +303,15 @@ def _hoist_imports(blocks: Sequence[_Block]) -> set[str]:
         if _PLACE_MATTERS.search(block.source):
             break
         hoisted |= {line for node in moved for _, line in _bindings(node)}
-        lines = block.source.splitlines()
-        for node in reversed(moved):
-            del lines[node.lineno - 1 : node.end_lineno]
-        block.source = "\n".join(lines).strip("\n")
+        block.source = _without(moved, block.source)
     return hoisted
+
+
+def _without(statements: Sequence[ast.stmt], source: str) -> str:
+    lines = source.splitlines()
+    for statement in reversed(statements):
+        del lines[statement.lineno - 1 : statement.end_lineno]
+    return "\n".join(lines).strip("\n")
 
 
 def _bindings(node: ast.AST) -> list[tuple[str, str]]:
@@ -327,11 +330,6 @@ def _bindings(node: ast.AST) -> list[tuple[str, str]]:
             for alias in node.names
         ]
     return []
-
-
-def _global_names(source: str) -> set[str]:
-    nodes = ast.walk(ast.parse(source))
-    return {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
 
 
 def _stands_alone(node: ast.stmt, source: str) -> bool:
@@ -384,50 +382,34 @@ def _used_names(blocks: Sequence[_Block]) -> set[str]:
     """Return the names that the code reads before it binds them itself."""
     bound: set[str] = set()
     used: set[str] = set()
-    for block in blocks:
-        tree = ast.parse(block.source)
-        loaded = {
-            node.id
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-        }
-        used |= loaded - bound - _bound_first(tree)
-        table = symtable.symtable(block.source, "cell", "exec")
+    for statement in [node for block in blocks for node in ast.parse(block.source).body]:
+        table = symtable.symtable(ast.unparse(statement), "cell", "exec")
+        used |= _global_reads(table) - bound
         bound |= {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     return used
 
 
-def _bound_first(tree: ast.Module) -> set[str]:
-    """Return the names that top-level statements bind before any statement reads them."""
-    bound: set[str] = set()
-    read: set[str] = set()
-    for statement in tree.body:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        read |= {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        stored = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        stored |= {name for name, _ in _bindings(statement)}
-        bound |= stored - read
-    return bound
+def _global_reads(table: symtable.SymbolTable) -> set[str]:
+    read = {s.get_name() for s in table.get_symbols() if s.is_referenced() and s.is_global()}
+    return read.union(*map(_global_reads, table.get_children()))
 
 
 def _predefined_lines(
-    used: set[str], arguments: str, imports: set[str], *, is_made: bool
+    used: set[str], arguments: Mapping[str, Sequence[str]], imports: set[str], *, is_made: bool
 ) -> list[str]:
     """Return the lines that make the predefined names; add the imports that they need."""
-    if "torch" in used or "torch." in arguments:
+    if "torch" in used:
         imports.add("import torch")
     lines: list[str] = []
     names = [name for name in _FROM_ACCELERATOR if name in used]
-    if is_made:
-        pass
-    elif "accelerator" in used:
+    if "accelerator" in used and not is_made:
         imports.add("from accelerate import Accelerator")
-        if "Plugin" in arguments:
-            imports.add("from accelerate import FullyShardedDataParallelPlugin")
-            policy = "Policy" if "MixedPrecisionPolicy" in arguments else ""
-            imports.add(f"from torch.distributed.fsdp import MixedPrecision{policy}")
-        lines = [f"accelerator = Accelerator({arguments})"]
-    elif names:
+        imports.update(*arguments.values())
+        text = ", ".join(arguments)
+        if "\n" in text:
+            text = "\n" + textwrap.indent(",\n".join([*arguments, ""]), _INDENT)
+        lines = [f"accelerator = Accelerator({text})"]
+    elif names and not is_made:
         imports.add("from accelerate import PartialState")
     source = "accelerator" if is_made or "accelerator" in used else "PartialState()"
     return lines + [f"{name} = {source}.{_FROM_ACCELERATOR[name]}" for name in names]

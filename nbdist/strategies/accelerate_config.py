@@ -151,14 +151,17 @@ def _check_parallelism(sizes: Mapping[str, Any]) -> None:
 
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
     options: JsonObject = {}
-    processes = content.get("num_processes", 1 if content.get("distributed_type") == "NO" else -1)
+    processes, ignored = content.get("num_processes", -1), []
+    if content.get("distributed_type") == "NO":  # Accelerate starts a single process
+        ignored = ["num_processes"] if processes not in (-1, 1) else []
+        processes = 1
     if processes != -1:
         options["nproc"] = processes
     if content.get("use_cpu"):
         options["devices"] = "none"
     elif content.get("gpu_ids") not in (None, "all"):
         options["devices"] = str(content["gpu_ids"])
-    return options, []
+    return options, ignored
 
 
 def _compile_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
@@ -223,11 +226,13 @@ def _deepspeed_file_options(content: Mapping[str, Any]) -> JsonObject:
     """Return the options of a DeepSpeed config; "auto" values stay for the engine."""
     zero = content.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    return {
-        "backend": _zero_backend(stage),
-        "deepspeed_config": dict(content),
-        "precision": enabled_precision(content) or "no",
-    }
+    options: JsonObject = {"backend": _zero_backend(stage), "deepspeed_config": dict(content)}
+    sections = [content.get(name) for name in ("fp16", "bf16")]
+    is_auto = any(isinstance(part, dict) and part.get("enabled") == "auto" for part in sections)
+    precision = enabled_precision(content)
+    if precision or not is_auto:  # "auto": mixed_precision of Accelerate's file
+        options["precision"] = precision or "no"
+    return options
 
 
 _SECTIONS = {"ddp": (), "fsdp": (_fsdp_options,), "deepspeed": (_deepspeed_options,)}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +59,19 @@ def readable(process: psutil.Process) -> list[str]:
 
 def test_values_come_and_go(login: LiveKernel) -> None:
     values_come_and_go(login, CELL)
+
+
+def test_a_written_script_runs_as_a_job(login: LiveKernel, slurm: Slurm, tmp_path: Path) -> None:
+    login.run("%%distribute -n 2\nfor step in range(3): report(loss=float(step + rank))")
+    written = login.run(f"%nbdist script {tmp_path}/job")
+    assert "sbatch submit.sbatch" in written.text
+    file = tmp_path / "job" / "submit.sbatch"
+    # torchrun has to find the first node by its name, which these nodes have in Slurm only
+    file.write_text(file.read_text().replace("$head_node:", "127.0.0.1:"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    slurm.call("sbatch", "--wait", f"--chdir={file.parent}", f"--export=ALL,PATH={path}", str(file))
+    rows = (file.parent / "metrics" / "rank1.jsonl").read_text().splitlines()
+    assert [json.loads(row)["loss"] for row in rows] == [1.0, 2.0, 3.0]
 
 
 def test_stop_keeps_the_job(login: LiveKernel, slurm: Slurm) -> None:

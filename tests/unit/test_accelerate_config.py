@@ -81,6 +81,16 @@ def test_a_deepspeed_file_is_found_beside_the_config(tmp_path: Path) -> None:
     assert (named.backend, named.precision, named.clip) == ("zero2", "bf16", 1.0)
 
 
+def test_auto_in_a_deepspeed_file_is_the_precision_beside_it(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+    (tmp_path / "ds.json").write_text(json.dumps(zero))
+    section = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    named = file(tmp_path, ZERO | section | {"mixed_precision": "bf16"})
+    assert Session(config=named).options.precision == "bf16"
+    assert Session(config=file(tmp_path, ZERO | section)).options.precision == "no"
+    assert Session(config=tmp_path / "ds.json", precision="bf16").options.precision == "bf16"
+
+
 @pytest.mark.parametrize("backend", STRATEGIES)
 def test_a_written_config_gives_the_same_options_back(backend: str, tmp_path: Path) -> None:
     before = Options(backend=backend, accumulate=2, precision="bf16").validate(CPU)
@@ -98,6 +108,14 @@ def test_a_written_config_gives_the_same_options_back(backend: str, tmp_path: Pa
 
 def test_a_number_of_ranks_on_the_line_takes_precedence(tmp_path: Path) -> None:
     assert options(tmp_path, FSDP | {"num_processes": 512}, "-n 2")["nproc"] == 2
+
+
+def test_without_a_distributed_type_there_is_one_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under `accelerate launch`; trl's single_gpu.yaml has 8 processes."""
+    assert options(tmp_path, {"distributed_type": "NO", "num_processes": 8})["nproc"] == 1
+    assert "no effect in a session: num_processes of" in capsys.readouterr().out
 
 
 def test_what_has_no_effect_is_named_in_one_line(

@@ -72,9 +72,10 @@ def test_no_checkpoints(tmp_path: Path) -> None:
 
 
 def test_options_that_print_no_json_are_refused() -> None:
-    options = magics_plan.plan_parser().parse_args(["--check", "--json"])
-    with pytest.raises(OptionError, match="--check prints no JSON"):
-        magics_plan.run_plan_command(options, {}, None)
+    for other in (["--check"], ["7b", "--devices", "any"]):
+        options = magics_plan.plan_parser().parse_args([*other, "--json"])
+        with pytest.raises(OptionError, match="--check and --devices any print no JSON"):
+            magics_plan.run_plan_command(options, {}, None)
     recording = arguments.profile_parser().parse_args(["--json", "--steps", "3"])
     with pytest.raises(OptionError, match="--json records no steps"):
         arguments.check_ignored_options(recording)

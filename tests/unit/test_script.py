@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from nbdist import OptionError
 from nbdist.session import cell_history
 from nbdist.session.cell_history import CellHistory, CellRun, Command, RankCode
-from nbdist.session.script import choose_cells
+from nbdist.session.script import choose_cells, own_modules
 from nbdist.session.script_source import Script, build_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TRAINING = """
 import torch.nn.functional as F
@@ -55,19 +60,29 @@ def test_a_script_reads_as_if_written_by_hand() -> None:
 
 
 def test_magics_are_commented_out_and_listed() -> None:
-    code = "!pip install peft\nif True:\n    %env A=1\nfiles = !ls\n%time train()\nx = 1"
+    code = "!pip install peft\nif True:\n    %env A=1\n%time train()\nmodel?\nx = 1"
     result = script(cell(code, 4))
     assert result.left_out == [
-        f"{magic} of cell 4" for magic in ("!pip install peft", "%env A=1", "!ls")
+        f"{m} of cell 4" for m in ("!pip install peft", "%env A=1", "model?")
     ]
-    assert "# !pip install peft\nif True:\n    # %env A=1\n    pass\n" in result.source
-    assert "\ntrain()\nx = 1\n" in result.source
+    assert "# !pip install peft\nif True:\n    pass  # %env A=1\n" in result.source
+    assert "\ntrain()\n# model?\nx = 1\n" in result.source
     assert "# Not in this script:\n# - !pip install peft of cell 4\n" in result.source
 
 
+def test_a_result_of_a_command_is_to_be_set() -> None:
+    result = script(cell("files = !ls \\\n  -l\nprint(files)", 4))
+    assert result.to_provide == ["files = ...  (the result of !ls -l in cell 4)"]
+    assert "# Cell 4\n# files = !ls -l\nprint(files)\n" in result.source
+
+
 def test_the_body_of_a_timed_cell_is_kept_and_a_shell_script_is_not() -> None:
-    assert "train()" in script(cell("%%time\ntrain()")).source
+    assert "# Cell 1\ntrain()\n" in script(cell("%%time\n%%capture\ntrain()")).source
     assert "echo" not in script(cell("%%bash\necho hello"), cell("x = 1", 2)).source
+
+
+def test_an_indented_cell_is_code() -> None:
+    assert "# Cell 1\nx = 1\nprint(x)\n" in script(cell("    x = 1\n    print(x)")).source
 
 
 def test_a_cell_of_some_ranks_becomes_a_condition() -> None:
@@ -82,6 +97,24 @@ def test_an_import_stays_where_its_place_matters() -> None:
     assert "os.environ['A'] = '1'\n\n# Cell 2\nimport torch.nn\n" in late
     rebound = script(cell("from time import time\nbegin = time()\ntime = 3")).source
     assert "# Cell 1\nfrom time import time\n" in rebound
+
+
+def test_a_name_that_the_user_imports_is_not_the_predefined_one() -> None:
+    own = script(cell("from mylib import rank, save\nsave(rank)")).source
+    assert "from mylib import rank, save\n" in own
+    assert "from runtime" not in own
+    later = script(cell("report(loss=1)"), cell("from mylib import report\nreport(2)", 2)).source
+    assert "from runtime import report\n" in later
+    assert "# Cell 2\nfrom mylib import report\nreport(2)\n" in later
+
+
+def test_modules_beside_the_notebook_are_to_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mylib.py").touch()
+    (tmp_path / "torch").mkdir()  # of the user, without Python code
+    assert own_modules(script(cell("import mylib, torch"))) == ["mylib.py"]
 
 
 def test_a_displayed_value_is_printed() -> None:
@@ -101,11 +134,21 @@ def test_pushed_values_are_written_or_named() -> None:
 def test_an_accelerator_of_the_user_is_the_only_one() -> None:
     own = "from accelerate import Accelerator\naccelerator = Accelerator()\naccelerator.print(1)"
     assert script(cell(own)).source.count("accelerator = Accelerator()") == 1
+    options = {"gradient_accumulation_steps=4": ()}
+    result = build_script([(cell(own), [])], docstring="A script.", arguments=options)
+    assert result.to_provide == ["Accelerator(gradient_accumulation_steps=4), as in the session"]
 
 
-def test_await_outside_of_a_function_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"^Cell 7 uses await"):
-        script(cell("await work()", 7))
+def test_await_outside_of_a_function_runs_in_asyncio() -> None:
+    assert script(cell("import mylib\nx = await mylib.work()", 7)).source.endswith(
+        "import asyncio\n\nimport mylib\n\n"
+        "import runtime  # noqa: F401 - applies accelerate.yaml\n\n"
+        "# Cell 7\n"
+        "async def cell_7():\n"
+        "    global x\n"
+        "    x = await mylib.work()\n"
+        "asyncio.run(cell_7())\n"
+    )
 
 
 def test_the_last_run_of_a_cell_counts_at_the_place_of_the_first() -> None:
@@ -126,6 +169,14 @@ def test_failed_and_deleted_cells_are_left_out_and_listed(
         "cell 2, which was deleted from the notebook",
         "cell 3, which failed with NameError",
     ]
+
+
+def test_an_interrupted_cell_is_kept_with_a_comment() -> None:
+    run = cell("while True: step()")
+    run.code[0].was_interrupted = True
+    assert choose_cells(history(run))[0] == [(run, [])]
+    comment = "# Was interrupted in the notebook; here it runs to its end."
+    assert f"{comment}\nwhile True" in script(run).source
 
 
 def test_cells_are_chosen_by_number_or_tag() -> None:
