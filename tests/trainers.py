@@ -52,6 +52,7 @@ def make(
     folder: str,
     model: LlamaForCausalLM | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    optimizers: tuple[Any, Any] = (None, None),
     **arguments: Any,
 ) -> Trainer:
     """Return a Trainer for 8 steps of 8 rows on any number of ranks."""
@@ -72,6 +73,7 @@ def make(
         eval_dataset=ROWS[:16],
         compute_metrics=accuracy,
         callbacks=list(callbacks),
+        optimizers=optimizers,
     )
 
 

@@ -158,7 +158,8 @@ PATCHES: Mapping[str, LibraryPatch] = {
     ),
     "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
         TRANSFORMERS,
-        "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError",
+        "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError; FSDP1 and"
+        " ZeRO-3: a later train() has no optimizer",
     ),
     "transformers.trainer:Trainer.save_model": LibraryPatch(
         TRANSFORMERS,
@@ -184,7 +185,8 @@ PATCHES: Mapping[str, LibraryPatch] = {
     ),
     "transformers.trainer:deepspeed_init": LibraryPatch(
         TRANSFORMERS,
-        "a second train() creates a new optimizer for an engine that has one",
+        "a second train() creates a new optimizer for an engine that has one, and"
+        " Trainer(optimizers=...) is silently replaced",
         "https://github.com/huggingface/transformers/issues/35073",
     ),
     "transformers.generation.utils:GenerationMixin.generate": LibraryPatch(

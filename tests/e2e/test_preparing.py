@@ -207,7 +207,7 @@ def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path)
     ranks.run("del outputs, loss")
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "fsdp2"], indirect=True)
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp1", "fsdp2", "zero3"], indirect=True)
 def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
     expected = value(ranks, TRAINER.format(before=""))
     found = value(ranks, TRAINER.format(before="trainer.evaluate()"))
@@ -215,9 +215,10 @@ def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["fsdp1", "zero3"], indirect=True)
-def test_a_trainer_that_cannot_train_after_evaluating_says_so(ranks: Session) -> None:
+def test_a_trainer_that_evaluated_without_training_data_says_so(ranks: Session) -> None:
+    before = "trainer.train_dataset = None; trainer.evaluate(); trainer.train_dataset = rows"
     with pytest.raises(CellError, match=r"create a new model and Trainer|with a new model"):
-        ranks.run(TRAINER.format(before="trainer.evaluate()"))
+        ranks.run(TRAINER.format(before=before))
 
 
 @pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)

@@ -6,12 +6,13 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
-from tests.trainers import ROWS, logged, make
+from tests.trainers import ROWS, build, logged, make
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -241,6 +242,25 @@ def test_a_trainer_under_zero_evaluates_before_and_between_trainings(
     assert second < first < before
 
 
+GIVEN = """
+model = build()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+trainer = make({folder!r}, model, optimizers=(optimizer, scheduler), **{arguments})
+trainer.train()
+given = logged(trainer), logged(trainer, "learning_rate")
+"""
+
+
+def test_the_given_optimizer_and_scheduler_are_used(clipped: Session, tmp_path: Path) -> None:
+    found = value(clipped, GIVEN.format(folder=str(tmp_path), arguments={}) + "given")
+    alone: dict[str, Any] = {"build": build, "make": make, "logged": logged, "torch": torch}
+    arguments = {"use_cpu": True, "max_grad_norm": 0.5}
+    exec(GIVEN.format(folder=str(tmp_path), arguments=arguments), alone)  # noqa: S102 - the same cell
+    for expected, result in zip(alone["given"], found, strict=True):
+        assert result == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -327,6 +347,9 @@ def test_options_of_the_session_replace_defaults_only(backend: str, tmp_path: Pa
         written = "max_grad_norm=0.3, gradient_accumulation_steps=4, bf16=True"
         session.run(f"trainer = make({str(tmp_path)!r}, {written}); trainer.train()")
         assert value(session, numbers) == (0.3, 4, True)
+        session.switch(backend, compile_model=True)
+        compiled = f"make({str(tmp_path)!r}).accelerator.state.dynamo_plugin.backend.name"
+        assert value(session, compiled) == "INDUCTOR"
 
 
 @pytest.mark.nightly

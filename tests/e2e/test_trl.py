@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist import Session
+from nbdist import CellError, Session
 from tests import engines
 
 if TYPE_CHECKING:
@@ -73,6 +73,28 @@ def test_a_trainer_of_the_readme_trains(session: Session, trainer: str, peft_con
     assert len(losses[0]) == 2
     assert all(map(math.isfinite, losses[0]))
     assert losses[0] == losses[1]
+
+
+ON_A_GPU = """
+from nbdist.strategies import Hardware, Options
+from nbdist.worker.engines import accelerator_patch, training_arguments
+
+def precision(chosen, **written):
+    gpu = Hardware(kind="cuda", bf16=True)
+    session = accelerator_patch.EngineConfig(Options(precision=chosen).validate(gpu), gpu)
+    training_arguments.combine(args := SFTConfig("out", **written), session)
+    return args.mixed_precision, args.fp16, args.bf16
+"""
+
+
+@pytest.mark.parametrize("session", engines.each("zero3"), indirect=True)
+def test_the_precision_of_the_session_replaces_the_default_of_trl(session: Session) -> None:
+    session.run(ON_A_GPU)
+    found = session.run("precision('fp16'), precision('no'), precision('bf16')").values[0]
+    assert found == (("fp16", True, False), ("no", False, False), ("bf16", False, True))
+    assert session.run("precision('bf16', fp16=True)").values[0] == ("fp16", True, False)
+    with pytest.raises(CellError, match="has bf16=True but the session has --precision fp16"):
+        session.run("precision('fp16', bf16=True)")
 
 
 TWICE = """

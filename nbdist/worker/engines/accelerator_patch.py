@@ -24,7 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.optim import Optimizer
@@ -353,9 +353,12 @@ def _session_arguments(session: EngineConfig, arguments: dict[str, Any]) -> dict
     kwargs = options.strategy.accelerator_kwargs(options)
     if "gradient_accumulation_plugin" in arguments:
         kwargs.pop("gradient_accumulation_steps")
-    if "dynamo_plugin" in arguments:
-        kwargs.pop("dynamo_backend", None)
     kwargs |= arguments
+    plugin = arguments.get("dynamo_plugin")
+    if plugin is not None and options.compile_model:
+        # A Trainer always passes one, which compiles nothing unless it has torch_compile=True.
+        is_off = plugin.backend == DynamoBackend.NO
+        kwargs.pop("dynamo_plugin" if is_off else "dynamo_backend", None)
     if options.strategy.engine == "fsdp":
         precision = str(kwargs["mixed_precision"])
         kwargs["fsdp_plugin"] = fsdp.build_plugin(options, hardware, precision)
@@ -380,11 +383,10 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
             model.forward = vars(model).pop("_original_forward")
     new = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
     if args and all(arg is None for arg in args):
-        # transformers 5.23: after `evaluate()` under FSDP1 a Trainer's `train()` has no optimizer
+        # transformers 5.23: a Trainer that evaluated under FSDP1 has no optimizer
         message = (
-            "accelerator.prepare() got only None. If Trainer.train() was called after "
-            "Trainer.evaluate() under fsdp1, create a new model and Trainer for train(), call "
-            "train() first, or use backend fsdp2."
+            "accelerator.prepare() got only None. If a Trainer without train_dataset has evaluated,"
+            " create a new model and Trainer for train(), or use backend fsdp2."
         )
         raise OptionError(message)
     options = self._nbdist_session and self._nbdist_session.options

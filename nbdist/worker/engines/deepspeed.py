@@ -406,7 +406,7 @@ def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: obj
     advice = (
         "For a model that is not trained, use model.to(device)"
         if model is not None
-        else "If a Trainer evaluated before train(), create a new Trainer with a new model"
+        else "If a Trainer without train_dataset has evaluated, create it again with a new model"
     )
     message = (
         f"accelerator.prepare() got only the {alone}. Under DeepSpeed ZeRO-{stage} use one call"

@@ -57,8 +57,8 @@ def _patch_trainer(reporter: Reporter) -> None:
     """Make Trainers use the session's options, and repair what differs between the engines."""
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
-    patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_whole_model)
-    patch(f"{MODULE}:deepspeed_init", _keep_engine)
+    patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
+    patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
     patch(f"{MODULE}:get_fsdp_ckpt_kwargs", _save_base_under_fsdp1)
     patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
@@ -90,16 +90,23 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_accelerator_and_postprocess
 
 
-def _evaluate_whole_model(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluate a model before `train()` without an engine under ZeRO-1 and ZeRO-2, as under DDP.
+def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Evaluate a model before `train()` under every engine.
 
-    transformers 5.23 refuses it: without an optimizer there is nothing to shard.
+    transformers 5.23 refuses it under ZeRO-1 and ZeRO-2: without an optimizer there is nothing to
+    shard. The model is evaluated without an engine there, as under DDP. FSDP1 and ZeRO-3 cannot add
+    an optimizer later, so a Trainer that can train prepares both, as `train()` does.
     """
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        shards = plugin is None or plugin.zero_stage == deepspeed.CUTS_PARAMETERS
-        if shards or deepspeed.find_engine(self.model) is not None:
+        state = self.accelerator.state
+        stage = getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", None)
+        version = getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None)
+        if stage == deepspeed.CUTS_PARAMETERS or version == 1:
+            if not self.accelerator._models and self.train_dataset is not None:  # noqa: SLF001
+                self._prepare_for_training(1, None, None)  # train() creates another scheduler
+            return loop(self, *args, **kwargs)
+        if stage is None or deepspeed.find_engine(self.model) is not None:
             return loop(self, *args, **kwargs)
         self.is_deepspeed_enabled = False
         try:
@@ -146,18 +153,21 @@ def _save_base_under_fsdp1(original: Callable[[], dict[str, Any]]) -> Callable[[
     return get_fsdp_ckpt_kwargs
 
 
-def _keep_engine(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the engine across `train()` calls.
+def _keep_optimizer(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the engine across `train()` calls, and the optimizer that the user gave to the Trainer.
 
-    transformers 5.23 would create a new optimizer for an engine that has one.
+    transformers 5.23 would create a new optimizer for an engine that has one, and silently
+    replace that of `Trainer(optimizers=...)`.
     """
 
     def deepspeed_init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        optimizer = self.optimizer
+        optimizer, scheduler = self.optimizer, self.lr_scheduler
         is_own = isinstance(optimizer, deepspeed.SteppingOptimizerWrapper)
         if is_own and optimizer.engine is self.model_wrapped:
             return optimizer, None
-        return init(self, *args, **kwargs)
+        created = init(self, *args, **kwargs)
+        is_given = created[0] is not None and optimizer is not None
+        return (optimizer, scheduler) if is_given and not is_own else created
 
     return deepspeed_init
 

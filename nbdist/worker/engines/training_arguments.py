@@ -132,8 +132,10 @@ def _restore(args: Any) -> None:
 
 
 def _is_written(args: Any, name: str) -> bool:
+    if name in vars(args).get("_nbdist_written", ()):
+        return True
     default = type(args).__dataclass_fields__[name].default
-    return name in vars(args).get("_nbdist_written", ()) or getattr(args, name) != default
+    return default is not None and getattr(args, name) != default  # TRL replaces None itself
 
 
 def _conflict(name: str, given: object, option: str, value: object) -> OptionError:
@@ -144,18 +146,19 @@ def _conflict(name: str, given: object, option: str, value: object) -> OptionErr
 
 
 def _precision_values(args: Any, session: EngineConfig, options: Options) -> dict[str, Any]:
-    precision = options.precision or "no"
-    written = next((name for name in ("fp16", "bf16") if getattr(args, name)), None)
-    if written is None and not any(_is_written(args, name) for name in ("fp16", "bf16")):
-        if precision == "no":
-            return {}
-        # With fp8 accelerate 1.15 sets bf16 in DeepSpeed's config, and transformers compares it.
-        name = "fp16" if precision == "fp16" else "bf16"
-        return {"mixed_precision": precision, name: True}
-    if precision not in (written or "no", session.hardware.default_precision):
-        name = written or "bf16"
-        raise _conflict(name, getattr(args, name), "precision", precision)
-    return {}
+    precision, default = options.precision or "no", session.hardware.default_precision
+    given = next((name for name in ("fp16", "bf16") if getattr(args, name)), "no")
+    if any(_is_written(args, name) for name in ("fp16", "bf16")):
+        if precision not in (given, default):
+            name = "bf16" if given == "no" else given
+            raise _conflict(name, getattr(args, name), "precision", precision)
+        return {}
+    if given != "no" and precision == default:
+        return {}  # TRL 1.16 has bf16 by default
+    # With fp8 accelerate 1.15 sets bf16 in DeepSpeed's config, and transformers compares it.
+    name = precision if precision in ("no", "fp16") else "bf16"
+    values = {"mixed_precision": precision, "fp16": name == "fp16", "bf16": name == "bf16"}
+    return {name: value for name, value in values.items() if getattr(args, name) != value}
 
 
 def _with_engine_config(args: Any, session: EngineConfig) -> Options:
