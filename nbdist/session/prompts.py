@@ -199,6 +199,8 @@ class InputPrompts:
                 continue
             if rank in self._requests:
                 words = ("is stopped too", "are stopped too")
+            elif rank in self._cell.errors:
+                words = ("has failed", "have failed")
             elif rank not in self._cell.running:
                 words = ("has finished", "have finished")
             elif rank in replies:

@@ -19,6 +19,7 @@ import os
 import pdb  # noqa: T100
 import sys
 import threading
+import traceback
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -325,6 +326,8 @@ def release_error(shell: InteractiveShell) -> None:
     result = shell.last_execution_result
     if not hasattr(sys, "last_value") and (result is None or result.success):
         return
+    # If the garbage collector finds the iterator of a DataLoader, it waits 5 s for each worker.
+    traceback.clear_frames(getattr(sys, "last_traceback", None))
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for view in (shell.InteractiveTB, shell.SyntaxTB):

@@ -8,10 +8,12 @@ import queue
 import random
 import signal
 import textwrap
+import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 
 from nbdist.protocol.messages import END_OF_INPUT
 from tests.conftest import eventually
@@ -337,7 +339,9 @@ def test_a_data_loader_worker_has_no_debugger(ranks: LiveKernel) -> None:
     """
     shown = ranks.run(cell(code))
     assert "in a child process of a rank, such as a DataLoader worker" in shown.text
+    began = time.monotonic()
     assert "[0-1] 2" in ranks.run("%%distribute\nworld_size").text
+    assert time.monotonic() - began < MP_STATUS_CHECK_INTERVAL  # for which torch waits for a worker
 
 
 def test_a_breakpoint_in_a_gradient_hook_stops_there(ranks: LiveKernel) -> None:
