@@ -193,27 +193,27 @@ class InputPrompts:
 
     def _new_positions(self) -> str:
         """Return where the other ranks are; "" if this has not changed."""
-        replies, groups = self._rank_activity.latest_replies(), dict[tuple[str, str], list[int]]()
+        replies = self._rank_activity.latest_replies()
+        groups: dict[tuple[str, str, str], list[int]] = {}
         for rank in self._cell.ranks:
             if rank == self._current:
                 continue
             if rank in self._requests:
-                words = ("is stopped too", "are stopped too")
+                words = ("is", "are", "stopped too")
             elif rank in self._cell.errors:
-                words = ("has failed", "have failed")
+                words = ("has", "have", "failed")
             elif rank not in self._cell.running:
-                words = ("has finished", "have finished")
+                words = ("has", "have", "finished")
             elif rank in replies:
-                here = describe_position(replies[rank])
-                standing = replies[rank]["standing"]
-                waits = replies[rank]["collective"] or standing["waits_for"]
-                words = (f"waits in {here}", f"wait in {here}") if waits else (f"is in {here}",) * 2
+                where = f"in {describe_position(replies[rank])}"
+                waits = replies[rank]["collective"] or replies[rank]["standing"]["waits_for"]
+                words = ("waits", "wait", where) if waits else ("is", "are", where)
             else:
                 continue
             groups.setdefault(words, []).append(rank)
         text = "; ".join(
-            f"{rank_sets.describe_ranks(ranks)} {verbs[len(ranks) > 1]}"
-            for verbs, ranks in groups.items()
+            f"{rank_sets.describe_ranks(ranks)} {single if len(ranks) == 1 else several} {what}"
+            for (single, several, what), ranks in groups.items()
         )
         if not text or text == self._shown_positions:
             return ""
