@@ -30,7 +30,7 @@ from nbdist._version import __version__
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.doctor import doctor
 from nbdist.errors import (
-    CellError,
+    CellInterrupted,
     CellSyntaxError,
     NbdistError,
     OptionError,
@@ -278,9 +278,10 @@ class NbDist(Magics):
 
         `%debug --rank 3` chooses another rank than the one whose error came first.
         """
-        session, rank = current_session(), re.fullmatch(r"\s*--rank[ =](\d+)\s*", line)
-        failed = isinstance(getattr(sys, "last_value", None), CellError) and not line.strip()
-        if rank or (session is not None and failed):
+        last, rank = getattr(sys, "last_value", None), re.fullmatch(r"\s*--rank\b[ =]*(.*)", line)
+        if rank and not rank[1].strip().isdecimal():
+            raise OptionError(f"Expected a rank, such as %debug --rank 3, got {rank[1]!r}.")
+        if rank or (isinstance(last, NbdistError | CellInterrupted) and not line.strip()):
             self.require_session().debug(int(rank[1]) if rank else None)
         else:
             # IPython 9.18 loads its magics on first use, by name: here it would find this method.

@@ -161,6 +161,10 @@ class InputRequest(TypedDict):
     """Number of times that the debugger has stopped on this rank."""
 
 
+END_OF_INPUT = "\x04"
+"""Text of an answer that ends the input (Ctrl-D), as in Jupyter's protocol."""
+
+
 class InputAnswer(TypedDict):
     """Answer to an ``InputRequest``."""
 

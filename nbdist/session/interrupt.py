@@ -32,7 +32,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbdist import rank_sets
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import described, detect_hang, have_collectives_diverged
+from nbdist.session.hang_detection import (
+    HANG_AFTER_S,
+    described,
+    detect_hang,
+    have_collectives_diverged,
+)
 
 if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
@@ -167,6 +172,7 @@ class InterruptEscalation:
         """True while all ranks run one more step and no earlier stop was requested since."""
         self._patience_s = 0.0
         self._failed_at: float | None = None
+        self._parked_at = -math.inf
         self._ending = False
         self._lock = threading.Lock()
 
@@ -194,8 +200,10 @@ class InterruptEscalation:
             if over or now - self._ticked_at < TICK_S:
                 return
             self._ticked_at = now
-            if self.is_parked and self.stage is InterruptStage.RUNNING:
-                self.hang, self.work.notice = None, ""
+            if self.is_parked:
+                self._parked_at = now
+            if now - self._parked_at < HANG_AFTER_S and self.stage is InterruptStage.RUNNING:
+                self.hang, self.work.notice = None, ""  # ranks have waited for the user, not hung
                 return
             every = (
                 POLL_INTERVAL_S

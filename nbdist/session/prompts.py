@@ -36,7 +36,7 @@ COMMAND_S = 0.5
 """Time for a command to return before the prompt of another stopped rank is shown."""
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 _ALL = re.compile(r"\s*all\s+(\S.*)")
-_QUIT = {"q", "quit", "exit", "EOF"}
+_QUIT = {"q", "quit", "exit", "EOF", messages.END_OF_INPUT}
 
 
 def has_keyboard() -> bool:
@@ -123,9 +123,7 @@ class InputPrompts:
                 self._reader = threading.get_ident()
             return read(f"[rank {rank}] {request['prompt']}")
         except EOFError:
-            if request["debugger"]:
-                return "q"
-            self._send_answer([rank], "", error="The user ended the input.")
+            return messages.END_OF_INPUT
         except StdinNotImplementedError:
             error = "input() and breakpoint() need a front end that can ask for input."
             self._send_answer([rank], "", error=error)
@@ -195,23 +193,27 @@ class InputPrompts:
 
     def _new_positions(self) -> str:
         """Return where the other ranks are; "" if this has not changed."""
-        replies, groups = self._rank_activity.latest_replies(), dict[tuple[str, str], list[int]]()
+        replies = self._rank_activity.latest_replies()
+        groups: dict[tuple[str, str, str], list[int]] = {}
         for rank in self._cell.ranks:
-            if rank in self._requests and rank != self._current:
-                words = ("is stopped too", "are stopped too")
+            if rank == self._current:
+                continue
+            if rank in self._requests:
+                words = ("is", "are", "stopped too")
+            elif rank in self._cell.errors:
+                words = ("has", "have", "failed")
             elif rank not in self._cell.running:
-                words = ("has finished", "have finished")
-            elif rank in replies and rank != self._current:
-                here = describe_position(replies[rank])
-                standing = replies[rank]["standing"]
-                waits = replies[rank]["collective"] or standing["waits_for"]
-                words = (f"waits in {here}", f"wait in {here}") if waits else (f"is in {here}",) * 2
+                words = ("has", "have", "finished")
+            elif rank in replies:
+                where = f"in {describe_position(replies[rank])}"
+                waits = replies[rank]["collective"] or replies[rank]["standing"]["waits_for"]
+                words = ("waits", "wait", where) if waits else ("is", "are", where)
             else:
                 continue
             groups.setdefault(words, []).append(rank)
         text = "; ".join(
-            f"{rank_sets.describe_ranks(ranks)} {verbs[len(ranks) > 1]}"
-            for verbs, ranks in groups.items()
+            f"{rank_sets.describe_ranks(ranks)} {single if len(ranks) == 1 else several} {what}"
+            for (single, several, what), ranks in groups.items()
         )
         if not text or text == self._shown_positions:
             return ""

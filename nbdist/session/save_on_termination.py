@@ -134,7 +134,7 @@ class RunTermination:
 
     def finish(self) -> None:
         """Allow the use of the ranks again, or of new ones."""
-        self.cause = ""
+        self.cause = self._outcome = ""
 
     def save_once(self) -> str:
         """Save if the run is being ended and was not saved yet; the caller holds the lock.

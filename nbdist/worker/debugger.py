@@ -11,12 +11,15 @@ last step raises KeyboardInterrupt there, another one continues without further 
 from __future__ import annotations
 
 import ast
+import code
+import contextlib
 import gc
 import linecache
 import os
 import pdb  # noqa: T100
 import sys
 import threading
+import traceback
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -34,12 +37,19 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+PDB_VARIABLES = ("__return__", "__exception__", "__pdb_convenience_variables")
+"""What pdb adds to the variables of a cell; it would keep frames and their tensors alive."""
 SIGINT_S = 1.0
 """Time for the SIGINT of an interrupt to arrive, which is sent shortly before the release."""
 
 
 class InputReleased(BaseException):
     """An interrupt has ended a prompt; pdb catches KeyboardInterrupt itself in several places."""
+
+
+class _Thread(threading.local):
+    debugger: RankDebugger | None = None
+    """The debugger that reads commands in this thread, or None."""
 
 
 class Keyboard:
@@ -50,8 +60,8 @@ class Keyboard:
         """Sends a message with the running cell as its parent; set by the kernel."""
         self.while_waiting: Callable[[], object] = lambda: None
         """Called by the thread that asks after each `wake`."""
-        self.debugger: RankDebugger | None = None
-        """The debugger that reads commands, or None."""
+        self.thread = _Thread()
+        """The debugger of this thread."""
         self.num_stops = 0
         """Number of times that a debugger has stopped."""
         self.is_asking = False
@@ -82,6 +92,8 @@ class Keyboard:
         for frame in stacks.frames_outwards(sys._getframe()):  # noqa: SLF001
             if _is_rank_debugger(frame.f_trace):
                 frame.f_trace = None
+        for name in PDB_VARIABLES:
+            vars(sys.modules["__main__"]).pop(name, None)
 
     def require_user(self, call: str) -> None:
         """Raise if no user can answer prompts.
@@ -111,25 +123,29 @@ class Keyboard:
 
         Raises:
             SessionError: there is no user.
+            EOFError: the user ended the input.
             KeyboardInterrupt: the cell was interrupted.
             InputReleased: the same, at a prompt of the debugger.
         """
-        debugging = self.debugger
-        if debugging is None or prompt != debugging.prompt:
-            self.require_user(f"input({prompt!r})")
-            if (text := self._ask(prompt, "", password=password)) is None:
-                raise KeyboardInterrupt
-            return text
-        self.require_user("The debugger")
+        debugging = self.thread.debugger
+        kind: messages.DebuggerKind = ""
+        if debugging is not None and prompt == debugging.prompt:
+            kind = debugging.kind
+        self.require_user("The debugger" if kind else f"input({prompt!r})")
         try:
-            text = self._ask(prompt, debugging.kind)
+            text = self._ask(prompt, kind, password=password)
+            if text is None:
+                if kind == "breakpoint" and not optimizer_step_gate.is_interrupted:
+                    return "continue"  # the other ranks have made a step that this one has not
+                raise KeyboardInterrupt  # noqa: TRY301 - as SIGINT does
         except KeyboardInterrupt:
-            raise InputReleased from None
-        if text is not None:
-            return text
-        if debugging.kind == "breakpoint" and not optimizer_step_gate.is_interrupted:
-            return "continue"  # the other ranks have made a step that this one has not
-        raise InputReleased
+            if debugging is None:
+                raise
+            # `interact` would ask again after KeyboardInterrupt; the next command ends the debugger
+            raise (InputReleased if kind else EOFError) from None
+        if text == messages.END_OF_INPUT:
+            raise EOFError
+        return text
 
     def _ask(
         self, prompt: str, debugger: messages.DebuggerKind, *, password: bool = False
@@ -212,7 +228,7 @@ class RankDebugger(debugger.InterruptiblePdb):
             KeyboardInterrupt: the cell was interrupted.
         """
         self.kind = "post-mortem" if frame is None else "breakpoint"
-        outer, keyboard.debugger = keyboard.debugger, self
+        outer, keyboard.thread.debugger = keyboard.thread.debugger, self
         keyboard.num_stops += 1
         try:
             super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
@@ -221,10 +237,17 @@ class RankDebugger(debugger.InterruptiblePdb):
             sys.settrace(None)
             raise KeyboardInterrupt from None
         finally:
-            keyboard.debugger = outer
+            keyboard.thread.debugger = outer
         # IPython 9 continues after an interrupt that arrives while a command prints.
         if keyboard.released and optimizer_step_gate.is_interrupted:
             raise KeyboardInterrupt
+
+    def do_interact(self, _: str) -> None:
+        """Open a console in the frame; exit() leaves it, because a front end may have no Ctrl-D."""
+        leave = {"exit": sys.exit, "quit": sys.exit}
+        names = {**self.curframe.f_globals, **self._curframe_locals, **leave}
+        with contextlib.suppress(SystemExit):
+            code.interact("exit() leaves the console.", local=names, exitmsg="")
 
     # IPython runs each statement of a cell as a module of its own. Stepping out of one leads to the
     # next, not into IPython's code between them.
@@ -251,7 +274,8 @@ class RankDebugger(debugger.InterruptiblePdb):
         """Format a frame as IPython does; a cell's file has a different name on each rank."""
         text: str = super().format_stack_entry(frame_lineno, lprefix)
         filename = frame_lineno[0].f_code.co_filename
-        return text.replace(filename, self._cell_name(filename) or filename).rstrip("\n")
+        text = text.replace(filename, self._cell_name(filename) or filename).rstrip("\n")
+        return text + "\n" if lprefix else text  # with a prefix for `where`, which joins frames
 
     def _is_statement(self, frame: FrameType) -> bool:
         code = frame.f_code
@@ -284,7 +308,8 @@ def set_trace(frame: Any = None, header: Any = None) -> None:  # noqa: ARG001 - 
 def use_rank_debugger() -> None:
     """Make it the debugger of pdb, of IPython, and of `breakpoint()`."""
     debugger.Pdb = pdb.Pdb = RankDebugger  # type: ignore[misc]
-    debugger.set_trace = pdb.set_trace = sys.breakpointhook = set_trace
+    debugger.set_trace = pdb.set_trace = set_trace
+    sys.breakpointhook = sys.__breakpointhook__  # calls pdb's, or what PYTHONBREAKPOINT names
 
 
 def is_debuggable(shell: InteractiveShell) -> bool:
@@ -301,6 +326,8 @@ def release_error(shell: InteractiveShell) -> None:
     result = shell.last_execution_result
     if not hasattr(sys, "last_value") and (result is None or result.success):
         return
+    # If the garbage collector finds the iterator of a DataLoader, it waits 5 s for each worker.
+    traceback.clear_frames(getattr(sys, "last_traceback", None))
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for view in (shell.InteractiveTB, shell.SyntaxTB):

@@ -57,19 +57,21 @@ class Inspection:
 
     def _evaluate(self, expression: str) -> messages.InspectedValue:
         try:
-            value = eval(expression, *self._namespaces())  # noqa: S307 - the user's own expression
+            value = eval(expression, self._variables())  # noqa: S307 - the user's own expression
             text = pretty(value)
-        except Exception as error:  # noqa: BLE001 - shown to the user
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - shown to the user
             text = f"{type(error).__name__}: {error}"
         return messages.InspectedValue(text=truncate(text, longest=MAX_ERROR_CHARS))
 
-    def _namespaces(self) -> tuple[dict[str, Any], Any]:
-        """Return globals and locals: of the debugger's frame, of a cell's frame, or of the user."""
-        frame = None if keyboard.debugger is None else keyboard.debugger.curframe
+    def _variables(self) -> dict[str, Any]:
+        """Return a copy of the debugger's frame's variables, of a cell's frame's, or the user's."""
+        debugger = keyboard.thread.debugger
+        frame = None if debugger is None else debugger.curframe
         if frame is None:
             cell_of = self._kernel.shell.compile.format_code_name
             outwards = stacks.frames_outwards(stacks.main_frame())
             frame = next((f for f in outwards if cell_of(f.f_code.co_filename)), None)
         if frame is None:
-            return self._kernel.shell.user_ns, self._kernel.shell.user_ns
-        return frame.f_globals, frame.f_locals
+            return dict(self._kernel.shell.user_ns)
+        # one dictionary: a comprehension does not see the locals of `eval`
+        return {**frame.f_globals, **frame.f_locals}

@@ -97,6 +97,13 @@ class RankShell(ZMQInteractiveShell):
         msg = "exit() was called: a rank cannot exit alone. Use %nbdist stop to end all ranks."
         raise SessionError(msg)
 
+    def debugger(self, force: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
+        """Debug the last error, while its frames exist."""
+        if force and not hasattr(sys, "last_value"):
+            sys.stderr.write("The error cannot be debugged anymore: its frames were released.\n")
+            return
+        super().debugger(force=force)
+
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Show an error; use plain tracebacks when the host is out of memory."""
         default_mode = self.InteractiveTB.mode

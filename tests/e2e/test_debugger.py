@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from nbdist.protocol.messages import END_OF_INPUT
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 
@@ -123,6 +124,22 @@ def test_interrupting_at_a_prompt_stops_all_ranks(ranks: LiveKernel) -> None:
     ranks.manager.interrupt_kernel()
     assert "Interrupted on all ranks; all variables are kept." in ranks.collect(request).text
     assert "[0-1] 2" in ranks.run("%%distribute\ndist.barrier()\nworld_size").text
+    assert "did not fail on any rank" in ranks.run("%debug").text
+
+
+def test_interact_opens_a_console_in_the_frame(ranks: LiveKernel) -> None:
+    code = "%%distribute\nif rank == 1:\n    value = 5\n    breakpoint()\ndist.barrier()"
+    answers = ["interact", "value + 36", "exit()", "interact", END_OF_INPUT, "c"]
+    shown, prompts = ranks.run_with_answers(code, *answers)
+    assert prompts[1] == prompts[2] == "[rank 1] In : "
+    assert "[1] 41" in shown.text
+    assert shown.status == "ok"
+    request = ranks.send(code)
+    ranks.answer_prompt("interact")
+    ranks.next_prompt()
+    ranks.manager.interrupt_kernel()
+    assert "Interrupted on all ranks; all variables are kept." in ranks.collect(request).text
+    assert "[0-1] 2" in ranks.run("%%distribute\ndist.barrier()\nworld_size").text
 
 
 def test_continuing_does_not_change_the_losses(ranks: LiveKernel) -> None:
@@ -141,6 +158,10 @@ def test_input_asks_the_user(ranks: LiveKernel) -> None:
     )
     assert prompts == ["[rank 1] Name? "]
     assert "[1] 'Ann'" in shown.text
+    shown, _ = ranks.run_with_answers(
+        "%%distribute\nif rank == 1:\n    input('More? ')", END_OF_INPUT
+    )
+    assert "EOFError" in shown.text
 
 
 def cell(text: str) -> str:
@@ -168,6 +189,9 @@ def test_debug_opens_the_debugger_where_the_first_rank_failed(ranks: LiveKernel)
     assert "\n5\n" in shown.text
     waited = ranks.run("%debug --rank 0").text  # in the barrier, until it was interrupted
     assert "Rank 0 did not fail in the last cell, but rank 1 did" in waited
+    assert "Expected a rank" in ranks.run("%debug --rank two").text
+    shown, _ = ranks.run_with_answers("%debug", "p number", "q")  # still that of the cell
+    assert "\n0\n" in shown.text
     assert ranks.run("%%distribute\ndist.barrier()").status == "ok"
     assert "did not fail on any rank" in ranks.run("%debug --rank 1").text
 
@@ -183,34 +207,69 @@ def test_debug_is_left_to_ipython_after_errors_of_the_notebook(ranks: LiveKernel
 def test_the_next_cell_frees_the_tensors_of_a_failed_one(ranks: LiveKernel) -> None:
     code = """
         %%distribute
-        import weakref
+        import gc, weakref
+
+        class Iterator:  # that of a DataLoader would wait for each worker during a collection
+            def __del__(self):
+                freed.extend(phases[-1:])
+
+        freed, phases = [], []
+        gc.callbacks.append(lambda phase, _: phases.append(phase))
 
         def fail():
             global seen
-            tensor = torch.ones(10)
+            tensor, iterator = torch.ones(10), Iterator()
             seen = weakref.ref(tensor)
-            raise ValueError("failed")
+            error = ValueError("failed")  # the frame refers to its own exception
+            raise error
 
         fail()
     """
     assert ranks.run(cell(code)).status == "error"
-    assert "False" not in ranks.run("%%distribute\nseen() is None").text
+    text = ranks.run("%%distribute\ngc.callbacks.pop()\n(seen() is None, 'start' in freed)").text
+    assert "[0-1] (True, False)" in text
+
+
+def test_the_debugger_leaves_no_variables(ranks: LiveKernel) -> None:
+    code = "%%distribute\nbreakpoint()\ntorch.ones(10) / fail"
+    assert ranks.run_with_answers(code, "n", "all c")[0].status == "error"
+    code = "%%distribute\nsorted(name for name in globals() if name.startswith('__'))"
+    text = ranks.run(code).text
+    assert "__name__" in text
+    assert not {"__return__", "__exception__", "__pdb_convenience_variables"} & {*text.split("'")}
 
 
 def test_inspect_evaluates_between_the_steps_of_a_running_cell(ranks: LiveKernel) -> None:
     ranks.run("%%distribute --background\ntrained = train(100_000)")
     text = ranks.run("%nbdist inspect (type(optimizer).__name__, step >= 0)").text
     assert "[0-1] ('AcceleratedOptimizer', True)" in text
+    text = ranks.run("%nbdist inspect [step >= first for first in (0, 10**9)]").text
+    assert "[0-1] [True, False]" in text  # variables of the function that runs
     assert "Expected a Python expression" in ranks.run("%nbdist inspect x =").text
+    text = ranks.run("%nbdist inspect __import__('sys').exit(3)").text
+    assert "[0-1] SystemExit: 3" in text
     ranks.run("%nbdist interrupt")
     ranks.run("%nbdist wait")
     text = ranks.run("%nbdist inspect rank / 0").text
     assert "[0-1] ZeroDivisionError: division by zero" in text
 
 
+def test_python_can_be_told_to_ignore_breakpoints(ranks: LiveKernel) -> None:
+    code = """
+        %%distribute
+        import os
+        os.environ["PYTHONBREAKPOINT"] = "0"
+        breakpoint()
+        del os.environ["PYTHONBREAKPOINT"]
+        "went on"
+    """
+    assert "[0-1] 'went on'" in ranks.run(cell(code)).text
+
+
 def test_a_background_cell_has_no_prompts(ranks: LiveKernel) -> None:
     ranks.run("%%distribute --background\nbreakpoint()")
     assert "but this cell cannot ask for input" in ranks.run("%nbdist wait").text
+    assert "its frames were released" in ranks.run("%debug").text
 
 
 def test_collectives_do_not_time_out_while_a_user_can_debug(ranks: LiveKernel) -> None:

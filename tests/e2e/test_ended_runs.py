@@ -125,6 +125,8 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     assert (last.ended, last.step > saved.step) == ("the deadline", True)
     assert_each_step_was_made_once(folder, last.step)
     assert session.run("rank").ok  # a deadline does not end the ranks
+    said = train_until_ended(session, session.interrupt)
+    assert said == "Interrupted on all ranks; all variables are kept."
 
 
 @pytest.mark.nightly
