@@ -238,7 +238,7 @@ def compare_plan_with_measurements(
         device=device,
         measured_by_rank=dict(measured),
         output_bytes=model.micro_batch_activations(
-            workload_from_measurement(setup, fullest)
+            workload_from_measurement(model, setup, fullest)
         ).output_bytes,
         num_calibration_runs=overhead.runs,
         unplanned_note=options.unplanned_note,

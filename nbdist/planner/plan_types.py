@@ -67,7 +67,7 @@ class PlanInput:
 
 
 def hardware_for_cluster(cluster: ClusterSpec) -> strategies.Hardware:
-    """Return what options are checked against: fully capable GPUs on a cluster's nodes."""
+    """Return the hardware that options are checked against: fully capable GPUs on the nodes."""
     return strategies.Hardware(
         kind="cuda",
         bf16=True,

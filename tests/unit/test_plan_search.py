@@ -135,7 +135,7 @@ def test_70b_in_full_fits_neither_eight_of_80_nor_four_of_96_gb(devices: str) ->
 def test_every_row_says_why(eight: Plan) -> None:
     for row in eight.rows:
         if row.fits:
-            assert row.why.startswith(("the fastest", "simplest", "fits, ")), row.why
+            assert row.why.startswith(("the fastest", "the simplest", "fits, ")), row.why
         else:
             free = eight.question.cluster.smallest_device.free_bytes / GIB
             assert f"of {free:.1f} GiB" in row.why
