@@ -98,7 +98,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     batch_sizes = tuple(_positive_int("batch_size", size) for size in several)
     batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
     nodes = _optional_positive_int("max_nodes", max_nodes) or machines.DEFAULT_MAX_NODES
-    if not isinstance(keep_outputs, bool):
+    if keep_outputs not in (True, False):
         message = f"keep_outputs must be True or False, not {keep_outputs!r}."
         raise PlanError(message)
     is_any = devices == ANY_DEVICES

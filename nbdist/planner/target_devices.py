@@ -269,7 +269,7 @@ def resolve_cluster(devices: str | ClusterSpec | None, world_size: int | None) -
         resolved = devices
     elif devices is None:
         resolved = detect_local_cluster(world_size)
-    elif isinstance(devices, str):
+    elif type(devices) is str:
         resolved = parse_devices(devices)
     else:
         message = f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}."

@@ -16,7 +16,7 @@ import textwrap
 import tokenize
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from IPython.core import inputtransformer2
 from IPython.core.inputtransformer2 import TransformerManager
@@ -201,7 +201,8 @@ def _to_python(code: str, number: int, script: Script) -> str:
         if first[2:].split()[0] not in _BODY_MAGICS:
             return ""
     lines = code.splitlines(keepends=True)
-    for clean_up in TransformerManager().cleanup_transforms:  # indentation, >>> and In [1]:
+    clean_ups: list[Any] = TransformerManager().cleanup_transforms
+    for clean_up in clean_ups:  # indentation, >>> and In [1]:
         lines = clean_up(lines)
     code = _comment_magics(lines, number, script)
     try:
@@ -249,7 +250,7 @@ def _comment_magics(lines: list[str], number: int, script: Script) -> str:
 def _find_magic(lines: list[str]) -> inputtransformer2.TokenTransformBase | None:
     """Return where IPython finds a magic, a !command or a ?."""
     tokens = inputtransformer2.make_tokens_by_line(lines)
-    kinds = TransformerManager().token_transformers
+    kinds: list[Any] = TransformerManager().token_transformers
     found = [magic for kind in kinds if (magic := kind.find(tokens))]
     return min(found, key=lambda magic: magic.sortby(), default=None)
 

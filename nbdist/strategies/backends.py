@@ -484,7 +484,8 @@ def _check_engine(options: Options, hardware: Hardware) -> None:
             f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
-    accumulate, clip = options.accumulate, options.clip
+    accumulate: Any = options.accumulate  # Session(...) takes values of any type
+    clip: Any = options.clip
     if type(accumulate) is not int or accumulate < 1:
         raise OptionError(
             f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."

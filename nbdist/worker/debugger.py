@@ -245,7 +245,8 @@ class RankDebugger(debugger.InterruptiblePdb):
     def do_interact(self, _: str) -> None:
         """Open a console in the frame; exit() leaves it, because a front end may have no Ctrl-D."""
         leave = {"exit": sys.exit, "quit": sys.exit}
-        names = {**self.curframe.f_globals, **self._curframe_locals, **leave}
+        variables = self.curframe.f_globals if self.curframe else {}
+        names = {**variables, **self._curframe_locals, **leave}
         with contextlib.suppress(SystemExit):
             code.interact("exit() leaves the console.", local=names, exitmsg="")
 
