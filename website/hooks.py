@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)((?:#[^)\s]*)?)(?=\))")
+_LONG_CODE = re.compile(r"<code>(?=[^<]{40})")
 _HIDDEN = "---\nsearch:\n  exclude: true\n---\n"
 _LANGUAGES = {".py": "python", ".sh": "sh", ".txt": "text", ".yml": "yaml"}
 
@@ -61,6 +62,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return os.path.relpath(_page_of(target), source.parent) + anchor
 
     return _LINK.sub(relocated, markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Mark long code, such as a message, which site.css breaks into lines in a table."""
+    return _LONG_CODE.sub('<code class="long">', html)
 
 
 def _made_pages() -> Iterator[tuple[str, str | bytes]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from website import reference
+from tests.faults import fault_rows
+from website import reference, testing
 
 DECISIONS = Path(__file__).parents[2] / "docs" / "decisions"
 
@@ -19,3 +20,7 @@ def test_the_page_of_the_magics_shows_how_each_command_is_written() -> None:
     lines = reference.magics_page().splitlines()
     assert "%nbdist checkpoints [-h] [--dir ROOT] [--json]" in lines
     assert "%nbdist switch [options] [NAME]" in lines
+
+
+def test_the_page_how_we_test_is_made_from_the_table_of_faults() -> None:
+    assert f"| {len(fault_rows.ROWS)} | `make faults` |" in testing.page()
