@@ -198,6 +198,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "transformers.modeling_utils:PreTrainedModel._load_pretrained_model": LibraryPatch(
         TRANSFORMERS, "record the files of from_pretrained, to load them as shards"
     ),
+    "transformers.modeling_utils:PreTrainedModel.save_pretrained": LibraryPatch(
+        TRANSFORMERS, "ZeRO-3: writes empty tensors; every rank writes to the same file"
+    ),
     "transformers.core_model_loading:_materialize_copy": LibraryPatch(
         TRANSFORMERS,
         "every rank casts the whole model in host memory",
@@ -211,6 +214,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
         PEFT,
         "FSDP1: the names of modules in nested units do not match those of the state dict, and an"
         " adapter is saved without its tensors",
+    ),
+    "peft.peft_model:PeftModel.save_pretrained": LibraryPatch(
+        PEFT, "ZeRO-3: writes empty tensors; FSDP2: RuntimeError"
     ),
     "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
         PEFT,

@@ -164,6 +164,26 @@ def test_save_and_load_lose_nothing_of_the_adapter(backend: Session, tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("adapter", ["lora", ""])
+@EVERY_BACKEND
+def test_save_pretrained_writes_what_save_model_writes(
+    backend: Session, adapter: str, tmp_path: Path
+) -> None:
+    from tests import fine_tuning
+
+    ours, theirs = tmp_path / "save_pretrained", tmp_path / "save_model"
+    backend.run(
+        f"trainer = sft_trainer(folder, {str(theirs)!r}, {adapter!r}, max_steps=1)\n"
+        "trainer.train()\n"
+        "trainer.save_model()\n"
+        f"trainer.model.save_pretrained({str(ours)!r})"
+    )
+    first, second = map(fine_tuning.saved_weights, (ours, theirs))
+    assert fine_tuning.largest_difference(first, second) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_path: Path) -> None:
     from tests import fine_tuning
 

@@ -12,6 +12,7 @@ from nbdist.errors import OptionError
 from nbdist.strategies import STRATEGIES
 from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.library_patches import patch
+from nbdist.worker.training import generation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ _FSDP1_PREFIX = "_fsdp_wrapped_module."
 def patch_peft() -> None:
     """Patch peft after its import."""
     patch(f"{MODULE}:PeftModel.named_modules", _without_fsdp1)
+    patch(f"{MODULE}:PeftModel.save_pretrained", generation.save_from_all_ranks)
     patch(f"{_TUNERS}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
     patch(f"{_TUNERS}:BaseTuner._unload_and_optionally_merge", _check_merge)
     patch(f"{_TUNERS}:BaseTuner.merge_adapter", _check_merge)

@@ -26,6 +26,7 @@ from nbdist.worker.engines import wrap_policy
 from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
 from nbdist.worker.import_hook import when_imported
 from nbdist.worker.library_patches import patch
+from nbdist.worker.training import generation
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
         return set_param
 
     patch(f"{_MODELS}:PreTrainedModel._load_pretrained_model", note_files)
+    patch(f"{_MODELS}:PreTrainedModel.save_pretrained", generation.save_from_all_ranks)
     patch(f"{_LOADING}:_materialize_copy", defer_copy)
     patch(f"{_LOADING}:set_param_for_module", assign_lazy)
 

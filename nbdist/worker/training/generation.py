@@ -1,5 +1,7 @@
 """Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
 
+`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too.
+
 transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
 ZeRO-3 each forward is a collective, so all ranks have to call it equally often, also when some have
 finished their texts (`synced_gpus`). ``patch_generate`` sees to this in every `generate()`.
@@ -64,6 +66,29 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return generate
+
+
+def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
+    """Make `save_pretrained()` of a sharded model write all parameters, from rank 0."""
+
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        prepared = prepared_models.find_owner(self)
+        if (
+            prepared is None
+            or kwargs.get("state_dict") is not None  # a Trainer has gathered it
+            or not layouts.kind_of(prepared.model).shards_parameters
+            or prepared.model in _gathered
+            or self is not _bare(prepared.model)
+        ):
+            return original(self, *args, **kwargs)
+        process_group.require_all_ranks("save_pretrained() of a model with sharded parameters")
+        weights = prepared.owner.get_state_dict(prepared.model)
+        if distributed.get_rank() == 0:
+            original(self, *args, **kwargs | {"state_dict": weights})
+        prepared.owner.wait_for_everyone()
+        return None
+
+    return save_pretrained
 
 
 @contextlib.contextmanager
