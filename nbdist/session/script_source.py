@@ -214,7 +214,7 @@ def _to_python(code: str, number: int, script: Script) -> str:
 
 def _in_async_function(code: str, number: int) -> str:
     imports = [n for n in ast.parse(code).body if _bindings(n) and _stands_alone(n, code)]
-    body = _without(imports, code)
+    body = _remove_statements(imports, code)
     names = [
         s.get_name()
         for s in symtable.symtable(body, "cell", "exec").get_symbols()
@@ -304,11 +304,11 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
         if _PLACE_MATTERS.search(block.source):
             break
         hoisted |= {line for node in moved for _, line in _bindings(node)}
-        block.source = _without(moved, block.source)
+        block.source = _remove_statements(moved, block.source)
     return hoisted
 
 
-def _without(statements: Sequence[ast.stmt], source: str) -> str:
+def _remove_statements(statements: Sequence[ast.stmt], source: str) -> str:
     lines = source.splitlines()
     for statement in reversed(statements):
         del lines[statement.lineno - 1 : statement.end_lineno]
