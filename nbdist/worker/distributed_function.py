@@ -16,12 +16,8 @@ def call(namespace: dict[str, Any], python: str) -> Any:
 
     The kernel pickled it, which may run any code on this rank anyway.
 
-    Args:
-        namespace: variables of this rank.
-        python: the kernel's version of Python.
-
     Raises:
-        OptionError: this rank runs another version, which cannot read the function.
+        OptionError: the kernel's version of Python, `python`, is another one.
     """
     content = namespace.pop("_function")
     own = platform.python_version()
