@@ -45,7 +45,7 @@ import json
 print(json.dumps(answer))
 """
 _CORE = ("torch", "accelerate", "ipykernel")
-"""Required packages if nbdist's own metadata is not installed, as in a source tree."""
+"""Named first; required if nbdist's own metadata is not installed, as in a source tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,15 @@ class RankPython:
         Raises:
             StartError: packages are missing or too old.
         """
-        unmet = [
-            f"{requirement} ({version or 'not installed'})"
-            for requirement, version in unmet_requirements(
-                self.version_of, self.requirements("ranks")
-            )
-        ]
+        unmet = sorted(
+            unmet_requirements(self.version_of, self.requirements("ranks")),
+            key=lambda found: found[0].name not in _CORE,
+        )
         if unmet:
+            shown = [f"{needed} ({version or 'not installed'})" for needed, version in unmet[:4]]
+            more = f" and {len(unmet) - 4} more packages" if unmet[4:] else ""
             raise StartError(
-                f"Ranks in {self.executable} need {', '.join(unmet)}. Install"
+                f"Ranks in {self.executable} need {', '.join(shown)}{more}. Install"
                 f" {'it' if len(unmet) == 1 else 'them'} there, or create an environment with"
                 f" `{SETUP}` and select it with --python FOLDER."
             )
@@ -204,11 +204,11 @@ def find(given: str | os.PathLike[str] | None) -> RankPython:
 def _locate(given: str) -> str:
     """Return the absolute path of the executable. Keeps links: those of an environment lead out."""
     path = Path(os.path.abspath(Path(given).expanduser()))  # noqa: PTH100 - resolve() follows links
-    if path.is_dir():
-        path = path / "bin" / "python"
-    elif os.sep not in given and (program := shutil.which(given)):
-        path = Path(program)
     try:
+        if path.is_dir():
+            path = path / "bin" / "python"
+        elif os.sep not in given and (program := shutil.which(given)):
+            path = Path(program)
         path.stat()
     except OSError as error:
         raise OptionError(
@@ -238,7 +238,8 @@ def _query(executable: str) -> RankPython:
     except subprocess.TimeoutExpired:
         problem = f"no answer within {QUERY_TIMEOUT_S:.0f} s"
     except (ValueError, KeyError, TypeError):
-        problem = (done.stderr.splitlines() or ["it is not a Python interpreter"])[-1]
+        lines = done.stderr.strip().splitlines() or ["it is not a Python interpreter"]
+        problem = lines[-1 if lines[0].startswith("Traceback") else 0].rstrip(".")
     else:
         if minor >= MIN_PYTHON:
             packages = {_normalize(name): text for name, text in answer["packages"].items()}

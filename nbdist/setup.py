@@ -35,16 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
     parser.add_argument("--torch", choices=BUILDS, help="build of torch; default: for the GPUs")
     options = parser.parse_args(arguments)
     folder = options.folder.expanduser().absolute()
-    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
-        return f"nbdist: {folder} is not a virtual environment. Give a new folder."
     again = "Run the same command again to continue"
     try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+            return f"nbdist: {folder} is not a virtual environment. Give a new folder."
         install(folder, options.torch or choose_build())
     except KeyboardInterrupt:
         return f"nbdist: interrupted. {again}."
     except subprocess.CalledProcessError as error:
         return f"nbdist: pip failed with exit code {error.returncode}; see above. {again}."
-    except (OSError, OptionError, StartError) as error:
+    except OSError as error:
+        return f"nbdist: {folder} cannot be used: {error.strerror}. Give another folder."
+    except (OptionError, StartError) as error:
         return f"nbdist: {error}"
     print(f'nbdist: ready. In the notebook:\n\n    %config NbDist.python = "{folder}"\n')  # noqa: T201
     return None
@@ -69,7 +71,8 @@ def install(folder: Path, build: str) -> None:
     index = [] if build == "pypi" else ["--index-url", TORCH_INDEX + build]
     _show(2, "torch: reusing the one of this Python" if shared else f"torch, build for {build}")
     _pip(folder, *torch, *([] if shared else index))
-    _show(3, "pip, and the other packages of ranks")
+    conflicts = "; conflicts that pip reports with packages of this Python have no effect"
+    _show(3, "pip, and the other packages of ranks" + conflicts * shared)
     _pip(folder, "pip", *required)
     _show(4, "DeepSpeed, for the zero backends")
     try:

@@ -89,6 +89,9 @@ def _unmet_requirements(
     version_of: Callable[[str], str | None], required: Sequence[str]
 ) -> Iterator[Finding]:
     """Requirements that are missing or have another version."""
+    ranks = rank_python.selected()
+    pip = "pip install" if ranks.is_own else f"{ranks.executable} -m pip install"
+    keep = f", or `{rank_python.SETUP}`, which changes nothing here" if ranks.is_own else ""
     for requirement, version in rank_python.unmet_requirements(version_of, required):
         name = requirement.name
         state = f"{name} {version} is installed" if version else f"no {name}"
@@ -96,7 +99,7 @@ def _unmet_requirements(
         yield problem(
             "versions",
             f"{state}, but nbdist requires {name}{requirement.specifier}{hint}",
-            f'pip install "{name}{requirement.specifier}"',
+            f'{pip} "{name}{requirement.specifier}"{keep if version else ""}',
         )
 
 

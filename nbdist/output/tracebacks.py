@@ -23,6 +23,8 @@ ErrorKind = Literal["cause", "secondary", "interrupt"]
 
 MAX_TRACEBACKS = 4
 """Maximum number of full tracebacks; further ones are shown in one line each."""
+CALL_COMMENT = "# @nbdist.distribute: "
+"""Begins the code that calls a distributed function; its name follows."""
 
 _MAX_CHARS = 300
 _OWN_FOLDER = f"{Path(__file__).resolve().parents[1]}/"
@@ -196,9 +198,11 @@ def _user_frames(traceback: Sequence[str]) -> list[str]:
     """A traceback without frames of nbdist and ipykernel."""
     user_frames = []
     for item in traceback:
-        match = _FRAME.match(strip_ansi(item).split("\n", 1)[0])
+        first, *code = strip_ansi(item).split("\n")
+        match = _FRAME.match(first)
         path = str(Path(match[1]).expanduser()) if match else ""
-        if not path.startswith(_OWN_FOLDER) and "/site-packages/ipykernel/" not in path:
+        is_own = path.startswith(_OWN_FOLDER) or (code and CALL_COMMENT in code[0])
+        if not is_own and "/site-packages/ipykernel/" not in path:
             user_frames.append(replace_invalid_chars(item))
     return user_frames
 

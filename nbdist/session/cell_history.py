@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import CellInterrupted
+from nbdist.output.tracebacks import CALL_COMMENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +28,8 @@ MAX_RUNS = 1_000
 MAX_LITERAL = 200
 """Maximum length of a pushed value that is written into a script."""
 
-CALL_COMMENT = "# @nbdist.distribute: "
-"""Begins the code that calls a distributed function; its name follows."""
-CALLED = "_function"
-"""Name of the variable with a distributed function that is called."""
+CALL_NAMES = frozenset({"_function", "_result"})
+"""Names of the variables with a distributed function that is called, and with its value."""
 
 deleted_cells: set[str] = set()
 """Ids of the cells that were deleted from the notebook; kept by `note_notebook_cell`."""
@@ -132,7 +131,7 @@ class CellHistory:
     def add_pushes(self, values: Mapping[str, object]) -> None:
         """Add variables that were pushed to the ranks."""
         for name, value in values.items():
-            if name == CALLED:
+            if name in CALL_NAMES:
                 continue
             literal = _literal(value)
             text = literal or type(value).__name__

@@ -7,25 +7,31 @@ back as a payload file, which contains no code.
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
+import os
+import platform
 import sys
-from types import FunctionType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.getipython import get_ipython
+
 from nbdist.errors import OptionError, PayloadError
+from nbdist.output.tracebacks import CALL_COMMENT
 from nbdist.rank_sets import resolve_ranks
-from nbdist.session.cell_history import CALL_COMMENT
 from nbdist.session.progress import StatusLine
 from nbdist.session.session import Session, apply_options, current_session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _RUN = """\
 {comment}{name}
 from nbdist.worker.distributed_function import call as _call
-_result = _call(_function, globals())
-del _call, _function"""
+_result = _call(globals(), "{python}")
+del _call"""
+_NOT_PLAIN = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def distribute(
@@ -55,32 +61,37 @@ def distribute(
         options: any option of `Session`.
 
     Raises:
-        OptionError: what is decorated is not a function.
+        OptionError: what is decorated is not a function, or a generator or an async function.
         PayloadError: an argument cannot be pickled, or a returned value cannot be moved.
-        CellError: the function raised on a rank.
+        CellError: the function raised on a rank, or the ranks run another version of Python.
     """
     if function is None:
         return functools.partial(distribute, ranks=ranks, **options)
     if not isinstance(function, FunctionType):
         msg = f"@nbdist.distribute decorates a function defined with def, not {function!r}."
         raise OptionError(msg)
+    if function.__code__.co_flags & _NOT_PLAIN:
+        msg = f"{function.__name__}() cannot be distributed. Define it without async and yield."
+        raise OptionError(msg)
     return DistributedFunction(function, ranks, options)
 
 
 class DistributedFunction:
-    """A function that runs on the ranks; on a rank itself, it is the plain function."""
+    """A function or method that runs on the ranks; on a rank itself, it is called directly."""
 
     def __init__(
         self,
         function: FunctionType,
-        ranks: str | Sequence[int] | None,
-        options: dict[str, Any],
+        ranks: str | Sequence[int] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._ranks, self._options = function, ranks, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Run the function on the ranks; return what each of them returned."""
+        if "NBDIST_RANK" in os.environ:
+            return self._call_on_rank(args, kwargs)
         session = current_session()
         if session is None:
             session = Session(**self._options).start()
@@ -89,13 +100,36 @@ class DistributedFunction:
                 line.show(changed)
         session.push(_function=self._pickle_call(args, kwargs))
         name = self._function.__name__
-        session.run(_RUN.format(comment=CALL_COMMENT, name=name), self._ranks)
+        python = platform.python_version()
+        session.run(_RUN.format(comment=CALL_COMMENT, name=name, python=python), self._ranks)
         ranks = resolve_ranks(self._ranks, session.world_size)
-        return [session.pull("_result", rank=rank) for rank in ranks]
+        try:
+            return [session.pull("_result", rank=rank) for rank in ranks]
+        except PayloadError as error:
+            message = str(error).replace("_result", f"The value of {name}()", 1)
+            raise PayloadError(message) from None
+        finally:
+            session.push(_result=None)  # frees its memory on the ranks
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Bind a method to its instance, which is copied to the ranks as an argument."""
+        return self if instance is None else MethodType(self, instance)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the plain function, so that distributed functions can call each other."""
-        return _identity, (self._function,)
+        """Pickle the function alone: on a rank, the options do not matter."""
+        return DistributedFunction, (self._function,)
+
+    def _call_on_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function; meanwhile its module has the names of a cell that it lacks."""
+        own, shell = self._function.__globals__, get_ipython()
+        names = {} if shell is None else shell.user_ns  # none in a process of a DataLoader
+        lent = {name: value for name, value in names.items() if name not in own}
+        own.update(lent)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            for name in lent:
+                own.pop(name, None)
 
     def _pickle_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         import cloudpickle  # type: ignore[import-untyped]
@@ -103,7 +137,7 @@ class DistributedFunction:
         # The ranks may not be able to import the user's script or read the file of its cell.
         module = sys.modules.get(self._function.__module__)
         file = self._function.__code__.co_filename
-        call = (self._function, args, kwargs, file, linecache.getlines(file))
+        call = (self, args, kwargs, file, linecache.getlines(file))
         by_value = module is not None and self._function.__module__ != "__main__"
         try:
             if by_value:
@@ -119,7 +153,3 @@ class DistributedFunction:
             if by_value:
                 cloudpickle.unregister_pickle_by_value(module)
         return content
-
-
-def _identity(function: FunctionType) -> FunctionType:
-    return function

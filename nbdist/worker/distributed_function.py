@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import linecache
-from typing import TYPE_CHECKING, Any
+import platform
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from nbdist.errors import OptionError
 
 
-def call(content: bytes, namespace: Mapping[str, Any]) -> Any:
-    """Unpickle a function with its arguments, and return what it returns.
+def call(namespace: dict[str, Any], python: str) -> Any:
+    """Unpickle the variable `_function`, a function with its arguments, and call it.
 
-    Args:
-        content: what the kernel pickled, which may run any code on this rank anyway.
-        namespace: variables of this rank; the function sees those that it did not bring itself.
+    The kernel pickled it, which may run any code on this rank anyway.
+
+    Raises:
+        OptionError: the kernel's version of Python, `python`, is another one.
     """
+    content = namespace.pop("_function")
+    own = platform.python_version()
+    if own.split(".")[:2] != python.split(".")[:2]:
+        raise OptionError(
+            f"A distributed function needs the same version of Python on both sides: the notebook"
+            f" runs {python}, the ranks {own}. Use a %%distribute cell or Session.run()."
+        )
     function, args, kwargs, file, lines = cloudpickle.loads(content)
     # Tracebacks show the lines; an entry without a time of modification is not checked again.
     linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-    for name, value in namespace.items():
-        function.__globals__.setdefault(name, value)
     return function(*args, **kwargs)

@@ -13,6 +13,9 @@ import torch
 import nbdist
 from nbdist import CellError, Session
 from nbdist.errors import OptionError, PayloadError
+from nbdist.worker.distributed_function import call
+from tests.e2e import averages
+from tests.e2e.averages import mean_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,6 +55,21 @@ def fail(reason: object) -> None:
     raise ValueError(f"rank {rank} fails: {reason}")
 
 
+class Trainer:
+    """Its method runs on the ranks; `self` is a copy."""
+
+    rate = 0.5
+
+    @nbdist.distribute
+    def scaled(self, value: float) -> float:
+        return self.rate * value + rank
+
+
+@nbdist.distribute
+def numbers() -> Iterator[int]:
+    return iter([1, 2])
+
+
 @pytest.mark.usefixtures("session")
 def test_a_call_returns_the_value_of_each_rank() -> None:
     first, second = train(3, lr=0.01)
@@ -71,12 +89,29 @@ def test_a_function_brings_its_closure_and_sees_variables_of_cells(session: Sess
 
 
 @pytest.mark.usefixtures("session")
+def test_a_method_brings_its_instance() -> None:
+    trainer = Trainer()
+    trainer.rate = 3
+    assert trainer.scaled(2) == [6, 7]
+
+
+@pytest.mark.usefixtures("session")
+def test_on_a_rank_functions_of_other_modules_are_called_directly() -> None:
+    @nbdist.distribute
+    def both() -> list[float]:
+        return [averages.mean_over_ranks(rank), mean_over_ranks(rank)]
+
+    assert both() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.usefixtures("session")
 def test_an_error_points_into_the_file_of_the_function() -> None:
     with pytest.raises(CellError, match=r"ValueError: rank 1 fails: no data \(rank 1\)") as caught:
         fail("no data")
     (traceback,) = caught.value.__notes__
     assert "test_distributed_function.py:" in traceback
     assert 'raise ValueError(f"rank {rank} fails: {reason}")' in traceback
+    assert "Cell In" not in traceback
 
 
 @pytest.mark.usefixtures("session")
@@ -85,6 +120,23 @@ def test_what_cannot_be_copied_is_one_sentence() -> None:
         fail(threading.Lock())
     with pytest.raises(OptionError, match="decorates a function defined with def, not 3"):
         nbdist.distribute(3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"steps\(\) cannot be distributed.* without async"):
+
+        @nbdist.distribute
+        async def steps() -> None:
+            pass
+
+
+def test_a_value_that_cannot_be_moved_names_the_function(session: Session) -> None:
+    with pytest.raises(PayloadError, match=r"The value of numbers\(\) is a list_iterator"):
+        numbers()
+    session.run("left = [globals().get(name) for name in ('_function', '_result')]")
+    assert session.pull("left") == [None, None]
+
+
+def test_a_rank_of_another_python_does_not_read_the_function() -> None:
+    with pytest.raises(OptionError, match=r"same version of Python .* the notebook runs 3\.10\.1"):
+        call({"_function": b"bytes of Python 3.10"}, "3.10.1")
 
 
 def test_options_of_the_decorator_switch_the_session(session: Session) -> None:

@@ -164,7 +164,7 @@ def test_a_torch_with_a_hole_is_named() -> None:
 
 def test_a_version_that_nbdist_was_not_made_for_is_named() -> None:
     one = only(versions_with(accelerate="1.10.0"), "problem", "accelerate 1.10.0 is installed")
-    assert one.do == 'pip install "accelerate<2,>=1.15"'
+    assert one.do.startswith('pip install "accelerate<2,>=1.15", or `python -m nbdist.setup')
 
 
 @pytest.mark.fault("A11")

@@ -7,6 +7,7 @@ import shutil
 import stat
 import sys
 import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_a_python_without_torch_starts_no_ranks(tmp_path: Path) -> None:
         rank_python.find(python).check()
 
 
+def test_an_empty_environment_names_some_packages_and_counts_the_others(tmp_path: Path) -> None:
+    venv.create(tmp_path)
+    with pytest.raises(StartError, match=r"torch<3,>=2\.\d+ \(not installed\).* and \d+ more pack"):
+        rank_python.find(tmp_path).check()
+
+
 def test_a_deleted_environment_is_named(tmp_path: Path) -> None:
     python = environment(tmp_path / "env", without=("torch",))
     rank_python.find(python)
@@ -58,11 +65,17 @@ def test_a_deleted_environment_is_named(tmp_path: Path) -> None:
         rank_python.find(python)
 
 
+def test_a_path_that_cannot_be_looked_up_says_why() -> None:
+    with pytest.raises(OptionError, match=r"cannot be used: .*: File name too long[.]"):
+        rank_python.find("/" + 300 * "x")
+
+
 @pytest.mark.parametrize(
     ("script", "mode", "says"),
     [
         ("#!/bin/sh\n", 0o600, "Permission denied"),
         ("#!/bin/sh\necho no >&2; exit 3\n", 0o700, "cannot be used: no[.]"),
+        ("#!/bin/sh\necho no 3.13 >&2; echo ' Note: ...' >&2\n", 0o700, "be used: no 3.13[.]"),
         ("#!/bin/sh\n", 0o700, "not a Python interpreter"),
         ('#!/bin/sh\necho \'{"version": "3.9.1", "minor": [3, 9]}\'\n', 0o700, "3.11 or newer"),
     ],

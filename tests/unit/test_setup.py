@@ -61,3 +61,10 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert message is not None
     assert message.endswith("is not a virtual environment. Give a new folder.")
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    message = setup.main([str(tmp_path / "notes.txt")])
+    assert message is not None
+    assert "notes.txt cannot be used: Not a directory." in message
