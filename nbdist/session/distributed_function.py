@@ -88,8 +88,8 @@ class DistributedFunction:
         functools.update_wrapper(self, function)
         self._function, self._ranks, self._options = function, ranks, options
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Run the function on the ranks; return what each of them returned."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on the ranks; return a list of what each of them returned."""
         if "NBDIST_RANK" in os.environ:
             return self._call_on_rank(args, kwargs)
         session = current_session()
