@@ -115,7 +115,7 @@ def test_without_a_distributed_type_there_is_one_rank(
 ) -> None:
     """As under `accelerate launch`; trl's single_gpu.yaml has 8 processes."""
     assert options(tmp_path, {"distributed_type": "NO", "num_processes": 8})["nproc"] == 1
-    assert "no effect in a session: num_processes of" in capsys.readouterr().out
+    assert "nbdist: ignored keys of the config file: num_processes" in capsys.readouterr().out
 
 
 def test_what_has_no_effect_is_named_in_one_line(

@@ -51,7 +51,7 @@ def test_a_machine_without_gpus_gets_the_build_for_cpus(monkeypatch: pytest.Monk
 
 
 def test_an_old_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="supports CUDA 11; torch needs 12"):
+    with pytest.raises(OptionError, match="is for CUDA 11; torch needs 12"):
         build_for(monkeypatch, (11, 4), (7, 5))
 
 

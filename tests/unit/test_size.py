@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 71_350,
+    "lines in nbdist/": 71_440,
     "files in nbdist/": 311,
     "functions per 1,000 code lines": 87,
-    "lines in tests/ and benchmarks/": 51_450,
+    "lines in tests/ and benchmarks/": 51_560,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
