@@ -19,7 +19,6 @@ import os
 import pdb  # noqa: T100
 import sys
 import threading
-import traceback
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -327,11 +326,14 @@ def release_error(shell: InteractiveShell) -> None:
     result = shell.last_execution_result
     if not hasattr(sys, "last_value") and (result is None or result.success):
         return
-    # If the garbage collector finds the iterator of a DataLoader, it waits 5 s for each worker.
-    traceback.clear_frames(getattr(sys, "last_traceback", None))
+    # An error refers to its frames, and a frame often to its error. The garbage collector would
+    # find such a cycle, but wait 5 s for each worker of a DataLoader whose iterator is in it.
+    error = getattr(sys, "last_value", None)
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         sys.__dict__.pop(name, None)
     for view in (shell.InteractiveTB, shell.SyntaxTB):
         vars(view).update(tb=None, evalue=None, etype=None, pdb=None, last_syntax_error=None)
     result = shell.last_execution_result = None
-    gc.collect()  # exception and frame often refer to each other
+    gc.collect()

@@ -216,7 +216,10 @@ def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
 
 @pytest.mark.parametrize("ranks", ["fsdp1", "zero3"], indirect=True)
 def test_a_trainer_that_evaluated_without_training_data_says_so(ranks: Session) -> None:
-    before = "trainer.train_dataset = None; trainer.evaluate(); trainer.train_dataset = rows"
+    before = (
+        "rows, trainer.train_dataset = trainer.train_dataset, None\n"
+        "trainer.evaluate(); trainer.train_dataset = rows"
+    )
     with pytest.raises(CellError, match=r"create a new model and Trainer|with a new model"):
         ranks.run(TRAINER.format(before=before))
 
