@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+
 from tests.unit.test_json_documents import fields_of
 
 if TYPE_CHECKING:
