@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PDB_VARIABLES = ("__return__", "__exception__", "__pdb_convenience_variables")
 """What pdb adds to the variables of a cell; it would keep frames and their tensors alive."""
+SKIPPED_MODULES = ("nbdist.*", "contextlib", "threading")
+"""`step` does not stop in nbdist's own code, which may hold a lock that an interrupt needs."""
 SIGINT_S = 1.0
 """Time for the SIGINT of an interrupt to arrive, which is sent shortly before the release."""
 
@@ -209,8 +211,8 @@ class RankDebugger(debugger.InterruptiblePdb):
         keyboard.require_user("The debugger")
         self._has_left_statement = False
         """True between two statements of a cell."""
-        # Otherwise `continue` installs a handler for SIGINT, and Stop would open the debugger.
-        super().__init__(*args, **{**kwargs, "nosigint": True})
+        # nosigint: `continue` would install a handler for SIGINT, and Stop would open the debugger.
+        super().__init__(*args, **{**kwargs, "nosigint": True, "skip": SKIPPED_MODULES})
 
     def setup(self, frame: FrameType | None, tb: Any) -> Any:
         """Read the stack and set the prompt."""

@@ -117,6 +117,17 @@ def test_quitting_stops_all_ranks_after_the_same_step(ranks: LiveKernel, command
     assert "[1] (2.0, 1)" in text
 
 
+def test_stepping_does_not_stop_in_code_of_nbdist(ranks: LiveKernel) -> None:
+    """There it would hold a lock that an interrupt needs."""
+    shown, prompts = ranks.run_with_answers(
+        "%%distribute\ntrain(3, stop=lambda step: rank == 1)", "n", "s", "s", "s", "q"
+    )
+    files = [prompt.split()[2] for prompt in prompts]
+    assert files[0].startswith("In[")
+    assert not {"prepared_models.py", "optimizer_step_gate.py", "contextlib.py"} & {*files}
+    assert "all variables are kept" in shown.text
+
+
 def test_interrupting_at_a_prompt_stops_all_ranks(ranks: LiveKernel) -> None:
     code = "%%distribute\nif rank == 1:\n    breakpoint()\nkept = rank\ndist.barrier()"
     request = ranks.send(code)
