@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from nbdist.cluster.launcher_process import remove_launch_variables
-from nbdist.doctor.finding import note, ok, redacted_variable, summarize_list
-from nbdist.redaction import is_secret
+from nbdist.doctor.finding import is_secret_name, note, ok, redacted_variable, summarize_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -64,5 +63,5 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
         variables = (redacted_variable(name, environ[name]) for name in others)
         message = f"ranks inherit {summarize_list(variables, 8)}"
         yield note(TOPIC, message, "unset those that you do not need before you start Jupyter")
-    secrets = sum(map(is_secret, environ))
+    secrets = sum(map(is_secret_name, environ))
     yield ok(TOPIC, f"{len(environ)} variables, {secrets} of them hidden because of their names")

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.redaction import is_secret
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -17,6 +15,8 @@ Level = Literal["problem", "note", "ok"]
 LEVELS: tuple[Level, ...] = ("problem", "note", "ok")
 """Severities, worst first. A problem breaks something, a note is worth knowing."""
 
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+"""Wider than in `redaction`: hiding too much is harmless, and reports are pasted into issues."""
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _HIDDEN = "***"
 _MAX_VALUE_CHARS = 60
@@ -49,9 +49,14 @@ def problem(topic: str, says: str, do: str) -> Finding:
     return Finding("problem", topic, says, do)
 
 
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable of this name may hold a secret."""
+    return _SECRET.search(name) is not None
+
+
 def redacted_variable(name: str, value: str) -> str:
     """Format a variable as NAME=value, with secrets and passwords in URLs replaced by ***."""
-    text = _HIDDEN if is_secret(name) else _IN_URL.sub(_HIDDEN, value)
+    text = _HIDDEN if is_secret_name(name) else _IN_URL.sub(_HIDDEN, value)
     text = text if text.isprintable() else repr(text)
     return f"{name}={text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + '...'}"
 

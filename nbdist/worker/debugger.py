@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 PDB_VARIABLES = ("__return__", "__exception__", "__pdb_convenience_variables")
 """What pdb adds to the variables of a cell; it would keep frames and their tensors alive."""
 SKIPPED_MODULES = ("nbdist.*", "contextlib", "threading")
-"""`step` does not stop in nbdist's own code, which may hold a lock that an interrupt needs."""
+"""`step` does not stop in nbdist's own code, nor in the contexts and timers that it uses, because a
+lock may be held there that an interrupt needs."""
 SIGINT_S = 1.0
 """Time for the SIGINT of an interrupt to arrive, which is sent shortly before the release."""
 

@@ -156,8 +156,8 @@ def test_background(notebook: LiveKernel) -> None:
 
 def test_stop_button(notebook: LiveKernel) -> None:
     request = notebook.send(
-        "%%distribute\nimport time\nseen = 1\ntorch.distributed.barrier()\nprint('going')\n"
-        "while True: time.sleep(0.01)"
+        "%%distribute\nimport threading\nseen = 1\ntorch.distributed.barrier()\nprint('going')\n"
+        "threading.Event().wait()"
     )
     notebook.collect(request, until="going")
     notebook.manager.interrupt_kernel()
