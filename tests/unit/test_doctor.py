@@ -120,8 +120,10 @@ def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
 @pytest.mark.fault("S18")
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "NCCL_API_KEY", "ds_secret", "PGPASSWORD", "AWS_CREDENTIALS", "X_PASSWD"]
-    + ["DBPASSWORD", "GITHUBTOKEN", "PROXY_AUTHORIZATION"],
+    [
+        *["HF_TOKEN", "NCCL_API_KEY", "ds_secret", "PGPASSWORD", "AWS_CREDENTIALS", "X_PASSWD"],
+        *["DBPASSWORD", "GITHUBTOKEN", "PROXY_AUTHORIZATION"],
+    ],
 )
 def test_a_secret_is_never_shown(name: str) -> None:
     assert finding.redacted_variable(name, "hunter2") == f"{name}=***"
