@@ -50,7 +50,9 @@ def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
     ranks = {child.pid for child in list(multiprocessing_process._children)}  # type: ignore[attr-defined]  # noqa: SLF001
     for number in (signal.SIGTERM, signal.SIGKILL):
         # list again: the children of a dead rank are now children of the launcher
-        running = [process for process in _descendants() if _alive(process)]
+        running = [
+            process for process in psutil.Process().children(recursive=True) if _alive(process)
+        ]
         for process in running:
             _signal(process, signal.SIGKILL if process.pid in ranks else number)
             _signal(process, signal.SIGCONT)  # a stopped process gets SIGTERM when continued
@@ -65,10 +67,6 @@ def reap_orphans() -> None:
     for process in psutil.Process().children():
         if not _alive(process):
             os.waitpid(process.pid, os.WNOHANG)
-
-
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -67,13 +67,3 @@ def close_colours(line: str, style: str) -> tuple[str, str]:
         style = add_style(style, match[0])
     text = opened + keep_only_colours(line)
     return (text + RESET if style else text), style
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Format a size: "812 B", "12.3 MB"."""
-    amount = float(num_bytes)
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:  # noqa: PLR2004 - the step between the units
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} GB"

@@ -18,13 +18,13 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from nbdist.display.number_formatting import format_bytes
 from nbdist.output.ansi import (
     COLOUR_SEQUENCE,
     ESCAPE_SEQUENCE,
     RESET,
     add_style,
     close_colours,
-    format_bytes,
     replace_invalid_chars,
 )
 from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem

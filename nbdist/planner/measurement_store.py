@@ -253,17 +253,12 @@ class MeasurementStore:
 
     def _key(self, kind: MeasurementKind, place: str) -> str:
         host = "" if kind == "memory" else f" | {self._host}"
-        return f"{place}{host} | torch {_torch()}"
+        return f"{place}{host} | torch {_torch_of(rank_python.selected())}"
 
 
 def store_path() -> Path:
     """Return the file: nbdist/measurements.json in XDG_CACHE_HOME, or ~/.cache."""
     return user_cache.cache_dir() / "measurements.json"
-
-
-def _torch() -> str:
-    """Return the version of the ranks' torch without importing it."""
-    return _torch_of(rank_python.selected())
 
 
 @once

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_python, strategies
 from nbdist.cluster.allocation import format_names
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import (
     DEFAULT_CPU_RANKS,
@@ -133,7 +134,7 @@ def check_usable(
             raise StartError(f"{msg} {reason.do}.")
     usage = gpu_memory_usage(replace(found, gpus=tuple(chosen)), own=own, nvml=nvml)
     occupied = (
-        f"GPU {index} has {now.free_bytes / 2**30:.0f} of {gpu.memory_bytes / 2**30:.0f} GB free"
+        f"GPU {index} has {format_bytes(now.free_bytes)} of {format_bytes(gpu.memory_bytes)} free"
         f" (used by {format_names(now.holders)})"
         for index, gpu, now in zip(placement.devices, chosen, usage, strict=False)
         if now.holders and now.free_bytes < gpu.memory_bytes / 2

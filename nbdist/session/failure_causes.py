@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nbdist.cluster.local_launcher import LAUNCHER_NAME
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import RankDied
 
 if TYPE_CHECKING:
@@ -254,7 +255,7 @@ class OomKillCounter:
     def describe(self) -> str:
         """Describe the kill and its limit."""
         limit = self._limit()
-        cause = f"cgroup limit {limit / 2**30:.1f} GiB" if limit else "the machine is out of memory"
+        cause = f"cgroup limit {format_bytes(limit)}" if limit else "the machine is out of memory"
         return f"killed by the kernel's OOM killer ({cause})"
 
     def _count(self) -> int:

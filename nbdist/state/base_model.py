@@ -17,6 +17,7 @@ import torch
 
 from nbdist.checkpoint import BaseReference, TensorMetadata
 from nbdist.checkpoint.name_validation import printable
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
 from nbdist.state import collectives, tensor_digest
 from nbdist.state.importers import safetensors
@@ -296,7 +297,7 @@ def _shard(index: TensorIndex, name: str, shape: tuple[int, ...]) -> Shard:
 def _count(frozen: ShardMap, keys: Mapping[str, object]) -> str:
     """Return how many frozen parameters these are."""
     total = sum(torch.Size(frozen[key].shape).numel() * frozen[key].dtype.itemsize for key in keys)
-    return f"{len(keys)} frozen parameters ({total / 1e6:,.1f} MB) are"
+    return f"{len(keys)} frozen parameters ({format_bytes(total)}) are"
 
 
 def _label(name: str, revision: str) -> str:

@@ -150,7 +150,7 @@ class RankKernel(IPythonKernel):
         """Called when a cell's code has ended, whether it succeeded or failed."""
         self.oom_advice_for: Callable[
             [BaseException | None], Callable[[], messages.OomAdvice] | None
-        ] = _no_advice
+        ] = lambda _: None
         """Inspects an error while its frames exist; the result is called after their release."""
         self.collective_barrier: CollectiveBarrier | None = None
         """Barrier of CPU ranks before each collective; set by `for_rank`."""
@@ -523,10 +523,6 @@ def error_reply(error: BaseException) -> messages.ErrorReply:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted before it finished"
     return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
-
-
-def _no_advice(_: BaseException | None) -> None:
-    return None
 
 
 def _shorten(bundle: dict[str, Any]) -> None:

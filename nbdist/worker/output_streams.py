@@ -8,6 +8,8 @@ import sys
 
 from ipykernel.iostream import OutStream
 
+from nbdist.display.number_formatting import format_bytes
+
 MAX_CHARS = 10_000_000
 """Maximum length in characters of a printed text or value."""
 MAX_ERROR_CHARS = 100_000
@@ -22,7 +24,7 @@ def truncate(text: str, *, longest: int = MAX_CHARS) -> str:
         return text
     return (
         f"{text[:KEPT_CHARS]}\n{text[-KEPT_CHARS:]}\n"
-        f"[Truncated {len(text) / 1e6:.1f} MB to the first and last {KEPT_CHARS:,} characters.]\n"
+        f"[Truncated {format_bytes(len(text))} to the first and last {KEPT_CHARS:,} characters.]\n"
     )
 
 

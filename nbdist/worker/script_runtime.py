@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, recursively_apply
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 FOLDER = Path(__file__).parent
@@ -137,11 +137,10 @@ def _prepare_like_a_session(prepare: Any) -> Any:
         result = prepare(self, *args, **kwargs)
         if models:
             _accelerators[:] = [self]
+            if is_deepspeed:
+                _cast_inputs(self.deepspeed_engine_wrapped.engine)
         if _settings.get("clip") and not is_deepspeed:  # DeepSpeed clips by itself
-            for optimizer in self._optimizers:
-                if not optimizer.optimizer.__dict__.setdefault("_clips", False):
-                    optimizer.optimizer.__dict__["_clips"] = True
-                    optimizer.optimizer.register_step_pre_hook(functools.partial(_clip, self))
+            _clip_before_steps(self)
         return result
 
     return prepared
@@ -169,6 +168,28 @@ def _fill_deepspeed_config(accelerator: Accelerator, args: Any) -> None:
     has_size = any(isinstance(getattr(arg, "batch_size", None), int) for arg in args)
     if plugin.is_auto(key) and not has_size:
         plugin.deepspeed_config[key] = 1
+
+
+def _cast_inputs(engine: Any) -> None:
+    """Cast inputs of the model to bf16 or fp16, as FSDP does and deepspeed 0.19.8 does not."""
+    if not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        return
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    engine.register_forward_pre_hook(
+        lambda _, args, kwargs: recursively_apply(cast, (args, kwargs)), with_kwargs=True
+    )
+
+
+def _clip_before_steps(accelerator: Accelerator) -> None:
+    for wrapper in accelerator._optimizers:  # noqa: SLF001
+        optimizer = wrapper.optimizer
+        if not vars(optimizer).get("_clips"):
+            vars(optimizer)["_clips"] = True
+            optimizer.register_step_pre_hook(functools.partial(_clip, accelerator))
 
 
 def _clip(accelerator: Accelerator, optimizer: Any, *_: object) -> None:

@@ -160,7 +160,7 @@ def test_changed_frozen_parameters_are_restored_from_the_base(session: Session) 
     session.run("change_frozen()")
     changed = session.save("changed", overwrite=True)
     changed.wait(60)
-    assert "1 frozen parameters (0.1 MB) are stored by value: not equal to" in str(changed)
+    assert "1 frozen parameters (0.1 MiB) are stored by value: not equal to" in str(changed)
     session.load("before")
     assert one(session, "train(2)") == expected
 

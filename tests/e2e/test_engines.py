@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
@@ -160,6 +161,19 @@ def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     assert losses != exact
     assert losses[1] == pytest.approx(exact[1], abs=1e-2)
     assert engine.values[0] == "torch.float32"
+
+
+def test_zero_casts_floating_point_inputs() -> None:
+    code = """
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loss = (model(input=torch.ones(2, 4)) - torch.zeros(2, 1)).square().mean()
+accelerator.backward(loss)
+optimizer.step()
+model(torch.ones(2, 4)).dtype
+"""
+    with Session(nproc=1, backend="zero2", precision="bf16") as session:
+        assert session.run(code).values[0] == torch.bfloat16
 
 
 def test_what_a_trainer_logs_is_reported_step_by_step(under_zero2: Session) -> None:

@@ -31,13 +31,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=scale)
 data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-dtype = next(model.parameters()).dtype
 """
 TRAIN = """
 for batch in loader:
     with accelerator.accumulate(model):
-        inputs = batch.to(dtype)  # DeepSpeed does not cast them to bf16
-        loss = (model(inputs) - batch.sum(1, keepdim=True)).square().mean()
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,21 +1,11 @@
 from __future__ import annotations
 
-import pytest
-
 from nbdist.output.ansi import (
     close_colours,
-    format_bytes,
     keep_only_colours,
     replace_invalid_chars,
     strip_ansi,
 )
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (12_345_678, "12.3 MB"), (5e9, "5.0 GB")]
-)
-def test_size(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
 
 
 def test_only_colours_are_left() -> None:

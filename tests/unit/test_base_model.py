@@ -54,7 +54,7 @@ def test_tensors_are_found_by_their_values(tmp_path: Path, base: dict[str, torch
     stored = base_model.find_references(frozen, [str(tmp_path)])
     assert stored.bases[0].tensors == {"x": "a", "y": "b"}
     assert stored.keys["y"].dtype == "float32"
-    assert "1 frozen parameters (0.0 MB) are stored by value: not equal" in stored.notes[1]
+    assert "1 frozen parameters (140 bytes) are stored by value: not equal" in stored.notes[1]
     index = base_model.open_references(manifest(stored), ["x", "y"], [])
     target = shards(x=torch.zeros(5, 7), y=torch.zeros(9))
     index.read_into(target)

@@ -377,7 +377,7 @@ def test_gpus_that_others_fill_are_named() -> None:
     nvml = FakeNvml(
         [FakeGpu("GPU-0", used=((gone, GIB),)), FakeGpu("GPU-1", used=((gone, 70 * GIB),))]
     )
-    assert chosen_on(nvml) == [f"GPU 1 has 10 of 80 GB free (used by pid {gone})"]
+    assert chosen_on(nvml) == [f"GPU 1 has 10.0 GiB of 80.0 GiB free (used by pid {gone})"]
     assert chosen_on(nvml, own=(gone,)) == []
 
 

@@ -13,5 +13,5 @@ def test_a_text_that_is_not_giant_stays_as_it_is() -> None:
 def test_a_giant_text_keeps_its_ends_and_says_how_long_it_was() -> None:
     found = truncate("begin" + "x" * 12_000_000 + "end")
     assert found.startswith("beginx")
-    assert "xend\n[Truncated 12.0 MB to the " in found
+    assert "xend\n[Truncated 11 MiB to the " in found
     assert len(found) < 3 * KEPT_CHARS

@@ -133,7 +133,7 @@ def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     assert ranks(file).with_num_ranks(4).comm_speed is None
     assert target_devices.parse_devices("2xcpu").comm_speed is None
     assert target_devices.parse_devices("2xcpu").slowest_device.compute_speed is None
-    monkeypatch.setattr(measurement_store, "_torch", lambda: "9.0")
+    monkeypatch.setattr(measurement_store, "_torch_of", lambda _: "9.0")
     assert ranks(file).comm_speed is None
 
 

@@ -132,5 +132,5 @@ def test_a_descendant_that_cannot_be_killed_is_named_in_time(
         def send_signal(self, number: int) -> None:
             """Take no notice."""
 
-    monkeypatch.setattr(process_tree, "_descendants", lambda: [Immortal()])
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [Immortal()])
     assert process_tree.end_descendants(grace_s=0.05) == [4711]

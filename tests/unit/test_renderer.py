@@ -466,7 +466,7 @@ def test_a_flood_that_ends_before_the_cell_is_told_at_once() -> None:
     cell.pass_(0.2)
     shown = cell.screen.text
     assert shown.endswith("[0-1] 999\n")
-    assert "[0-1] 920 lines (3.6 kB) not shown; `%nbdist log 0` shows the last of it\n" in shown
+    assert "[0-1] 920 lines (3.6 KiB) not shown; `%nbdist log 0` shows the last of it\n" in shown
     cell.out(0, "after\n")
     assert cell.close().endswith("[0] after\n")
 
@@ -490,7 +490,7 @@ def test_a_giant_line_is_cut_and_its_size_told() -> None:
             cell.out(0, "\n" if not ending else "y\n")
             shown = cell.close()
             assert len(shown) < 300_000, (ranks, ending)
-            assert "MB, truncated]" in shown or "MB) not shown" in shown
+            assert "MiB, truncated]" in shown or "MiB) not shown" in shown
 
 
 def test_a_flood_of_displays_is_cut_and_counted() -> None:

@@ -205,23 +205,17 @@ def _copies(device: torch.device) -> dict[str, float]:
     on_device = _raise_if_any_failed(lambda: torch.ones(size, dtype=torch.uint8, device=device))
     bandwidths = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):
-        host = _raise_if_any_failed(functools.partial(_host_tensor, size, pinned=pinned))
+        host = _raise_if_any_failed(
+            functools.partial(torch.ones, size, dtype=torch.uint8, pin_memory=pinned)
+        )
         distributed.barrier()
         for direction, (target, source) in {
             "to_device": (on_device, host),
             "to_host": (host, on_device),
         }.items():
-            copy = _copy_call(target, source)
+            copy = functools.partial(target.copy_, source, non_blocking=True)
             bandwidths[f"{direction}_{kind}"] = size / _seconds_of(copy, device)
     return bandwidths
-
-
-def _host_tensor(size: int, *, pinned: bool) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).fill_(1)
-
-
-def _copy_call(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source, non_blocking=True)
 
 
 # -------------------------------------------------------------------------------- time

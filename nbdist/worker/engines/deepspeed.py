@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DeepSpeedPlugin
+from accelerate.utils import recursively_apply
 
 # accelerate 1.15 exports them from accelerate.utils only if DeepSpeed is installed
 from accelerate.utils.deepspeed import (
@@ -278,6 +279,24 @@ def _show_zero3_in_passes(engine: Any) -> None:
     engine.module.register_forward_hook(lambda *_: _show_zero3(None), always_call=True)
 
 
+def _cast_inputs(engine: Any) -> None:
+    """Cast floating-point inputs of an engine's forward to the dtype that it computes in.
+
+    FSDP2 does, and autocast under DDP; deepspeed 0.19.8 does only with its fp16 `auto_cast`.
+    """
+    if not (engine.bfloat16_enabled() or engine.fp16_enabled()):
+        return
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def before_forward(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return recursively_apply(cast, (args, kwargs))
+
+    engine.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
 def prepare(
     accelerator: Accelerator,
     original: Callable[..., Any],
@@ -321,6 +340,7 @@ def prepare(
         result = original(accelerator, *args, **kwargs)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
+    _cast_inputs(engine)
     if used.zero_stage == CUTS_PARAMETERS:
         _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)

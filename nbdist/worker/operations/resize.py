@@ -36,6 +36,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 
 from nbdist import checkpoint
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.protocol.operations import RankSwitchReport, SaveRequest
@@ -383,9 +384,9 @@ def _choose_folder(folders: Sequence[str], own_bytes: int, blocks: dict[str, int
         free = collectives.all_gather_values(free)[0]
         if free > total:
             return folder
-        checked.append(f"{folder.parent} has {free / 2**30:.1f} GiB free")
+        checked.append(f"{folder.parent} has {format_bytes(free)} free")
     raise SwitchError(
-        f"State and variables need {total / 2**30:.1f} GiB of temporary space for the new ranks,"
+        f"State and variables need {format_bytes(total)} of temporary space for the new ranks,"
         f" but {', '.join(checked)}. Free space in one of them, or set TMPDIR to a folder with"
         " enough space."
     )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
@@ -332,8 +333,8 @@ def check_host_memory(needed: int) -> None:
     free = discovery.host_free_memory_bytes()
     if needed_on_host > free:
         raise SwitchError(
-            f"A copy of the state needs {needed_on_host / 2**30:.1f} GiB of host memory, but only"
-            f" {free / 2**30:.1f} GiB are free. Free some memory, or save, restart and load."
+            f"A copy of the state needs {format_bytes(needed_on_host)} of host memory, but only"
+            f" {format_bytes(free)} are free. Free some memory, or save, restart and load."
         )
 
 
