@@ -118,6 +118,11 @@ def test_a_plan_is_another_one_then_and_says_so(
     assert after.row("ddp").step_time_s != before.row("ddp").step_time_s
     assert measured.figures, "and it was measured by these ranks"
     assert ranks.world_size == len(measured.figures)
+    ranks.run(
+        "from nbdist.worker.engines import accelerator_patch as a, auto_strategy as auto\n"
+        "cluster = auto.build_cluster_spec([2**30] * 2, a.current_config().hardware, ())"
+    )
+    assert value(ranks, "cluster.comm_measured_date"), "--auto uses it too"
 
 
 @pytest.mark.alone

@@ -164,14 +164,9 @@ def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
 
 
 def test_zero_casts_floating_point_inputs() -> None:
-    code = """
-model = torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-loss = (model(input=torch.ones(2, 4)) - torch.zeros(2, 1)).square().mean()
-accelerator.backward(loss)
-optimizer.step()
-model(torch.ones(2, 4)).dtype
-"""
+    code = """model = torch.nn.Linear(4, 1)
+model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(input=torch.ones(2, 4)).dtype"""
     with Session(nproc=1, backend="zero2", precision="bf16") as session:
         assert session.run(code).values[0] == torch.bfloat16
 

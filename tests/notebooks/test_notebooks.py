@@ -109,7 +109,7 @@ def test_trainer() -> None:
 def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # plan with the defaults
     notebook = executed("04_will_it_fit.ipynb")
-    assert "fastest that fits" in text(notebook, "seven")
+    assert "the simplest that fits" in text(notebook, "seven")
     assert "text/html" in mimes(notebook, "seven")
     assert "these changes would" in text(notebook, "eight")
     assert "--offload cpu" in text(notebook, "fits")
@@ -118,6 +118,9 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check = text(notebook, "check")
     assert "predicted" in check
     assert "measured" in check
+    all_tensors = r"all tensors +\S+ MiB +(\S+) MiB"
+    before, after = (re.findall(all_tensors, text(notebook, c)) for c in ("check", "check-smaller"))
+    assert float(after[0]) < 0.5 * float(before[0])
     assert "CPU ranks" in text(notebook, "here")
     assert "L4" in text(notebook, "there")
 

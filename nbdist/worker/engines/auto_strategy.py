@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
-from nbdist.planner import cluster_spec, measured_comparison, search
+from nbdist.planner import measured_comparison, search, target_devices
 from nbdist.planner.plan_types import PlanInput
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
@@ -306,23 +306,17 @@ def build_cluster_spec(
     nodes = nodes or [
         discovery.SessionNode("", tuple(range(len(free))), discovery.discover_machine())
     ]
-    specs = {}
+    readings: list[tuple[SessionNode, Sequence[discovery.GpuFreeMemory], int]] = []
     for node in nodes:
         free_of_node = [free[rank] for rank in node.ranks]
         if hardware.kind == "cpu":
-            specs[node.name] = cluster_spec.cluster_for_machine(
-                replace(node.machine, gpus=()),
-                cpu_ranks=len(free_of_node),
-                host_free_bytes=sum(free_of_node),
-            )
+            without_gpus = replace(node, machine=replace(node.machine, gpus=()))
+            readings.append((without_gpus, (), sum(free_of_node)))
         else:
-            specs[node.name] = cluster_spec.cluster_for_machine(
-                node.machine,
-                [discovery.GpuFreeMemory(size) for size in free_of_node],
-                # of this node; the others' are unknown
-                host_free_bytes=discovery.host_free_memory_bytes(),
-            )
-    return cluster_spec.cluster_for_nodes(specs)
+            usage = [discovery.GpuFreeMemory(size) for size in free_of_node]
+            # of this node; the others' are unknown
+            readings.append((node, usage, discovery.host_free_memory_bytes()))
+    return target_devices.cluster_for_session_nodes(readings)
 
 
 def available_bytes(model: nn.Module | None = None) -> int:
