@@ -104,6 +104,10 @@ def separable_embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
     # torch 2.13 rejects a parameter in two groups: T5's embedding shares its weight with encoder
     # and decoder, and the bias of BERT's head is also registered next to the head.
     modules = embedding_and_head(model)
+    if hasattr(modules.get(GET_HEAD_METHOD), "modules_to_save"):
+        # A head that PEFT 0.21 trains. TRL 1.16 multiplies by its weight outside of its forward,
+        # where a weight of a unit of its own is sharded, and its gradient would not be reduced.
+        del modules[GET_HEAD_METHOD]
     groups = [list(modules)] if has_tied_embeddings(model) else [[name] for name in modules]
     own = [
         names
