@@ -256,7 +256,7 @@ class ZeroTimeline(timeline.StepTimeline):
             for moment in own.backward_moments
             if moment.num_grads >= reduction.num_done_in_group
         ]
-        held = max(held_then or [moment.held_bytes for moment in own.backward_moments], default=0)
+        held = max(held_then, default=own.input_grad_bytes)
         return before[place.group_index] + place.block_index * own.saved_bytes + held
 
     def _is_tied_head(self, place: TrainableParameter) -> bool:
