@@ -62,7 +62,7 @@ _PAGE_TEMPLATE = """\
 {% block error %}{{ block(output.traceback | join('\n')) }}{% endblock error %}
 {% block data_text %}{{ block(output.data['text/plain']) }}{% endblock data_text %}
 {% block data_html %}
-<div class="output-html">
+<div class="output-html" data-search-exclude>
 {{ output.data['text/html'] }}
 </div>
 {% endblock data_html %}
