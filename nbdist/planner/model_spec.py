@@ -123,6 +123,8 @@ class LayerActivations:
     """Moments of its backward that no other moment exceeds in both fields."""
     input_grad_bytes: int = 0
     """Bytes of the gradient of the group's input."""
+    gradient_moments: tuple[BackwardPeakCandidate, ...] = ()
+    """When each of its gradients is complete, in order; empty for closed forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

@@ -27,6 +27,7 @@ def fields() -> dict[str, Any]:
         "gradient": [0, 4],
         "forward": [[[0, 40], 0], [[200, 5], 0]],
         "backward": [[[0, 60], 0], [[300, 1], 0], [[10, 20], 7]],
+        "gradients": [[[10, 20], 7]],
         "flops": 5.0,
     }
     run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2]}
@@ -289,6 +290,7 @@ class Recording(NamedTuple):
     saved_bytes: dict[int, int]
     forward_only_bytes: dict[int, int]
     output_bytes: int
+    gradients: dict[int, list[tuple[int, int]]]
 
 
 def recording(batch: int, *, extra: int = 0) -> Recording:
@@ -310,7 +312,8 @@ def recording(batch: int, *, extra: int = 0) -> Recording:
         Mark(*three, 2.0 * batch * n)
         for n, three in enumerate(zip(kinds, places, begins, strict=True))
     ]
-    return Recording(moments, marks, {0: 10, 1: 6 * batch}, {0: 0, 1: batch}, 2 * batch)
+    gradients = {1: [(10 + 14 * batch, 3)]}
+    return Recording(moments, marks, {0: 10, 1: 6 * batch}, {0: 0, 1: batch}, 2 * batch, gradients)
 
 
 def test_a_recording_is_cut_into_groups_and_loss() -> None:
@@ -319,6 +322,7 @@ def test_a_recording_is_cut_into_groups_and_loss() -> None:
     assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
     assert block.forward == [(20, 0), (36, 0)]
     assert block.backward == [(12 * 4 - 8, 0), (15 * 4 - 8, 3)]
+    assert block.gradients == [(14 * 4 - 8, 3)]
     assert cut.head_moments == [(8 * 4 - 6 * 4, 0)]
     assert cut.loss_moments == [(20 * 4 - 6 * 4 - 8, 0)]
 
@@ -329,6 +333,7 @@ def test_two_batch_sizes_give_every_other() -> None:
     assert run["groups"][1]["saved"] == (0, 6)
     assert run["groups"][0]["saved"] == (10, 0)
     assert run["groups"][1]["backward"] == [((0, 13), 3)]
+    assert run["groups"][1]["gradients"] == [((0, 12), 3)]
     assert run["outputs"] == (0, 2)
 
 

@@ -251,12 +251,12 @@ class ZeroTimeline(timeline.StepTimeline):
         if place is None or self._is_tied_head(place):
             return 0
         own = run.layers[place.group_index]
-        held_then = [
+        held_then = (
             moment.held_bytes
-            for moment in own.backward_moments
+            for moment in own.gradient_moments or own.backward_moments  # the largest first
             if moment.num_grads >= reduction.num_done_in_group
-        ]
-        held = max(held_then, default=own.input_grad_bytes)
+        )
+        held = next(held_then, own.input_grad_bytes)
         return before[place.group_index] + place.block_index * own.saved_bytes + held
 
     def _is_tied_head(self, place: TrainableParameter) -> bool:

@@ -55,7 +55,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 3
+_FORMAT = 4
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -177,6 +177,9 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
                 forward_peak_bytes=peak(part["forward"]),
                 backward_moments=tuple(moments),
                 input_grad_bytes=at(part["gradient"]),
+                gradient_moments=tuple(
+                    BackwardPeakCandidate(at(line), grads) for line, grads in part["gradients"]
+                ),
             )
         )
     return MicroBatchActivations(

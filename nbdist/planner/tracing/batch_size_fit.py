@@ -35,6 +35,8 @@ class ParameterGroupMemoryTrace(NamedTuple):
     """Bytes on top of those saved by earlier groups; 0 gradient elements."""
     backward: list[tuple[int, int]]
     """The same, with elements of own gradients."""
+    gradients: list[tuple[int, int]]
+    """The same, when each of its gradients is complete."""
     flops: float
 
 
@@ -56,9 +58,9 @@ def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
     before = 0
     for place in (mark.group_index for mark in recording.marks if mark.kind == "forward"):
         forward = _subtract_saved(spans.get(("forward", place), []), before)
-        backward = _subtract_saved(
-            spans.get(("backward", place), []), before + recording.output_bytes
-        )
+        end = before + recording.output_bytes
+        backward = _subtract_saved(spans.get(("backward", place), []), end)
+        gradients = _subtract_saved(recording.gradients.get(place, []), end)
         saved, passing = recording.saved_bytes[place], recording.forward_only_bytes[place]
         # The gradient that exists when the previous group's backward begins.
         handed = (
@@ -68,7 +70,7 @@ def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
         )
         groups.append(
             ParameterGroupMemoryTrace(
-                place, saved, passing, handed, forward, backward, flops.get(place, 0.0)
+                place, saved, passing, handed, forward, backward, gradients, flops.get(place, 0.0)
             )
         )
         before += saved
@@ -118,6 +120,7 @@ def fit_two_batch_sizes(
                 "passing": fit_line(a.passing, batch, b.passing, other_batch),
                 "forward": fit_front(a.forward, batch, b.forward, other_batch),
                 "backward": fit_front(a.backward, batch, b.backward, other_batch),
+                "gradients": fit_moments(a.gradients, batch, b.gradients, other_batch),
                 "flops": a.flops / batch,
             }
             for a, b in zip(recording.groups, other.groups, strict=True)
@@ -173,12 +176,20 @@ def fit_front(
     other_batch: int,
 ) -> ParetoFront:
     """Return the moments that are the peak for some batch size and weight of gradients."""
+    return pareto_front(set(fit_moments(moments, batch, others, other_batch)))
+
+
+def fit_moments(
+    moments: Sequence[tuple[int, int]],
+    batch: int,
+    others: Sequence[tuple[int, int]],
+    other_batch: int,
+) -> ParetoFront:
+    """Return moments for any batch size."""
     if [grads for _, grads in moments] == [grads for _, grads in others]:
         pairs = zip(moments, others, strict=True)
-        lines = {(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs}
-    else:
-        lines = {((0.0, held / batch), grads) for held, grads in moments}
-    return pareto_front(lines)
+        return [(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs]
+    return [((0.0, held / batch), grads) for held, grads in moments]
 
 
 def pareto_front(lines: Iterable[tuple[LinearFit, int]]) -> ParetoFront:

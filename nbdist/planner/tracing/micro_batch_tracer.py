@@ -67,6 +67,8 @@ class MicroBatchMemoryTrace(NamedTuple):
     autocast's copies of weights that no operation has saved."""
     output_bytes: int
     """Bytes of the model's output."""
+    gradients: dict[int, list[MemoryTracePoint]]
+    """Moments at which a gradient of a group is complete, by group index."""
 
 
 def record_micro_batch(
@@ -97,7 +99,12 @@ def record_micro_batch(
         for handle in removable:
             handle.remove()
     return MicroBatchMemoryTrace(
-        trace.moments, trace.marks, saved, passing, sum(_sizes(outputs).values())
+        trace.moments,
+        trace.marks,
+        saved,
+        passing,
+        sum(_sizes(outputs).values()),
+        trace.gradients,
     )
 
 
@@ -109,6 +116,7 @@ class _RecordingTracker(MemoryTracker):
         super().__init__(on_change=self._record_moment)
         self.moments: list[MemoryTracePoint] = []
         self.marks: list[GroupBoundary] = []
+        self.gradients: dict[int, list[MemoryTracePoint]] = {}
         self.in_forward = True
         self.flops = 0.0
         self._formulas = _table()
@@ -177,8 +185,12 @@ class _RecordingTracker(MemoryTracker):
 
     def _record_moment(self) -> None:
         """Record the bytes held now."""
+        self.moments.append(self._moment_of(self._place))
+
+    def _moment_of(self, place: int) -> MemoryTracePoint:
+        """Return the bytes held now, with the gradients of a group."""
         apart = sum(self.current[part] for part in self._uncounted_parts)
-        self.moments.append(MemoryTracePoint(self.total - apart, self._grads.get(self._place, 0)))
+        return MemoryTracePoint(self.total - apart, self._grads.get(place, 0))
 
     def _forward_start_hook(self, place: int) -> Callable[..., None]:
         """Return a hook for the start of a group's forward; recomputation is ignored."""
@@ -211,6 +223,7 @@ class _RecordingTracker(MemoryTracker):
             self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
             self.track_tensors(_part_of_gradients(place), [parameter.grad])
             self._grads[place] = self._grads.get(place, 0) + parameter.numel()
+            self.gradients.setdefault(place, []).append(self._moment_of(place))
 
         return hook
 

@@ -278,7 +278,8 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
     parts = {
         name: {part.pop("place"): part for part in run["groups"]} for name, run in passes.items()
     }
-    nothing = {"saved": (0, 0), "gradient": (0, 0), "forward": [], "backward": [], "flops": 0}
+    moments: dict[str, Any] = {"forward": [], "backward": [], "gradients": []}
+    nothing = {"saved": (0, 0), "gradient": (0, 0), "flops": 0} | moments
     rows = [
         _RepeatedGroup(
             found[place], 1, [by_place.get(place, nothing) for by_place in parts.values()]
