@@ -24,7 +24,7 @@ from nbdist.display.elements import (
     legend,
     lines,
 )
-from nbdist.display.number_formatting import (
+from nbdist.number_formatting import (
     format_age,
     format_bytes,
     format_duration,

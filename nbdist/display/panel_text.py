@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from nbdist.display.elements import text_bar
-from nbdist.display.number_formatting import (
+from nbdist.number_formatting import (
     NON_FINITE_SYMBOLS,
     format_age,
     format_bytes,

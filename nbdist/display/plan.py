@@ -16,7 +16,7 @@ from nbdist.display.elements import (
     text_bar,
     text_table,
 )
-from nbdist.display.number_formatting import (
+from nbdist.number_formatting import (
     format_bytes,
     format_count,
     format_gib,

@@ -19,7 +19,7 @@ from nbdist.display.elements import (
     lines,
     text_table,
 )
-from nbdist.display.number_formatting import (
+from nbdist.number_formatting import (
     format_bytes,
     format_count,
     format_duration,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.display.number_formatting import format_bytes
 from nbdist.doctor.finding import note, ok, problem, summarize_list
 from nbdist.hardware import amd, discovery
+from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.cluster import launcher_process, run_dir
-from nbdist.display.number_formatting import format_bytes
 from nbdist.doctor.finding import is_writable, note, ok, problem
 from nbdist.hardware import discovery
+from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

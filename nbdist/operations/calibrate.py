@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.display.elements import element, html_row, html_table, join, lines
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError
+from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
 from nbdist.planner import measurements_from_profiles, step_time, target_devices
 from nbdist.planner.measurement_store import COLLECTIVES, is_memory_filesystem

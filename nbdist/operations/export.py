@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint import atomic_folder
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError
+from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import EXPORT, ExportRequest, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest

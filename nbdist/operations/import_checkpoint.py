@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import IMPORT, ImportCheckpointRequest
 from nbdist.session.collective_request import CollectiveRequest

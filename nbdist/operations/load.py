@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
+from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import LOAD, LoadRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine

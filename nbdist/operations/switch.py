@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import SWITCH, SwitchRequest, distinct_notes, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 from nbdist.output.ansi import (
     COLOUR_SEQUENCE,
     ESCAPE_SEQUENCE,

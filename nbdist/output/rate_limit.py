@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
 from nbdist.output.line_splitter import MAX_LINE
 

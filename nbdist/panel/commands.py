@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from nbdist import strategies
-from nbdist.display.number_formatting import truncate
 from nbdist.errors import NbdistError, NotEmptyError, SessionBusy
+from nbdist.number_formatting import truncate
 from nbdist.output.ansi import replace_invalid_chars
 from nbdist.panel.protocol import (
     MAX_ID_CHARS,

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.number_formatting import truncate
+from nbdist.number_formatting import truncate
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (

@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.display.number_formatting import (
+from nbdist.display.profile import shown_ranks
+from nbdist.hardware.telemetry import GpuReading
+from nbdist.number_formatting import (
     format_bytes,
     format_duration,
     format_percent,
     format_tokens_per_s,
     truncate,
 )
-from nbdist.display.profile import shown_ranks
-from nbdist.hardware.telemetry import GpuReading
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.output.sink import get_kernel
 from nbdist.panel import plan_view

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist.display.elements import element, html_row, html_table, join
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 from nbdist.planner import memory, optimizers
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (

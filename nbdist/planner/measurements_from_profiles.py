@@ -12,8 +12,8 @@ import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbdist.display.number_formatting import format_bytes, format_seconds
 from nbdist.errors import NbdistError
+from nbdist.number_formatting import format_bytes, format_seconds
 from nbdist.planner import optimizers, step_time, user_cache
 from nbdist.planner.measurement_store import COLLECTIVES, DTYPES, Measurement, is_memory_filesystem
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.display.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.errors import OptionError, PlanError
+from nbdist.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.planner import memory, memory_margin, speed_prediction_errors, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (

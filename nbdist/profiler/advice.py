@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.number_formatting import format_bytes, format_percent, format_speedup
+from nbdist.number_formatting import format_bytes, format_percent, format_speedup
 from nbdist.planner import speed_prediction_errors
 
 if TYPE_CHECKING:

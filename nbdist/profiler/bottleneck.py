@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nbdist.display.number_formatting import format_percent, format_source_line
+from nbdist.number_formatting import format_percent, format_source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.display.number_formatting import format_bytes, format_duration, format_percent
+from nbdist.number_formatting import format_bytes, format_duration, format_percent
 from nbdist.profiler.advice import Advice, Speedup, speedup_without
 from nbdist.profiler.bottleneck import is_gather_bound, is_single_unit_exposed, typical_share
 from nbdist.profiler.dataloader_call import loader_code

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from nbdist.display.number_formatting import format_duration, format_source_line
+from nbdist.number_formatting import format_duration, format_source_line
 from nbdist.profiler import option_recommendations
 from nbdist.profiler.advice import MIN_GAIN, Advice, Speedup, speedup_without
 from nbdist.profiler.dataloader_call import loader_code

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, name_validation
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
+from nbdist.number_formatting import format_bytes
 from nbdist.output.sink import finished_cell
 from nbdist.paths import expand_user
 from nbdist.protocol.operations import SAVE

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_python, strategies
 from nbdist.cluster.allocation import format_names
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import (
     DEFAULT_CPU_RANKS,
@@ -21,6 +20,7 @@ from nbdist.hardware.discovery import (
     open_nvml,
     refusal,
 )
+from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

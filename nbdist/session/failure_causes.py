@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nbdist.cluster.local_launcher import LAUNCHER_NAME
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import RankDied
+from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

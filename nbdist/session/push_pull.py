@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CellInterrupted, PayloadError
+from nbdist.number_formatting import format_bytes
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import PULL_MODEL, PullModelRequest
 from nbdist.session.collective_request import CollectiveRequest

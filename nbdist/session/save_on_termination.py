@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nbdist.checkpoint import location_with_password
-from nbdist.display.number_formatting import format_seconds
 from nbdist.errors import CellInterrupted, NbdistError, OptionError
+from nbdist.number_formatting import format_seconds
 from nbdist.output.sink import finished_cell
 from nbdist.planner.build_model_spec import spec_from_json
 from nbdist.planner.model_spec import num_trainable_params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.display.number_formatting import format_gib
+from nbdist.number_formatting import format_gib
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

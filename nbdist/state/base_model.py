@@ -17,8 +17,8 @@ import torch
 
 from nbdist.checkpoint import BaseReference, TensorMetadata
 from nbdist.checkpoint.name_validation import printable
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import CheckpointError
+from nbdist.number_formatting import format_bytes
 from nbdist.state import collectives, tensor_digest
 from nbdist.state.importers import safetensors
 from nbdist.state.shards import Shard, ShardPiece

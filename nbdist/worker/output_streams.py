@@ -8,7 +8,7 @@ import sys
 
 from ipykernel.iostream import OutStream
 
-from nbdist.display.number_formatting import format_bytes
+from nbdist.number_formatting import format_bytes
 
 MAX_CHARS = 10_000_000
 """Maximum length in characters of a printed text or value."""

@@ -21,6 +21,7 @@ PURE = {
     "_version",
     "errors",
     "hardware",
+    "number_formatting",
     "paths",
     "protocol",
     "rank_sets",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "_version": set(),
     "errors": {"protocol"},
     "hardware": set(),
+    "number_formatting": set(),
     "paths": {"errors"},
     "redaction": set(),
     "rank_python": {"errors"},
@@ -43,15 +45,17 @@ MAY_IMPORT = {
     "protocol": {"errors", "keyboard_interrupt"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
-    "state": {"errors", "checkpoint"},
-    "planner": {"display", "errors", "hardware", "paths", "rank_python", "strategies"},
-    "profiler": {"display", "errors", "planner", "rank_sets", "strategies", "protocol"},
+    "state": {"errors", "checkpoint", "number_formatting"},
+    "planner": {"display", "errors", "hardware", "number_formatting", "paths", "rank_python"}
+    | {"strategies"},
+    "profiler": {"display", "errors", "number_formatting", "planner", "protocol", "rank_sets"}
+    | {"strategies"},
     # texts and pages of what these packages compute
-    "display": {"output", "panel", "planner", "profiler"},
+    "display": {"number_formatting", "output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
     | {"redaction", "termination_signal"},
-    "output": {"protocol", "rank_sets"},
+    "output": {"number_formatting", "protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
     | {"profiler", "state"},

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import nbdist
-from nbdist import panel
-from nbdist.display import number_formatting, panel_html, panel_text
+from nbdist import number_formatting, panel
+from nbdist.display import panel_html, panel_text
 from nbdist.display.elements import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode

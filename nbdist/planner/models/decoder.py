@@ -13,8 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from nbdist.display.number_formatting import format_count
 from nbdist.errors import PlanError
+from nbdist.number_formatting import format_count
 from nbdist.planner.model_spec import (
     BackwardPeakCandidate,
     LayerActivations,

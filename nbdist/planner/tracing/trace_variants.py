@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from nbdist.display.number_formatting import format_count
 from nbdist.errors import PlanError
+from nbdist.number_formatting import format_count
 from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
+from nbdist.number_formatting import format_bytes
 from nbdist.state import collectives, layouts, meta_model
 from nbdist.state.tensor_index import TensorIndex, TensorPart
 from nbdist.worker.engines import wrap_policy

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import distributed
 
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import PlanError, SwitchError
+from nbdist.number_formatting import format_bytes
 from nbdist.planner import measured_comparison
 from nbdist.worker.engines import auto_strategy
 from nbdist.worker.memory import memory_probe, model_description

@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import distributed
 
-from nbdist.display.number_formatting import GIB, format_bytes, format_gib
 from nbdist.errors import NbdistError
+from nbdist.number_formatting import GIB, format_bytes, format_gib
 from nbdist.planner import measured_comparison, search
 from nbdist.planner.plan_types import PlanInput
 from nbdist.protocol import messages

@@ -36,9 +36,9 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, get_sampler
 
 from nbdist import checkpoint
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
+from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import RankSwitchReport, SaveRequest
 from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest

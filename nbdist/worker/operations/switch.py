@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from nbdist.display.number_formatting import format_bytes
 from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
+from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.strategies import Options
