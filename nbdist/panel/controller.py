@@ -8,6 +8,7 @@ devices are sampled on a third thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -188,6 +189,9 @@ class PanelController:
         self._closed = False
         self._notice: NoticeView | None = None
         self._before: PanelState | None = None
+        self._page_opened = False
+        """A page has opened since the last reset."""
+        self._reset_at = -math.inf
         self._sent_device_slots = view.devices.device_slots
         self._sampled = 0.0
         self._sent_at = self._due = time.monotonic()
@@ -242,7 +246,6 @@ class PanelController:
 
     def _answer_all(self) -> None:
         """Handle and answer the queued messages."""
-        opened = False
         while self._inbox:
             message, buffers = self._inbox.popleft()
             try:
@@ -253,9 +256,10 @@ class PanelController:
                 if error.answers is not None:
                     self._send_message(make_answer(error.answers, str(error), ok=False))
                 continue
-            opened = opened or isinstance(request, PageOpened)
+            self._page_opened = self._page_opened or isinstance(request, PageOpened)
             self._handle_page_message(request)
-        if opened:  # every message goes to all pages
+        # Every message goes to all pages.
+        if self._page_opened and time.monotonic() - self._reset_at >= UPDATE_INTERVAL_S:
             self._send_reset()
         while self._answers:
             answer = self._answers.popleft()
@@ -346,6 +350,7 @@ class PanelController:
             ),
             [buffer],
         )
+        self._page_opened, self._reset_at = False, time.monotonic()
 
     def _send_message(self, message: FrontendMessage, buffers: list[bytes] | None = None) -> None:
         self._send(message, buffers or [])

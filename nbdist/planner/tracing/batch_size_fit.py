@@ -111,6 +111,10 @@ def fit_two_batch_sizes(
     recording: MemoryTraceByGroup, batch: int, other: MemoryTraceByGroup, other_batch: int
 ) -> dict[str, Any]:
     """Return figures of one micro-batch for any batch size, with byte counts as a `LinearFit`."""
+
+    def front(moments: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> ParetoFront:
+        return pareto_front(fit_moments(moments, batch, others, other_batch))
+
     return {
         "groups": [
             {
@@ -118,15 +122,15 @@ def fit_two_batch_sizes(
                 "saved": fit_line(a.saved, batch, b.saved, other_batch),
                 "gradient": fit_line(a.gradient, batch, b.gradient, other_batch),
                 "passing": fit_line(a.passing, batch, b.passing, other_batch),
-                "forward": fit_front(a.forward, batch, b.forward, other_batch),
-                "backward": fit_front(a.backward, batch, b.backward, other_batch),
+                "forward": front(a.forward, b.forward),
+                "backward": front(a.backward, b.backward),
                 "gradients": fit_moments(a.gradients, batch, b.gradients, other_batch),
                 "flops": a.flops / batch,
             }
             for a, b in zip(recording.groups, other.groups, strict=True)
         ],
-        "inside": fit_front(recording.head_moments, batch, other.head_moments, other_batch),
-        "loss": fit_front(recording.loss_moments, batch, other.loss_moments, other_batch),
+        "inside": front(recording.head_moments, other.head_moments),
+        "loss": front(recording.loss_moments, other.loss_moments),
         "outputs": fit_line(recording.output_bytes, batch, other.output_bytes, other_batch),
     }
 
@@ -169,23 +173,13 @@ def fit_line(value: int, batch: int, other: int, other_batch: int) -> LinearFit:
     return (value - slope * batch, slope)
 
 
-def fit_front(
-    moments: Sequence[tuple[int, int]],
-    batch: int,
-    others: Sequence[tuple[int, int]],
-    other_batch: int,
-) -> ParetoFront:
-    """Return the moments that are the peak for some batch size and weight of gradients."""
-    return pareto_front(set(fit_moments(moments, batch, others, other_batch)))
-
-
 def fit_moments(
     moments: Sequence[tuple[int, int]],
     batch: int,
     others: Sequence[tuple[int, int]],
     other_batch: int,
-) -> ParetoFront:
-    """Return moments for any batch size."""
+) -> list[tuple[LinearFit, int]]:
+    """Return the bytes of moments for any batch size, with their gradient elements."""
     if [grads for _, grads in moments] == [grads for _, grads in others]:
         pairs = zip(moments, others, strict=True)
         return [(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs]

@@ -296,7 +296,7 @@ def _describe_batch(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, A
 def build_cluster_spec(
     free: Sequence[int], hardware: Hardware, nodes: Sequence[SessionNode]
 ) -> ClusterSpec:
-    """Return the devices of all ranks with their free memory.
+    """Return the devices of all ranks with their free memory and the speeds measured here.
 
     Args:
         free: free bytes of each rank's device.
