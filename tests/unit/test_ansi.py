@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-from nbdist.output.ansi import (
-    close_colours,
-    keep_only_colours,
-    replace_invalid_chars,
-    strip_ansi,
-)
+from nbdist.output.ansi import close_colours, keep_only_colours, replace_invalid_chars, strip_ansi
 
 
 def test_only_colours_are_left() -> None:
