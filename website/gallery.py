@@ -18,7 +18,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +102,7 @@ class Recipe:
 
     @cached_property
     def needs(self) -> list[str]:
-        """Distributions that its cells import, besides the dependencies of nbdist[ranks]."""
+        """Packages that its cells import, besides the dependencies of nbdist[ranks]."""
         code = "\n".join(c.source for c in self.source.cells if c.cell_type == "code")
         lines = [line for line in code.splitlines() if not line.startswith("%%")]
         tree = ast.parse(TransformerManager().transform_cell("\n".join(lines)))
@@ -113,8 +112,7 @@ class Recipe:
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else _names(node))
         }
-        found = {packages_distributions().get(name, [""])[0] for name in names}
-        return sorted(found & {"datasets", "matplotlib", "pandas", "peft", "trl"})
+        return sorted(names & {"datasets", "matplotlib", "pandas", "peft", "trl"})
 
     @property
     def executed(self) -> Path:

@@ -105,11 +105,12 @@ class RankShell(ZMQInteractiveShell):
         super().debugger(force=force)
 
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Show an error; use plain tracebacks when the host is out of memory."""
-        default_mode = self.InteractiveTB.mode
-        if oom_advice.is_out_of_host_memory(sys.exc_info()[1]):
-            # For the source around each frame IPython 9 parses whole modules (megabytes of small
-            # objects), and CPython 3.11's parser crashes with SIGSEGV if an allocation fails.
+        """Show an error; use plain tracebacks for interrupts and when the host is out of memory."""
+        default_mode, error = self.InteractiveTB.mode, sys.exc_info()[1]
+        if isinstance(error, KeyboardInterrupt) or oom_advice.is_out_of_host_memory(error):
+            # For the source around each frame IPython 9 parses whole modules (0.5 s in a training
+            # loop, megabytes of small objects), and CPython 3.11's parser crashes with SIGSEGV if
+            # an allocation fails.
             self.InteractiveTB.set_mode("Plain")
         try:
             super().showtraceback(*args, **kwargs)

@@ -260,7 +260,7 @@ def _prepare_for_cpu() -> None:
         import deepspeed
 
         # deepspeed 0.19 compiles it for a minute, but training does not use it.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
 
 
 if "ACCELERATE_MIXED_PRECISION" not in os.environ:
