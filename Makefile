@@ -55,13 +55,13 @@ nightly: env ## run everything that runs without a GPU (hours), and print what f
 
 PYTHONS   ?= python3.12 python3.13
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# A build of torch for CPUs, where the index can be reached; else what pip finds.
+# It has a build of torch for CPUs; CPU_INDEX= leaves it out where it cannot be reached.
 pythons: ## run the unit tests and ranks under other versions of Python (PYTHONS=...), each in build/
 	@failed=; for python in $(PYTHONS); do \
-	  echo "==> $$python"; folder=build/$$python; \
+	  echo "==> $$python"; folder=build/$$(basename $$python); \
 	  { test -e $$folder/bin/python || $$python -m venv $$folder; } && \
 	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check \
-	    --extra-index-url $(CPU_INDEX) --editable '.[ranks,deepspeed,test]' && \
+	    $(if $(CPU_INDEX),--extra-index-url $(CPU_INDEX)) --editable '.[ranks,deepspeed,test]' && \
 	  PYTHONWARNINGS=default $$folder/bin/python -m pytest -q tests/unit tests/e2e/test_ranks_in_another_python.py || \
 	  failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }

@@ -28,7 +28,10 @@ from nbdist.hardware import amd
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-CGROUP = Path("/sys/fs/cgroup")
+CGROUP_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""Files with limit and use of a cgroup, in versions 2 and 1."""
+UNLIMITED_BYTES = 2**60  # version 1 uses a huge number for "no limit"
+_INACTIVE_FILE = re.compile(r"^inactive_file (\d+)", re.MULTILINE)
 DEFAULT_CPU_RANKS = 2
 """Default number of ranks on a machine without GPUs."""
 
@@ -539,21 +542,59 @@ def host_free_memory_bytes() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    limit, used = (_cgroup_number(name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(0, limit - used))
+    limits = cgroup_limits(find_memory_events_file())
+    return min([free, *(max(0, limit - used) for limit, used in limits)])
 
 
 def host_memory_bytes() -> int:
     """Return the host memory of the machine or, if less, the limit of this container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup_number("memory.max")
-    return total if limit is None else min(total, limit)
+    return min([total, *(limit for limit, _ in cgroup_limits(find_memory_events_file()))])
 
 
-def _cgroup_number(name: str) -> int | None:
-    """A value of this process's memory cgroup (version 2); None for "max" or without one."""
+def cgroup_limits(events: Path | None) -> list[tuple[int, int]]:
+    """Return limit and use in bytes of a memory cgroup and of its parents, where they have a limit.
+
+    The cgroup is that of a file from ``find_memory_events_file``. The page cache of files that are
+    not in use is left out, because Linux frees it first.
+    """
+    found = []
+    for folder in events.parents if events else ():
+        for limit_file, used_file in CGROUP_FILES.items():
+            limit, used = read_text(folder / limit_file), read_text(folder / used_file)
+            if limit.isdecimal() and int(limit) < UNLIMITED_BYTES:
+                idle = _INACTIVE_FILE.search(read_text(folder / "memory.stat"))
+                found.append((int(limit), int(used or 0) - int(idle[1] if idle else 0)))
+    return found
+
+
+def find_memory_events_file(
+    own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Path | None:
+    """Return the file that counts kills by the OOM killer; None if the machine has none.
+
+    Args:
+        own: list of the process's cgroups.
+        root: mount point of cgroups.
+    """
+    candidates = []
+    for line in read_text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            # In a container the path may be the host's; the mount is the cgroup itself then.
+            mount = root / "memory"
+            candidates += [mount / inside / "memory.oom_control", mount / "memory.oom_control"]
+        elif not controllers:
+            candidates += [root / inside / "memory.events", root / "memory.events"]
+    return next((path for path in candidates if path.exists()), None)
+
+
+def read_text(path: Path | None) -> str:
+    """Return a file's stripped text; "" if it is missing or not readable by this user."""
+    if path is None:
+        return ""
     try:
-        text = (CGROUP / name).read_text().strip()
+        return path.read_text().strip()
     except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+        return ""

@@ -11,17 +11,18 @@ import re
 import signal
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from nbdist.cluster.local_launcher import LAUNCHER_NAME
 from nbdist.errors import RankDied
+from nbdist.hardware import discovery
 from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from nbdist.cluster.launcher_interface import ProcessStatus
     from nbdist.protocol import messages
@@ -47,12 +48,6 @@ _STOPPED = {
     psutil.STATUS_STOPPED: "stopped, state T",
     psutil.STATUS_TRACING_STOP: "traced, state t",
 }
-
-_OWN_CGROUP = Path("/proc/self/cgroup")
-_CGROUP_MOUNT = Path("/sys/fs/cgroup")
-_LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")  # cgroup versions 2 and 1
-_UNLIMITED_BYTES = 2**60
-"""Version 1 uses a huge number for "no limit"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +240,7 @@ class OomKillCounter:
     """
 
     def __init__(self, events: Path | None = None) -> None:
-        self._events = events or find_memory_events_file(_OWN_CGROUP, _CGROUP_MOUNT)
+        self._events = events or discovery.find_memory_events_file()
         self._before = self._count()
 
     def has_grown(self) -> bool:
@@ -254,52 +249,14 @@ class OomKillCounter:
 
     def describe(self) -> str:
         """Describe the kill and its limit."""
-        limit = self._limit()
+        limit = min((limit for limit, _ in discovery.cgroup_limits(self._events)), default=None)
         cause = f"cgroup limit {format_bytes(limit)}" if limit else "the machine is out of memory"
         return f"killed by the kernel's OOM killer ({cause})"
 
     def _count(self) -> int:
-        lines = _text(self._events).splitlines()
+        lines = discovery.read_text(self._events).splitlines()
         counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
         return int(counts[0]) if counts else 0
-
-    def _limit(self) -> int | None:
-        """Return the smallest limit of the cgroup and its parents."""
-        if self._events is None:
-            return None
-        folders = (self._events.parent, *self._events.parent.parents)
-        texts = [_text(folder / name).strip() for folder in folders for name in _LIMIT_FILES]
-        limits = [int(text) for text in texts if text.isdecimal()]
-        return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
-
-
-def find_memory_events_file(own: Path, root: Path) -> Path | None:
-    """Return the file that counts kills; None if the machine has none.
-
-    Args:
-        own: list of the process's cgroups, such as /proc/self/cgroup.
-        root: mount point of cgroups.
-    """
-    candidates = []
-    for line in _text(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        inside = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            # In a container the path may be the host's; the mount is the cgroup itself then.
-            mount = root / "memory"
-            candidates += [mount / inside / "memory.oom_control", mount / "memory.oom_control"]
-        elif not controllers:
-            candidates += [root / inside / "memory.events", root / "memory.events"]
-    return next((path for path in candidates if path.exists()), None)
-
-
-def _text(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""  # missing, or not readable by this user
 
 
 class StoppedProcessWatch:

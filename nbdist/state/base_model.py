@@ -55,12 +55,9 @@ class _FileTensor(NamedTuple):
 
 def bases_of(model: nn.Module) -> list[str]:
     """Return the repositories or absolute paths that the modules of a model were loaded from."""
-    names = (getattr(module, "name_or_path", None) for module in model.modules())
-    return list(dict.fromkeys(_absolute(name) for name in names if isinstance(name, str) and name))
-
-
-def _absolute(name: str) -> str:
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+    names = dict.fromkeys(getattr(module, "name_or_path", None) for module in model.modules())
+    found = [name for name in names if isinstance(name, str) and name]
+    return [str(Path(name).resolve()) if Path(name).is_dir() else name for name in found]
 
 
 def find_references(frozen: ShardMap, bases: Iterable[str]) -> StoredByReference:

@@ -9,7 +9,7 @@ torch 2.13 and takes 2 ms per collective.
 
 A collective with `async_op=True` must not block, so it is only compared with the calls already
 logged. Collectives that DDP calls from C++ are not covered; `worker.interrupt.abort_collectives`
-aborts those.
+aborts those. On ranks with a GPU the only check is that the cell runs on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import datetime as dt
 import functools
 import mmap
 import struct
+import threading
 import time
 import zlib
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch.distributed import distributed_c10d
 
 from nbdist import rank_sets
 from nbdist.errors import CollectiveMismatch
+from nbdist.worker import process_group
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
@@ -329,30 +331,40 @@ def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:
     )
 
 
-def patch_collectives(log: CollectiveLog) -> CollectiveBarrier:
-    """Patch torch.distributed to check each collective first; call it once per process."""
-    barrier = CollectiveBarrier(log)
+def patch_collectives(log: CollectiveLog | None) -> CollectiveBarrier | None:
+    """Patch torch.distributed to check each collective first; call it once per process.
+
+    Args:
+        log: log of CPU ranks on one host; None to check only that the cell runs on all ranks.
+    """
+    barrier = CollectiveBarrier(log) if log else None
     for name in _SAME_SIZE | _ANY_SIZE:
         if hasattr(ProcessGroup, name):
             patch(
                 f"torch.distributed:ProcessGroup.{name}",
                 functools.partial(_wrap_collective, name, barrier),
             )
-    patch(
-        "torch.distributed.distributed_c10d:_new_group_with_tag",
-        functools.partial(_wrap_new_group, barrier),
-    )
-    patch("torch.distributed:Work.wait", _wrap_wait)
+    if barrier is not None:
+        patch(
+            "torch.distributed.distributed_c10d:_new_group_with_tag",
+            functools.partial(_wrap_new_group, barrier),
+        )
+        patch("torch.distributed:Work.wait", _wrap_wait)
     return barrier
 
 
 def _wrap_collective(
-    name: str, barrier: CollectiveBarrier, original: Callable[..., Any]
+    name: str, barrier: CollectiveBarrier | None, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     def method(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         options = next((arg for arg in args if hasattr(arg, "asyncOp")), kwargs.get("opts"))
         wait = not getattr(options, "asyncOp", False)
-        barrier(group, _describe_call(name, args, options), wait=wait)
+        # another cell may start the other ranks' part of an asynchronous collective, and a save in
+        # the background communicates on its own thread
+        if wait and threading.current_thread() is threading.main_thread():
+            process_group.require_all_ranks((_SAME_SIZE | _ANY_SIZE)[name], group=group)
+        if barrier is not None:
+            barrier(group, _describe_call(name, args, options), wait=wait)
         return original(group, *args, **kwargs)
 
     return method

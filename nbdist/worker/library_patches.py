@@ -250,10 +250,10 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "freeing a gloo group in C++ while holding the GIL can deadlock",
         "https://github.com/pytorch/pytorch/issues/56297",
     ),
-    # -- collectives of CPU ranks
+    # -- collectives; those of CPU ranks are compared
     "torch.distributed:ProcessGroup.*": LibraryPatch(
         TORCH,
-        "gloo: a mismatched collective hangs, terminates the process or mixes tensors",
+        "a collective hangs in a cell on some ranks; gloo: a mismatched one may end the process",
         "https://github.com/pytorch/gloo/issues/227",
     ),
     "torch.distributed.distributed_c10d:_new_group_with_tag": LibraryPatch(

@@ -88,11 +88,11 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     """Create the process group, the kernel and the namespace; pass the first barrier."""
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = launch.devices is not None
-    barrier = None
     set_num_threads(launch)
+    log = None
     if not on_gpu and launch.nodes == 1:  # the collective log needs shared memory
         log = CollectiveLog(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
-        barrier = collective_check.patch_collectives(log)
+    barrier = collective_check.patch_collectives(log)
     if on_gpu:
         memory_probe.before_context(torch.device("cuda", local_rank))
     process_group.create_default_group(rendezvous_store.open_store(launch), on_gpu=on_gpu)

@@ -84,19 +84,23 @@ def set_timeouts(*, has_user: bool) -> None:
                 backend._set_default_timeout(default)  # noqa: SLF001
 
 
-def require_all_ranks(action: str, advice: str = "") -> None:
-    """Raise if the current cell runs on some ranks only.
+def require_all_ranks(action: str, advice: str = "", group: Group | None = None) -> None:
+    """Raise if the current cell runs on some of the ranks only.
 
     Args:
         action: what is called, as the subject of a sentence.
         advice: what to use instead of all ranks, such as ", or use ...".
+        group: the ranks that communicate. Default: all.
 
     Raises:
         OptionError: the cell has --ranks, so that a collective would wait forever.
     """
-    if _cell_ranks is not None and len(_cell_ranks) < distributed.get_world_size():
+    if _cell_ranks is None or len(_cell_ranks) == distributed.get_world_size():
+        return
+    members = distributed.get_process_group_ranks(group)
+    if not set(members) <= set(_cell_ranks):
         message = (
-            f"{action} communicates with all ranks, but this cell runs on"
+            f"{action} communicates with {rank_sets.describe_ranks(members)}, but this cell runs on"
             f" {rank_sets.describe_ranks(_cell_ranks)} only and would wait forever. Run the cell"
             f" without --ranks{advice}."
         )

@@ -91,7 +91,7 @@ class Reporter:
         for name, value in scalars.items():
             if type(value) is float:
                 row[name] = value
-            elif isinstance(value, torch.Tensor) and _is_distant(value):
+            elif isinstance(value, torch.Tensor) and value.is_cuda:  # reading it would synchronize
                 distant[name] = _one_element(name, value)
                 row[name] = math.nan  # placeholder that keeps the order of the names
             else:
@@ -239,11 +239,6 @@ def _event_behind(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _is_distant(tensor: torch.Tensor) -> bool:
-    """Return whether reading the tensor would synchronize with a device."""
-    return tensor.is_cuda
 
 
 # ---------------------------------------------------------------------------- checking

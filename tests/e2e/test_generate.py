@@ -143,6 +143,8 @@ def test_a_sharded_model_on_one_rank_is_refused_before_it_hangs(prepared: Sessio
                 prepared.run(code, ranks=[0])
         else:
             assert prepared.run(code, ranks=[0]).values == {0: 3}
+    with pytest.raises(CellError, match=rf"all_gather communicates with ranks 0-1, {one_rank}"):
+        prepared.run("accelerator.gather(torch.ones(1))", ranks=[0])
     assert on_all(prepared, "train(1) == losses") is True
 
 

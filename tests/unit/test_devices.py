@@ -417,10 +417,13 @@ def test_in_a_container_the_memory_of_our_own_ranks_counts_as_free_too(
 def test_a_container_limits_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "CGROUP", tmp_path)
+    monkeypatch.setattr(discovery, "find_memory_events_file", lambda: tmp_path / "job" / "events")
     whole = discovery.host_free_memory_bytes()
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("4096\n")
     assert discovery.host_free_memory_bytes() == pytest.approx(whole, rel=0.2)
     (tmp_path / "memory.max").write_text("1004096\n")
     assert discovery.host_free_memory_bytes() == 1_000_000
+    (tmp_path / "memory.stat").write_text("anon 96\ninactive_file 4000\n")
+    assert discovery.host_free_memory_bytes() == 1_004_000
+    assert discovery.host_memory_bytes() == 1_004_096

@@ -15,12 +15,12 @@ import nbdist
 from nbdist.checkpoint import FolderStorage
 from nbdist.cluster import launcher_interface, launcher_process
 from nbdist.cluster.local_launcher import LAUNCHER_GONE, LAUNCHER_NAME
+from nbdist.hardware.discovery import find_memory_events_file
 from nbdist.protocol import messages
 from nbdist.session import failure_causes
 from nbdist.session.failure_causes import (
     OomKillCounter,
     WorkerFailure,
-    find_memory_events_file,
 )
 from tests.conftest import eventually
 
@@ -106,9 +106,8 @@ def test_the_launcher_has_causes_too() -> None:
         "the launcher ended with signal 15 (SIGTERM): terminated by kill or a job scheduler"
     )
     failed = messages.AllRanksExited(1, error="OSError: no room")
-    assert (
-        failure_causes.launcher_failure(failed, oom=OomKillCounter()).summary == "OSError: no room"
-    )
+    failure = failure_causes.launcher_failure(failed, oom=OomKillCounter())
+    assert failure.summary == "OSError: no room"
 
 
 @pytest.mark.fault("F1")

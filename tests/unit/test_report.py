@@ -60,7 +60,7 @@ def kernel() -> Kernel:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopies]:
     """bfloat16 tensors count as tensors of a device; their copies arrive when told to."""
-    monkeypatch.setattr(report_module, "_is_distant", lambda t: t.dtype is torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.dtype is torch.bfloat16))
     return []
 
 

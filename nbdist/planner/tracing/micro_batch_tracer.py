@@ -198,7 +198,8 @@ class _RecordingTracker(MemoryTracker):
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.in_forward and not self._has_begun("forward", place):
                 # Gradients of the inputs end this group's backward and begin its predecessor's.
-                self._hook((args, kwargs), self._last_started_group())
+                started = [mark.group_index for mark in self.marks if mark.kind == "forward"]
+                self._hook((args, kwargs), started[-1])
                 self._at = _part_of_forward(place)
                 self.mark("forward", place)
 
@@ -261,10 +262,6 @@ class _RecordingTracker(MemoryTracker):
     def _has_begun(self, kind: str, place: int) -> bool:
         """Return whether a group's part has begun."""
         return any(mark.kind == kind and mark.group_index == place for mark in self.marks)
-
-    def _last_started_group(self) -> int:
-        """Return the group whose forward began last."""
-        return [mark.group_index for mark in self.marks if mark.kind == "forward"][-1]
 
 
 def _part_of_gradients(place: int) -> str:

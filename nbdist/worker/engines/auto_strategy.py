@@ -94,7 +94,7 @@ class AutoStrategy:
             nodes: hardware of the nodes; empty if all ranks are on this machine.
         """
         self.decided: Options | None = None
-        self.show: DisplayCallback = _print
+        self.show: DisplayCallback = lambda text, _: print(text)  # noqa: T201 - outside a notebook
         self.tell: ChoiceCallback = _ignore
         self._given, self._placeholder, self._hardware = given, placeholder, hardware
         self._nodes = nodes
@@ -364,10 +364,6 @@ def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _progress(text: str) -> None:
     print(f"\rauto: {text}", end="", flush=True)  # noqa: T201 - one line that changes
-
-
-def _print(text: str, _: str) -> None:
-    print(text)  # noqa: T201 - outside a notebook
 
 
 def _ignore(_: object) -> None:
