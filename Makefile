@@ -53,11 +53,12 @@ nightly: env ## run everything that runs without a GPU (hours), and print what f
 	  $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-PYTHONS   ?= python3.12 python3.13
+PYTHONS   ?= python3.12 python3.13 python3.14
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # It has a build of torch for CPUs; CPU_INDEX= leaves it out where it cannot be reached.
 pythons: ## run the unit tests and ranks under other versions of Python (PYTHONS=...), each in build/
 	@failed=; for python in $(PYTHONS); do \
+	  $$python -c '' 2>/dev/null || { echo "==> $$python is not installed: skipped"; continue; }; \
 	  echo "==> $$python"; folder=build/$$(basename $$python); \
 	  { test -e $$folder/bin/python || $$python -m venv $$folder; } && \
 	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check \

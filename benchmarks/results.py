@@ -76,13 +76,13 @@ def cpu_model() -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [f"{'':5}{'what':58}{'value':>12} {'bar':>10}   made of"]
+    lines = [f"{'':5}{'what':58} {'value':>12} {'bar':>10}   made of"]
     for row in rows:
         mark = "skip" if row.skipped else "ok" if row.holds else "MISS"
         noise = f" ±{row.noise:.2g}" if row.noise else ""
         value = "" if row.skipped else f"{row.value:.3g}{noise} {row.unit}"
         made_of = row.skipped or row.detail
-        lines.append(f"{mark:5}{row.name:58}{value:>12} {row.bar:>10}   {made_of}")
+        lines.append(f"{mark:5}{row.name:58} {value:>12} {row.bar:>10}   {made_of}")
     return "\n".join(lines)
 
 

@@ -240,7 +240,8 @@ def execute_changed(names: Collection[str] = ()) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         chosen = [recipe for recipe in recipes() if not names or recipe.name in names]
-        list(threads.map(report, chosen))
+        # large files first: their cells take longer, so both threads end at about the same time
+        list(threads.map(report, sorted(chosen, key=lambda recipe: -recipe.path.stat().st_size)))
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def test_fine_tune() -> None:
     for word in ("HELLO", "WORLD", "PYTHON", "TORCH"):
         assert f"{word}!" in text(notebook, "answers")
     assert "DeepSpeedEngine" in text(notebook, "again")
-    assert "frozen parameters (0.4 MB) are stored by reference" in text(notebook, "save")
+    assert "frozen parameters (417 KiB) are stored by reference" in text(notebook, "save")
     assert "MERGED!" in text(notebook, "merged-answer")
 
 
