@@ -67,7 +67,7 @@ _PAGE_TEMPLATE = """\
 {% endblock data_html %}
 """
 _HEAD = """\
-[Download the notebook]({name}.ipynb){{ .md-button download="{name}.ipynb" }}
+<a class="md-button" href="{name}.ipynb" download>Download the notebook</a>
 
 {time}. Needs: {needs}.
 """
