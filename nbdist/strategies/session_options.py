@@ -43,7 +43,11 @@ class SessionOptions(Options):
         panel_limit=4096,
     )
     devices: str | Sequence[int] | None = option(
-        None, scope="ranks", flag="--gpus", metavar="LIST", help="GPU indices, such as 0,2"
+        None,
+        scope="ranks",
+        flag="--gpus",
+        metavar="LIST",
+        help="GPU indices, such as 0,2; none: CPU ranks",
     )
     on: str = option(
         "local",
