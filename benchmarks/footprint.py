@@ -184,11 +184,11 @@ class _Loop:
                 yield "forward"
                 if self.case.keep_outputs:
                     self.outputs = self.model(**self.batch)
-                    loss = self.outputs.loss
+                    self.loss = self.outputs.loss
                 else:
-                    loss = self.model(**self.batch).loss
+                    self.loss = self.model(**self.batch).loss
                 yield "backward"
-                self.accelerator.backward(loss)
+                self.accelerator.backward(self.loss)
                 yield "optimizer step"
                 self.optimizer.step()
                 self.optimizer.zero_grad()
