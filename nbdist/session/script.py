@@ -96,7 +96,9 @@ def write_script(
     if target.exists() and not target.is_dir():
         raise OptionError(f"{target} is a file. Name a folder.")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise OptionError(f"The folder {target} is not empty. Use another, or add --overwrite.")
+        raise OptionError(
+            f"The folder {target} is not empty. Use another, or add --overwrite (overwrite=True)."
+        )
     if session.undecided:
         raise OptionError(
             "auto has not chosen a backend yet: it does at accelerator.prepare(). Run that cell"
@@ -127,9 +129,12 @@ def write_script(
         "submit.sbatch": _sbatch(session, target.resolve().name),
         "README.md": _readme(session, commands, notes),
     }
-    target.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (target / name).write_text(text, encoding="utf-8")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (target / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"Cannot write the script to {target}: {error.strerror}.") from error
     written = tuple(run.number for run, _ in runs)
     return WrittenScript(target, tuple(sorted(files)), written, commands, tuple(notes))
 
@@ -189,12 +194,12 @@ def _numbered(history: CellHistory, cells: str | Sequence[int]) -> list[CellRun]
     """Return the runs with these numbers, such as "3,5-7"; a range may have gaps."""
     by_number = {run.number: run for run in history.runs}
     chosen: list[int] = []
-    for part in cells.split(",") if isinstance(cells, str) else map(str, cells):
+    for part in str(cells).split(",") if isinstance(cells, str | int) else map(str, cells):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise OptionError(f"--cells takes numbers of cells such as 3,5-7, got {cells!r}.")
-        numbers = range(int(first), int(last or first) + 1)
-        found = [number for number in numbers if number in by_number]
+        found = [number for number in sorted(by_number) if int(first) <= number <= int(last)]
         if not found:
             known = ", ".join(map(str, by_number)) or "none"
             raise OptionError(

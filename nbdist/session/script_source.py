@@ -7,6 +7,7 @@ names that `%%distribute` predefines are made from an Accelerator.
 from __future__ import annotations
 
 import ast
+import builtins
 import io
 import json
 import re
@@ -41,7 +42,10 @@ _FROM_ACCELERATOR = {
 """Predefined names, and the attribute of Accelerator and PartialState with their value."""
 _BODY_MAGICS = frozenset({"capture", "prun", "time"})
 """Cell magics whose body is run as it is."""
-_PLACE_MATTERS = re.compile(r"environ|putenv|sys\.path|chdir|set_start_method|sys\.modules")
+_PLACE_MATTERS = re.compile(
+    r"environ|putenv|load_dotenv|sys\.path|sys\.modules|chdir"
+    r"|set_start_method|set_default_|filterwarnings|simplefilter"
+)
 """After a cell with one of these, an import may depend on its place."""
 _INDENT = "    "
 
@@ -90,6 +94,7 @@ def build_script(
     blocks = [block for block in blocks if block.source or block.notes]
     used = _used_names(blocks)
     imports = _hoist_imports(blocks, keep=used & {*_FROM_RUNTIME, *_FROM_ACCELERATOR})
+    blocks = [block for block in blocks if block.source or block.notes]
     if arguments and any("Accelerator(" in block.source for block in blocks):
         text = re.sub(r"\n *", "", ", ".join(arguments))
         script.to_provide.append(f"Accelerator({text}), as in the session")
@@ -97,11 +102,12 @@ def build_script(
     if runtime_has_accelerator and used.intersection(["accelerator", *_FROM_ACCELERATOR]):
         from_runtime.add("accelerator")
     accelerator = _predefined_lines(used, arguments, imports, is_made="accelerator" in from_runtime)
-    imports.add(
-        f"from {RUNTIME} import {', '.join(sorted(from_runtime))}"
-        if from_runtime
-        else f"import {RUNTIME}  # noqa: F401 - applies accelerate.yaml"
-    )
+    if from_runtime:
+        imports.add(f"from {RUNTIME} import {', '.join(sorted(from_runtime))}")
+    if RUNTIME in used:
+        imports.add(f"import {RUNTIME}")
+    elif not from_runtime:
+        imports.add(f"import {RUNTIME}  # noqa: F401 - applies accelerate.yaml")
     parts = [f'"""{docstring}"""', *_comment_list("Not in this script:", script.left_out)]
     parts += _comment_list("Set these values:", script.to_provide)
     parts += ["\n".join(_sorted_imports(imports)), "\n".join(filter(None, [setup, *accelerator]))]
@@ -154,14 +160,24 @@ def _command_line(command: Command) -> str:
         return f"{command.name} = {command.text}  # pushed from the notebook"
     if command.kind == "load":
         return f"# The notebook loaded a checkpoint here: load({json.dumps(command.name)})"
-    return f"{command.kind}({json.dumps(command.name)})  # %nbdist {command.kind}"
+    # Not from the module: a cell may have a function of its own with that name.
+    call = f"{RUNTIME}.{command.kind}({json.dumps(command.name, ensure_ascii=False)})"
+    return f"{call}  # %nbdist {command.kind}"
 
 
 def _on_ranks(part: RankCode, source: str) -> str:
     """Return code below a condition if it ran on some ranks only."""
     if len(part.ranks) == part.world_size or not source.strip():
         return source
-    test = f"rank == {part.ranks[0]}" if len(part.ranks) == 1 else f"rank in {part.ranks}"
+    # Not the predefined `rank`: a cell may use that name for something else.
+    test = f"accelerator.process_index in {part.ranks}"
+    if len(part.ranks) == 1:
+        is_main = part.ranks[0] == 0
+        test = (
+            "accelerator.is_main_process"
+            if is_main
+            else f"accelerator.process_index == {part.ranks[0]}"
+        )
     has_code = bool(ast.parse(source).body)
     return "\n".join([f"if {test}:", *_indented(source), *([] if has_code else [f"{_INDENT}pass"])])
 
@@ -170,8 +186,13 @@ def _indented(source: str) -> list[str]:
     inside = _string_lines(source)
     return [
         line if number in inside or not line.strip() else _INDENT + line
-        for number, line in enumerate(source.splitlines(), start=1)
+        for number, line in enumerate(_split_lines(source), start=1)
     ]
+
+
+def _split_lines(source: str) -> list[str]:
+    """Split as Python does; str.splitlines() also splits at characters such as U+2028."""
+    return source.removesuffix("\n").split("\n")
 
 
 def _string_lines(source: str) -> set[int]:
@@ -197,13 +218,16 @@ def _to_python(code: str, number: int, script: Script) -> str:
     code = re.sub(r"\A# %%distribute[^\n]*\n", "", code)
     while code.lstrip().startswith("%%"):
         first, _, code = code.lstrip().partition("\n")
-        script.left_out.append(f"{first.strip()} of cell {number}")
-        if first[2:].split()[0] not in _BODY_MAGICS:
+        name = first[2:].split()[0]
+        if name != "time":
+            script.left_out.append(f"{first.strip()} of cell {number}")
+        if name not in _BODY_MAGICS:
             return ""
-    lines = code.splitlines(keepends=True)
+    lines = io.StringIO(code).readlines()
     clean_ups: list[Any] = TransformerManager().cleanup_transforms
     for clean_up in clean_ups:  # indentation, >>> and In [1]:
         lines = clean_up(lines)
+    lines = io.StringIO("".join(lines)).readlines()  # IPython uses str.splitlines()
     code = _comment_magics(lines, number, script)
     try:
         compile(code, "cell", "exec", dont_inherit=True)
@@ -213,7 +237,11 @@ def _to_python(code: str, number: int, script: Script) -> str:
 
 
 def _in_async_function(code: str, number: int) -> str:
-    imports = [n for n in ast.parse(code).body if _bindings(n) and _stands_alone(n, code)]
+    imports = [
+        node
+        for node in ast.parse(code).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and _stands_alone(node, code)
+    ]
     body = _remove_statements(imports, code)
     names = [
         s.get_name()
@@ -262,7 +290,7 @@ def _show_last_value(code: str, tree: ast.Module) -> str:
     if not isinstance(last, ast.Expr) or isinstance(last.value, quiet):
         return code
     value = ast.get_source_segment(code, last.value) or ""
-    lines = code.splitlines()
+    lines = _split_lines(code)
     shown = "\n".join(lines[last.lineno - 1 : last.end_lineno])
     if code.rstrip().endswith(";") or shown.strip() != value:
         return code
@@ -291,7 +319,12 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
         for node in ast.walk(ast.parse(block.source)):
             for name, line in _bindings(node):
                 targets.setdefault(name, set()).add(line)
-    fixed = assigned | keep | {name for name, lines in targets.items() if len(lines) > 1}
+    fixed = (
+        assigned
+        | keep
+        | {*dir(builtins)}
+        | {name for name, lines in targets.items() if len(lines) > 1}
+    )
     hoisted: set[str] = set()
     for block in blocks:
         moved = [
@@ -309,7 +342,7 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
 
 
 def _remove_statements(statements: Sequence[ast.stmt], source: str) -> str:
-    lines = source.splitlines()
+    lines = _split_lines(source)
     for statement in reversed(statements):
         del lines[statement.lineno - 1 : statement.end_lineno]
     return "\n".join(lines).strip("\n")
@@ -335,7 +368,7 @@ def _bindings(node: ast.AST) -> list[tuple[str, str]]:
 
 def _stands_alone(node: ast.stmt, source: str) -> bool:
     """Return whether an import has its lines for itself, without a comment."""
-    text = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
+    text = "\n".join(_split_lines(source)[node.lineno - 1 : node.end_lineno])
     return text.strip() == (ast.get_source_segment(source, node) or "") and "#" not in text
 
 

@@ -124,7 +124,9 @@ def test_every_engine_and_option_has_the_same_losses_in_a_job(
 def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path) -> None:
     session.run("x = 1")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(OptionError, match=r"is not empty\. Use another, or add --overwrite\.$"):
+    with pytest.raises(
+        OptionError, match=r"is not empty\. Use another, or add --overwrite \(overwrite=True\)\.$"
+    ):
         session.script(tmp_path)
     files = session.script(tmp_path, overwrite=True).files
     assert {"train.py", "accelerate.yaml", "submit.sbatch", "README.md"} <= {*files}

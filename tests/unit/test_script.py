@@ -87,9 +87,9 @@ def test_an_indented_cell_is_code() -> None:
 
 def test_a_cell_of_some_ranks_becomes_a_condition() -> None:
     source = script(cell('text = """a\nb"""\nprint(text)', ranks=(0,))).source
-    assert "# Runs on rank 0 only.\nif rank == 0:\n" in source
+    assert "# Runs on rank 0 only.\nif accelerator.is_main_process:\n" in source
     assert '    text = """a\nb"""\n    print(text)\n' in source
-    assert "rank = PartialState().process_index\n" in source
+    assert "accelerator = Accelerator()\n" in source
 
 
 def test_an_import_stays_where_its_place_matters() -> None:
@@ -106,6 +106,16 @@ def test_a_name_that_the_user_imports_is_not_the_predefined_one() -> None:
     later = script(cell("report(loss=1)"), cell("from mylib import report\nreport(2)", 2)).source
     assert "from runtime import report\n" in later
     assert "# Cell 2\nfrom mylib import report\nreport(2)\n" in later
+    builtin = script(cell("print(max([1, 2]))"), cell("from torch import max", 2)).source
+    assert "# Cell 2\nfrom torch import max\n" in builtin
+
+
+def test_commands_do_not_call_functions_of_the_user() -> None:
+    run = cell("def save(path): print(path)")
+    run.parts.append(Command(kind="save", name="größe"))
+    source = script(run).source
+    assert "import runtime\n" in source
+    assert 'runtime.save("größe")  # %nbdist save\n' in source
 
 
 def test_modules_beside_the_notebook_are_to_be_copied(
@@ -149,6 +159,12 @@ def test_await_outside_of_a_function_runs_in_asyncio() -> None:
         "    x = await mylib.work()\n"
         "asyncio.run(cell_7())\n"
     )
+    star = script(cell("from math import *\nx = await work(pi)")).source
+    assert "from math import *\nasync def cell_1():\n" in star
+
+
+def test_only_newlines_end_a_line() -> None:
+    assert '# Cell 1\nx = "a\u2028b"  # c\x0cd\n' in script(cell('x = "a\u2028b"  # c\x0cd')).source
 
 
 def test_the_last_run_of_a_cell_counts_at_the_place_of_the_first() -> None:
@@ -183,6 +199,7 @@ def test_cells_are_chosen_by_number_or_tag() -> None:
     ran = history(*(cell(f"x = {number}", number) for number in (2, 4, 7)))
     ran.runs[1].tags = ("train",)
     assert [run.number for run, _ in choose_cells(ran, "7,2-5")[0]] == [7, 2, 4]
+    assert [run.number for run, _ in choose_cells(ran, "4-999999999999")[0]] == [4, 7]
     assert [run.number for run, _ in choose_cells(ran, [4])[0]] == [4]
     assert [run.number for run, _ in choose_cells(ran, tag="train")[0]] == [4]
 
@@ -192,6 +209,7 @@ def test_cells_are_chosen_by_number_or_tag() -> None:
     [
         ("9", r"^The code of cell 9 is not available: it did not run on these ranks"),
         ("a", r"^--cells takes numbers of cells such as 3,5-7, got 'a'"),
+        ("9-3", r"^--cells takes numbers of cells such as 3,5-7, got '9-3'"),
     ],
 )
 def test_wrong_numbers_of_cells_are_refused(cells: str, message: str) -> None:
