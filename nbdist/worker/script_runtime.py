@@ -48,6 +48,11 @@ def setup(*, clip: float | None = None, activation_checkpointing: bool = False) 
 
 def report(step: int | None = None, **scalars: Any) -> None:
     """Append scalars to metrics/rank0.jsonl, metrics/rank1.jsonl, ...; rank 0 prints them."""
+    for name, value in scalars.items():
+        is_scalar = value.numel() == 1 if torch.is_tensor(value) else hasattr(value, "__float__")
+        if not is_scalar:
+            message = f"report({name}=...) must be a number or a tensor with one element, got"
+            raise TypeError(f"{message} {value!r}.")
     step = report.__dict__.get("next", 0) if step is None else step
     report.__dict__["next"] = step + 1
     values = {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in scalars.items()}
