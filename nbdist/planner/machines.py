@@ -95,8 +95,7 @@ def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
     names = only.split(",") if isinstance(only, str) else _COMMON if only is None else only
     names = [str(name).strip() for name in names] if isinstance(names, list | tuple) else []
     if not all(names) or not names:
-        message = f'only must name GPUs, such as "T4,L4,A10", got {only!r}.'
-        raise PlanError(message)
+        raise PlanError(f'only must name GPUs, such as "T4,L4,A10", got {only!r}.')
     found = [target_devices.find_device(name, ",".join(names))[0] for name in names]
     return list({device.name: device for device in found}.values())
 

@@ -207,8 +207,9 @@ def find_optimizer(name: object) -> OptimizerSpec:
             dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3))
         )
         hint = f"Did you mean {' or '.join(close_names)}? " if close_names else ""
-        message = f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
-        raise PlanError(message)
+        raise PlanError(
+            f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
+        )
     return OPTIMIZERS[_NAMES[key]]
 
 
@@ -240,11 +241,10 @@ def optimizer_from_torch(
         PlanError: an unknown class.
     """
     if class_name not in _CLASSES:
-        message = (
+        raise PlanError(
             f"Unknown optimizer class {class_name}. Use the nearest of these:"
             f" {', '.join(OPTIMIZERS)}."
         )
-        raise PlanError(message)
     row = OPTIMIZERS[_CLASSES[class_name]]
     # amsgrad keeps the largest second moment, RMSprop and SGD a momentum, Adafactor a first moment.
     further = ("amsgrad", "momentum", "beta1")

@@ -54,11 +54,10 @@ class Plan(PlanTable):
                 return row
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
         variants = sorted({row.variant for row in self.rows if row.backend == name})
-        message = (
+        raise PlanError(
             f"The plan has no row {name} with batch_size={size}{shown and f', {shown}'}."
             f" It has {'; '.join(variants) or 'no row of this backend'}."
         )
-        raise PlanError(message)
 
     def sorted_by(self, key: str) -> Plan:
         """Return the plan with its rows sorted by a field: "device_bytes", "tokens_per_s".
@@ -70,8 +69,7 @@ class Plan(PlanTable):
         """
         fields = self.rows[0].to_dict()
         if key not in fields:
-            message = f"Unknown field {key!r}. Use one of {', '.join(fields)}."
-            raise PlanError(message)
+            raise PlanError(f"Unknown field {key!r}. Use one of {', '.join(fields)}.")
         rows = sorted(self.rows, key=lambda row: row.to_dict()[key], reverse=key == "tokens_per_s")
         return replace(self, rows=tuple(rows))
 
@@ -88,11 +86,10 @@ class Plan(PlanTable):
         try:
             import pandas as pd
         except ImportError:
-            message = (
+            raise PlanError(
                 "to_pandas() needs pandas, which is not installed. Install it with"
                 " %pip install pandas, or use plan.rows."
-            )
-            raise PlanError(message) from None
+            ) from None
         return pd.DataFrame([row.to_dict() for row in self.rows])
 
     def __str__(self) -> str:

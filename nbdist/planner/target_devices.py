@@ -65,18 +65,16 @@ def parse_devices(text: str) -> ClusterSpec:
     text = str(text)
     if len(text) > _MAX_CHARS or not text.isprintable():
         # The regular expressions below take time quadratic in the length.
-        message = f"Cannot parse devices {_quote(text)}. Example: 8xH100-80GB."
-        raise PlanError(message)
+        raise PlanError(f"Cannot parse devices {_quote(text)}. Example: 8xH100-80GB.")
     if not set("()") & set(text):
         return _parse_machines(text)
     parts = _BRACKETS.fullmatch(text.strip())
     if parts is None:
-        message = (
+        raise PlanError(
             f"Cannot parse devices {_quote(text)}: put one machine in brackets, the number of"
             " machines before them and the network after them."
             " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
-        raise PlanError(message)
     nodes, (first, *inside) = _count(parts[1], text), _split_items(parts[2])
     outside = _split_items(parts[3])[1:]
     counted = _COUNTED.fullmatch(first)
@@ -90,8 +88,7 @@ def parse_devices(text: str) -> ClusterSpec:
     elif links := [word for word in outside if word.lower() in _LINKS]:
         wrong = f"{links[0]} is a link inside a machine; put it in the brackets"
     if wrong:
-        message = f"Cannot parse devices {_quote(text)}: {wrong}."
-        raise PlanError(message)
+        raise PlanError(f"Cannot parse devices {_quote(text)}: {wrong}.")
     node = _parse_machines(",".join([first, *inside]))
     check_size(nodes * node.world_size, text)
     return _apply_link_and_memory(
@@ -115,11 +112,10 @@ def _parse_machines(text: str) -> ClusterSpec:
     nodes, count = (_count(outer, text), _count(inner, text)) if inner else (1, _count(outer, text))
     check_size(nodes * count, text)
     if _COUNT.match(name):
-        message = (
+        raise PlanError(
             f"Cannot parse devices {_quote(text)}: {first} has three numbers. Give the number of"
             " machines and the GPUs of one machine. Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
-        raise PlanError(message)
     device, notes = find_device(name, text)
     cluster = ClusterSpec(
         devices=(device,) * (nodes * count),
@@ -136,17 +132,15 @@ def _apply_link_and_memory(cluster: ClusterSpec, more: Sequence[str], text: str)
         if word.lower() in _LINKS:
             device = cluster.devices[0]
             if word.lower() == "nvlink" and not device.nvlink:
-                message = f"{device.name} has no NVLink. Use pcie."
-                raise PlanError(message)
+                raise PlanError(f"{device.name} has no NVLink. Use pcie.")
             if cluster.world_size > 1:
                 cluster = replace(cluster, link="nvlink" if word.lower() == "nvlink" else "pcie")
         elif network := _NETWORK.fullmatch(word):
             if cluster.num_nodes == 1:
-                message = (
+                raise PlanError(
                     f"Network {word} needs several machines, but devices {_quote(text)} is one."
                     " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
                 )
-                raise PlanError(message)
             speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
             cluster = replace(cluster, network_bandwidth=speed)
         elif store := _STORE.fullmatch(word):
@@ -166,8 +160,7 @@ def find_device(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
     if memory := _MEMORY.fullmatch(name.strip()):
         size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
         if size > MAX_MEMORY_GB:
-            message = f"No GPU has {size:g} GB ({_quote(text)}). Give the memory of one GPU."
-            raise PlanError(message)
+            raise PlanError(f"No GPU has {size:g} GB ({_quote(text)}). Give the memory of one GPU.")
         usable = size * cluster_spec.USABLE_MEMORY_FRACTION * GIB
         return cluster_spec.device_with_memory(usable, f"{size:g} GB does not name a GPU")
     device = find_gpu(name)
@@ -187,8 +180,9 @@ def check_size(count: int, text: str) -> None:
         PlanError: if it exceeds MAX_DEVICES.
     """
     if count > MAX_DEVICES:
-        message = f"Too many devices in {_quote(text)}: {count}. At most {MAX_DEVICES} are allowed."
-        raise PlanError(message)
+        raise PlanError(
+            f"Too many devices in {_quote(text)}: {count}. At most {MAX_DEVICES} are allowed."
+        )
 
 
 def _count(text: str | None, whole: str) -> int:
@@ -196,11 +190,10 @@ def _count(text: str | None, whole: str) -> int:
     if text is None:
         return 1
     if not text.isdigit() or int(text) < 1:
-        message = (
+        raise PlanError(
             f"Number of devices must be an integer >= 1, got {text} in {_quote(whole)}."
             f" Examples: {_EXAMPLES}."
         )
-        raise PlanError(message)
     return int(text)
 
 
@@ -211,8 +204,7 @@ def _positive(text: str, whole: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        message = f"Invalid size {text} in devices {_quote(whole)}: must be a number > 0."
-        raise PlanError(message)
+        raise PlanError(f"Invalid size {text} in devices {_quote(whole)}: must be a number > 0.")
     return value
 
 
@@ -272,8 +264,7 @@ def resolve_cluster(devices: str | ClusterSpec | None, world_size: int | None) -
     elif type(devices) is str:
         resolved = parse_devices(devices)
     else:
-        message = f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}."
-        raise PlanError(message)
+        raise PlanError(f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}.")
     return (
         resolved
         if world_size in {None, resolved.world_size}

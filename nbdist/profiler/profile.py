@@ -51,8 +51,7 @@ class Profile(ProfileAnalysis):
         """
         ranks, unknown = rank_comparison.compare_ranks(list(figures))
         if not ranks:
-            message = "A profile needs the measurements of at least one rank."
-            raise ValueError(message)
+            raise ValueError("A profile needs the measurements of at least one rank.")
         return cls(
             ranks=ranks,
             setting=setting,

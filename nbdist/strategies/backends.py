@@ -560,8 +560,9 @@ def _precision(options: Options, hardware: Hardware) -> str:
     if precision is None:
         return hardware.default_precision
     if precision not in PRECISIONS:
-        message = f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
-        raise OptionError(message)
+        raise OptionError(
+            f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
+        )
     supported = {
         "no": True,
         "fp16": hardware.kind == "cuda",

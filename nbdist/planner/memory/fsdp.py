@@ -271,15 +271,13 @@ class Fsdp1Timeline(FsdpTimeline):
         """
         frozen = model_spec.num_frozen_params(model)
         if model_spec.num_quantized_params(model):
-            message = "FSDP1 cannot flatten quantized parameters. Use another backend."
-            raise PlanError(message)
+            raise PlanError("FSDP1 cannot flatten quantized parameters. Use another backend.")
         if frozen and model.element != model.trainable_element:
-            message = (
+            raise PlanError(
                 "FSDP1 cannot flatten fp32 adapters together with 16-bit parameters. Load the model"
                 " in fp32 or use get_peft_model(..., autocast_adapter_dtype=False), or use another"
                 " backend."
             )
-            raise PlanError(message)
         super().__init__(model, setup)
 
     def build_units(self) -> list[FsdpUnit]:
@@ -400,11 +398,10 @@ class Fsdp2Timeline(FsdpTimeline):
             PlanError: parameters in 8 bits.
         """
         if model_spec.has_int8_params(model):
-            message = (
+            raise PlanError(
                 "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
                 ' zero1 or zero2, or quantize="nf4", which FSDP2 keeps unsharded.'
             )
-            raise PlanError(message)
         super().__init__(model, setup)
 
     def build_units(self) -> list[FsdpUnit]:

@@ -54,11 +54,10 @@ class Zero3Timeline(ZeroTimeline):
             PlanError: parameters in 8 bits.
         """
         if model_spec.has_int8_params(model):
-            message = (
+            raise PlanError(
                 "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps all of them"
                 ' in addition to its share. Use zero1, zero2 or ddp, or quantize="nf4".'
             )
-            raise PlanError(message)
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"

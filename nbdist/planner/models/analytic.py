@@ -52,12 +52,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """
     model_type, named = _model_type(config), _named_class(config)
     if not is_supported(config):
-        message = (
+        raise PlanError(
             f"model_type {config.get('model_type')!r}{f' as {named}' if named else ''} has no"
             f" analytic formula. Supported: {', '.join(sorted(MODEL_CLASSES))}. For other"
             " models, plan the model itself: it is traced."
         )
-        raise PlanError(message)
     notes = config_notes(config)
     own = MODEL_CLASSES[model_type]
     if named not in {None, own}:
@@ -165,11 +164,10 @@ def _read_size(
     """
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 1 <= value <= largest:
-        message = (
+        raise PlanError(
             f"The config's {names[0]} must be an integer from 1 to {largest:,}, got {value!r}."
             " Complete the config."
         )
-        raise PlanError(message)
     return value
 
 
@@ -181,8 +179,9 @@ def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> 
     """
     value = config.get(name, default)
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        message = f"The config's {name} must be a dropout rate between 0 and 1, got {value!r}."
-        raise PlanError(message)
+        raise PlanError(
+            f"The config's {name} must be a dropout rate between 0 and 1, got {value!r}."
+        )
     return float(value)
 
 
@@ -195,8 +194,7 @@ def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
     sizes = {"float32": FULL_BYTES, "float16": HALF_BYTES, "bfloat16": HALF_BYTES}
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     if dtype not in {*sizes, "None"}:
-        message = f"Unknown dtype {dtype!r} in the config. Use one of {', '.join(sizes)}."
-        raise PlanError(message)
+        raise PlanError(f"Unknown dtype {dtype!r} in the config. Use one of {', '.join(sizes)}.")
     return sizes.get(dtype, FULL_BYTES)
 
 
@@ -207,11 +205,10 @@ def _check_divides(whole: int, part: int, whole_name: str, part_name: str) -> No
         PlanError: `whole` is not a multiple of `part`.
     """
     if whole % part:
-        message = (
+        raise PlanError(
             f"{whole_name} {whole} must be a multiple of {part_name} {part} to split it into"
             " attention heads. Correct the config."
         )
-        raise PlanError(message)
 
 
 # -- parameter counts such as "7b" -----------------------------------------------------------
@@ -259,11 +256,10 @@ def spec_from_parameter_count(text: str) -> DecoderSpec:
     if match is not None and match[2] in _SCALE:
         count = float(re.sub("[_,]", "", match[1])) * _SCALE[match[2]]
     if not _SMALLEST <= count <= _LARGEST:
-        message = (
+        raise PlanError(
             f'Invalid model size {text[:60]!r}. Use a size between "1m" and "10000b", such as "7b",'
             ' "350m" or "7e9".'
         )
-        raise PlanError(message)
     shape = _PUBLISHED.get(f"{count / 1e9:g}b") or _closest_shape(count)
     hidden, ff, layers, heads, kv_heads, vocab, tied = shape
     return LlamaSpec(

@@ -250,8 +250,9 @@ class DecoderSpec(ABC):
             PlanError: an invalid rank, or a name that is not a linear layer of the blocks.
         """
         if rank < 1:
-            message = f"lora must be a rank of at least 1, got {rank}. Omit it to train everything."
-            raise PlanError(message)
+            raise PlanError(
+                f"lora must be a rank of at least 1, got {rank}. Omit it to train everything."
+            )
         return replace(self, lora_rank=rank, lora_targets=self._find_targets(target_modules))
 
     def _find_targets(self, given: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -271,12 +272,11 @@ class DecoderSpec(ABC):
         unknown = [end for end, found in matches.items() if not found]
         if unknown or not ends:
             short = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            message = (
+            raise PlanError(
                 f"target_modules {', '.join(map(repr, unknown)) or 'are empty'}: the blocks of"
                 f" {self.model_type} have the linear layers {', '.join(short)}. Use these or"
                 ' "all-linear", or plan the PEFT model itself.'
             )
-            raise PlanError(message)
         return tuple(name for name in names if any(name in found for found in matches.values()))
 
     def to_json(self) -> dict[str, Any]:

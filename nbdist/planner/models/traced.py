@@ -121,16 +121,14 @@ class TracedModel:
     def _run(self, workload: Workload) -> Mapping[str, Any]:
         """Figures of one compute mode."""
         if self.seq_len is not None and workload.seq_len != self.seq_len:
-            message = (
+            raise PlanError(
                 f"This model was traced with {self.seq_len} tokens per sample, not"
                 f" {workload.seq_len}. Plan with seq_len={workload.seq_len} to trace it again."
             )
-            raise PlanError(message)
         checkpointing = " checkpointing" * workload.activation_checkpointing
         name = f"{workload.kind} {workload.compute}{checkpointing}"
         if name not in self.passes:
-            message = f"{name!r} was not traced. This trace has {', '.join(self.passes)}."
-            raise PlanError(message)
+            raise PlanError(f"{name!r} was not traced. This trace has {', '.join(self.passes)}.")
         run = self.passes[name]
         if "error" in run:
             raise PlanError(run["error"])
@@ -343,8 +341,7 @@ def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:
     """
     config = module.active_peft_config
     if config.peft_type != "LORA" or config.use_dora or config.lora_dropout:
-        message = "Only LoRA without dropout has a closed form."
-        raise PlanError(message)
+        raise PlanError("Only LoRA without dropout has a closed form.")
     adapted = [name for name, each in module.named_modules() if hasattr(each, "lora_A")]
     targets = [
         shape.name
@@ -470,11 +467,10 @@ def _answer(
     if failed:
         timed_out = time.monotonic() - begin >= TRACE_TIMEOUT_S
         reason = f"timeout after {TRACE_TIMEOUT_S:.0f} s" if timed_out else last
-        message = (
+        raise PlanError(
             f"Cannot trace the model ({reason.removeprefix(PROGRESS_PREFIX).rstrip('.')}). Give the"
             " model itself with example inputs, or plan for a size such as '7b'."
         )
-        raise PlanError(message)
     answer: dict[str, Any] = json.loads(output)
     if "error" in answer:
         raise PlanError(answer["error"])
@@ -502,11 +498,10 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         message = f"The config belongs to {config['_class_name']} of diffusers."
         raise PlanError(f"{message} {_GIVE.capitalize()}.")
     if model_type is None:
-        message = (
+        raise PlanError(
             "The config has neither model_type nor architectures, so its model is unknown. Use a"
             f" complete config.json of transformers, or {_GIVE}."
         )
-        raise PlanError(message)
     types = model_types() if rank_python.selected().is_own else ()  # else the child decides
     if types and str(model_type) not in types:
         close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)

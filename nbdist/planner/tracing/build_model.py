@@ -48,11 +48,10 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
         with torch.device("meta"):
             model: nn.Module = cls(config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        message = (
+        raise PlanError(
             f"transformers cannot build {cls.__name__} from this config ({_line(error)}). Correct"
             " the config, or give the model itself."
-        )
-        raise PlanError(message) from None
+        ) from None
     dtype_name = str(fields.get("dtype") or fields.get("torch_dtype") or "")
     dtype = getattr(torch, dtype_name.removeprefix("torch."), None) if dtype_name else None
     model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
@@ -104,17 +103,17 @@ def _config(fields: Mapping[str, Any]) -> Any:
 
     model_type = fields.get("model_type") or _type_of_class(fields)
     if model_type not in transformers.CONFIG_MAPPING:
-        message = (
+        raise PlanError(
             f"transformers {transformers.__version__} has no model_type {model_type!r}. Give the"
             " model itself with example inputs: nbdist.plan(model, inputs=...)."
         )
-        raise PlanError(message)
     own = {name: value for name, value in fields.items() if name != "auto_map"}
     try:
         config = transformers.AutoConfig.for_model(**own | {"model_type": model_type})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"transformers cannot read this config ({_line(error)}). Correct the config."
-        raise PlanError(message) from None
+        raise PlanError(
+            f"transformers cannot read this config ({_line(error)}). Correct the config."
+        ) from None
     if fields.get("_attn_implementation"):
         config._attn_implementation = fields["_attn_implementation"]  # noqa: SLF001
     for each in (config, *(getattr(config, name) for name in config.sub_configs)):
@@ -130,12 +129,11 @@ def _type_of_class(fields: Mapping[str, Any]) -> str:
     """
     cls = _named_class(fields)
     if getattr(cls, "config_class", None) is None:
-        message = (
+        raise PlanError(
             f"The config has no model_type, and transformers has no model class"
             f" {fields['architectures'][0]!r}, which it names. Add its model_type, or give the"
             " model itself with example inputs: nbdist.plan(model, inputs=...)."
         )
-        raise PlanError(message)
     return str(cls.config_class.model_type)
 
 
@@ -157,12 +155,11 @@ def _class_of(config: Any) -> Any:
         if type(config) in mapping:
             cls = mapping[type(config)]
             return cls[0] if isinstance(cls, tuple) else cls
-    message = (
+    raise PlanError(
         f"Cannot tell for which task {config.model_type} is trained. Set architectures in the"
         " config to a transformers class, or give the model itself with example inputs:"
         " nbdist.plan(model, inputs=...)."
     )
-    raise PlanError(message)
 
 
 def _tasks(config: Any) -> Sequence[str]:

@@ -123,10 +123,9 @@ def _example(
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     if not sizes:
-        message = (
+        raise PlanError(
             "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
         )
-        raise PlanError(message)
     ids = batch[1].get("input_ids")
     tokens = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
     return SampleBatch(batch, tokens is not None), sizes[0], tokens
@@ -216,8 +215,7 @@ def _read_answer(reader: int, progress: Callable[[str], None], deadline: float) 
     while True:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([reader], [], [], left)[0]:
-            message = "Timeout while tracing the model. Give smaller example inputs."
-            raise PlanError(message)
+            raise PlanError("Timeout while tracing the model. Give smaller example inputs.")
         read = os.read(reader, 1 << 16)
         if not read:
             message = (

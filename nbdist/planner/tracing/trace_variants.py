@@ -246,11 +246,10 @@ def loss_of(outputs: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     if not means:
-        message = (
+        raise PlanError(
             "The model's output has no gradient. Give inputs for which it returns a loss or a"
             " tensor that depends on its parameters."
         )
-        raise PlanError(message)
     return torch.stack(means).sum() if len(means) > 1 else means[0]
 
 

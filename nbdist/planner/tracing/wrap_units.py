@@ -58,11 +58,10 @@ def find_wrap_units(
     if names is not None:
         present = {type(module).__name__ for module in model.modules()}
         if missing := sorted(set(names) - present):
-            message = (
+            raise OptionError(
                 f"The model has no module of class {', '.join(missing)}. "
                 f"It has {', '.join(sorted(present))}."
             )
-            raise OptionError(message)
     chosen = frozenset(names) if names is not None else block_class_names(model)
     if chosen and min_num_params is None:
         candidates = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
