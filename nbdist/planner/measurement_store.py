@@ -1,9 +1,8 @@
 """Measurements of this machine, in one file of the user's cache folder; pure.
 
 The catalogue holds typical speeds. A calibration (`worker.benchmarks.calibration`), a profile of
-the user's loop and a session's third optimizer step measure this machine;
-`measurements_from_profiles` turns their figures into a `Measurement`, and `MeasurementStore` keeps
-it.
+the user's loop and a session's third optimizer step measure this machine; `MeasurementStore` keeps
+each as a `Measurement`.
 
 Sizes are in bytes of the full tensor (all_gather's output, reduce_scatter's input), times in
 seconds, speeds in bytes/s and FLOP/s.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.errors import OptionError, PlanError
 from nbdist.number_formatting import GIB, format_gib, memory_part_text
-from nbdist.planner import memory, memory_margin, speed_prediction_errors, step_time
+from nbdist.planner import memory, prediction_errors, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
@@ -269,7 +269,7 @@ class _PlanVariant:
             kind=cluster.kind,
             world_size=request.world_size,
         )
-        self._margin = memory_margin.margin_of(
+        self._margin = prediction_errors.margin_of(
             options.backend, request.model.depth, calibrated=bool(self._overhead.day)
         )
 
@@ -402,7 +402,7 @@ def _comparison_doubt(row: PlanRow, other: PlanRow, request: PlanInput) -> float
     """Return the uncertainty of the ratio of two rows' speeds."""
     if row.backend == other.backend:
         return SAME_BACKEND_TOLERANCE
-    return speed_prediction_errors.comparison_uncertainty(request.cluster.kind)
+    return prediction_errors.comparison_uncertainty(request.cluster.kind)
 
 
 def _complexity(row: PlanRow) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
-from nbdist.planner import speed_prediction_errors
+from nbdist.planner import prediction_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -107,7 +107,7 @@ class StepCost:
     above it communication can be hidden. 0 on one device."""
     uncertainty: float
     """Relative uncertainty by the sources of the parts, before it is scaled to measured errors."""
-    range_s: speed_prediction_errors.Interval
+    range_s: prediction_errors.Interval
     """Measured step times are expected in this range."""
 
     @property
@@ -161,7 +161,7 @@ class StepCostModel:
         link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
         doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
         doubt += _OVERHEAD_DOUBT_S[self._cluster.kind]
-        error = speed_prediction_errors.interval(
+        error = prediction_errors.interval(
             "step time",
             self._cluster.kind,
             doubt / total,
@@ -180,7 +180,7 @@ class StepCostModel:
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
             uncertainty=doubt / total,
-            range_s=speed_prediction_errors.Interval(error.low * total, error.high * total),
+            range_s=prediction_errors.Interval(error.low * total, error.high * total),
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.number_formatting import format_bytes, format_percent, format_speedup
-from nbdist.planner import speed_prediction_errors
+from nbdist.planner import prediction_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ class Speedup:
         after_s = max(after_s, _SHORTEST * before_s)
         factor = before_s / after_s
         uncertainty = _UNCERTAIN * changed_s / after_s
-        error = speed_prediction_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
+        error = prediction_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
         return cls(
             faster=factor - 1,
             low=factor * error.low - 1,
