@@ -63,7 +63,6 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
 
 
 def _named_class(fields: Mapping[str, Any]) -> Any:
-    """Return the transformers class that a config names, or None."""
     import transformers
 
     name = next(iter(fields.get("architectures") or ()), None)
@@ -94,11 +93,7 @@ def use_grouped_experts(model: nn.Module) -> None:
 
 
 def _config(fields: Mapping[str, Any]) -> Any:
-    """Return a config object of the config's own class.
-
-    Raises:
-        PlanError: transformers has no such class, or rejects the fields.
-    """
+    """Return a config object of the config's own class."""
     import transformers
 
     model_type = fields.get("model_type") or _type_of_class(fields)
@@ -122,11 +117,7 @@ def _config(fields: Mapping[str, Any]) -> Any:
 
 
 def _type_of_class(fields: Mapping[str, Any]) -> str:
-    """Return the model type of the class that a config without model type names.
-
-    Raises:
-        PlanError: transformers has no such class.
-    """
+    """Return the model type of the class that a config without model type names."""
     cls = _named_class(fields)
     if getattr(cls, "config_class", None) is None:
         raise PlanError(
@@ -138,16 +129,11 @@ def _type_of_class(fields: Mapping[str, Any]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Format an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _class_of(config: Any) -> Any:
-    """Return the class that trains a model of this config.
-
-    Raises:
-        PlanError: the config supports none of the known tasks.
-    """
+    """Return the class that trains a model of this config."""
     import transformers
 
     for task in _tasks(config):
@@ -227,7 +213,6 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
 
 
 def _unknown_input(model: nn.Module) -> str:
-    """Return the error message for a model with unknown inputs."""
     part = " or, for its language model alone, give config.text_config" * _takes_images(
         getattr(model, "config", None)
     )
@@ -238,7 +223,6 @@ def _unknown_input(model: nn.Module) -> str:
 
 
 def _takes_images(config: Any) -> bool:
-    """Return whether a model takes images besides text."""
     return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
@@ -256,7 +240,6 @@ def _tokens(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
 
 
 def _pixels(config: Any, batch_size: int, _: int) -> _ForwardInputs:
-    """Images of the config's size."""
     return _ForwardInputs({"pixel_values": _images(config, batch_size)})
 
 
@@ -284,7 +267,6 @@ def _spectrograms(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
 
 
 def _images(config: Any, batch_size: int) -> torch.Tensor:
-    """Pixels of a batch of images."""
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (batch_size, getattr(config, "num_channels", 3), height, width)
@@ -309,5 +291,4 @@ def _labels(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, torch.
 
 
 def _ids(*shape: int) -> torch.Tensor:
-    """Token ids."""
     return torch.empty(shape, dtype=torch.long, device="meta")
