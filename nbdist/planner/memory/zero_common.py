@@ -182,7 +182,6 @@ class ZeroTimeline(timeline.StepTimeline):
 
     @cached_property
     def _permanent(self) -> NonActivationMemory:
-        """Memory that is held throughout."""
         return NonActivationMemory(
             self.device_parts(), host=(self.host_parts(),), nvme=self.nvme_bytes()
         )
