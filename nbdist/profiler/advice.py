@@ -167,7 +167,6 @@ def _speed(profile: ProfileData) -> float:
 
 
 def _is_followed(advice: Advice, now: ProfileData) -> bool:
-    """Return whether the new profile shows the change."""
     model, loader, options = now.model, now.loader, now.options.to_json()
     for name, value in advice.change.items():
         match name:
