@@ -58,7 +58,6 @@ class Diagnosis:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the findings as an HTML table."""
         rows = []
         for finding in self.findings:
             level = element("b", finding.level, style=f"color:{COLORS[finding.level]}")

@@ -147,11 +147,7 @@ def _optional_positive_int(name: str, value: object) -> int | None:
 
 
 def _positive_int(name: str, value: object) -> int:
-    """Validate an integer >= 1.
-
-    Raises:
-        PlanError: for anything else, including NaN and booleans.
-    """
+    """Validate an integer >= 1."""
     from nbdist.errors import PlanError
 
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

@@ -68,7 +68,8 @@ def load_model_spec(
     if _is_spec(model):
         return model, _length_of_spec(model, seq_len or DEFAULT_SEQ_LEN)
     if _is_module(model):
-        config = _module_config(model)
+        to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+        config: Mapping[str, Any] = to_dict()
         length = seq_len or default_seq_len(config)
         spec = traced.spec_from_module(
             model,
@@ -134,11 +135,7 @@ def adapt(
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
-    """Return the tokens per sample of the example inputs, or None if they have none.
-
-    Raises:
-        PlanError: a different length was requested.
-    """
+    """Return the tokens per sample of the example inputs, or None if they have none."""
     seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else None
     if None not in {seq_len, requested} and seq_len != requested:
         raise PlanError(
@@ -163,21 +160,15 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _module_config(module: Any) -> Mapping[str, Any]:
-    """Return the fields of a module's config; empty if it has none."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
-    fields: Mapping[str, Any] = to_dict()
-    return fields
-
-
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
     """Restore a spec from its `to_json()`."""
-    readers = {"closed form": analytic.spec_from_json, "traced": traced.from_json}
-    return readers[fields["depth"]](fields)
+    if fields["depth"] == "traced":
+        return traced.from_json(fields)
+    family = decoder.LlamaSpec if fields["family"] == "LlamaSpec" else decoder.Gpt2Spec
+    return family.from_json(fields)
 
 
 def _config(model: object) -> Mapping[str, Any]:
-    """Return the fields of a transformers config in any supported form."""
     if isinstance(model, Mapping):
         return model
     to_dict = getattr(model, "to_dict", None)
@@ -198,11 +189,7 @@ def _config(model: object) -> Mapping[str, Any]:
 
 
 def _config_file(path: Path) -> Mapping[str, Any]:
-    """Return the fields of a config file.
-
-    Raises:
-        PlanError: the file does not exist or holds no config.
-    """
+    """Return the fields of a config file."""
     file = path
     try:
         file = path / "config.json" if path.is_dir() else path

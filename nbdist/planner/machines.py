@@ -49,13 +49,11 @@ class MachinePlan(MachineTable):
     """The smallest machine of each GPU on which a model fits, fewest GPU-hours first."""
 
     def __str__(self) -> str:
-        """Return the table as text."""
         return display.render_machines_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML."""
         return str(display.render_machines_html(self))
 
 

@@ -93,13 +93,11 @@ class Plan(PlanTable):
         return pd.DataFrame([row.to_dict() for row in self.rows])
 
     def __str__(self) -> str:
-        """Return the table as text."""
         return plan.render_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the table with bars against the device's memory."""
         return str(plan.render_html(self))
 
 
@@ -108,7 +106,6 @@ _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate
 
 
 def _has(row: PlanRow, requested: Mapping[str, Any]) -> bool:
-    """True if a row has the options; offload "nvme" matches any folder."""
     options = row.options
     return all(
         value in {getattr(options, key), options.offload_device}

@@ -439,7 +439,6 @@ _TRAFFIC: Mapping[tuple[str, int], Callable[[_ModelSize, TrainingSetup], _Engine
 
 
 def _bytes_sent(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup) -> float:
-    """Bytes that one rank sends."""
     ranks = {"all": setup.world_size, "node": setup.num_shards, "nodes": setup.num_replicas}
     sent = {ring: (count - 1) / count for ring, count in ranks.items()}
     return sum(sent[each.ring] * each.size * _ROUNDS[each.collective] for each in transfers)
@@ -461,7 +460,6 @@ class _CommunicationTime:
     """Communication that does not overlap."""
 
     def __add__(self, other: _CommunicationTime) -> _CommunicationTime:
-        """Add both parts."""
         return _CommunicationTime(
             self.overlapping + other.overlapping, self.blocking + other.blocking
         )
@@ -480,7 +478,6 @@ class _CommunicationTime:
 def _seconds(
     transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup, cluster: ClusterSpec
 ) -> _CommunicationTime:
-    """Time of collectives that run one after another."""
     total = overlapping = 0.0
     for transfer in transfers if setup.world_size > 1 else ():
         if transfer.size:
@@ -540,7 +537,6 @@ def _update(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> tu
 
 
 def _copied_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
-    """Bytes that one rank copies between device and host in a step."""
     options, strategy, steps = setup.options, setup.options.strategy, setup.options.accumulate
     shard = shape.params / setup.num_shards
     if strategy.engine == "fsdp":

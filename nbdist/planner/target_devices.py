@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
 from nbdist.hardware import discovery
@@ -26,10 +26,15 @@ from nbdist.planner.gpu_catalog import (
     gpu_families,
     gpus_of_family,
 )
-from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurement_store import (
+    COLLECTIVES,
+    DTYPES,
+    MeasurementStore,
+    is_memory_filesystem,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from nbdist.hardware.discovery import GpuFreeMemory, SessionNode
 
@@ -97,7 +102,6 @@ def parse_devices(text: str) -> ClusterSpec:
 
 
 def _parse_machines(text: str) -> ClusterSpec:
-    """Parse a description without brackets."""
     first, *more = _split_items(text)
     if cpu := _CPU.fullmatch(first):
         if more:
@@ -198,7 +202,6 @@ def _count(text: str | None, whole: str) -> int:
 
 
 def _positive(text: str, whole: str) -> float:
-    """Parse a number > 0."""
     try:
         value = float(text)
     except ValueError:
@@ -209,7 +212,6 @@ def _positive(text: str, whole: str) -> float:
 
 
 def _unknown_gpu(name: str, text: str) -> str:
-    """Return the error message for an unknown GPU, with similar names."""
     parsed = GpuNameKey.parse(name)
     if same := [device.name for device in gpus_of_family(name)]:
         known = ", ".join(same)
@@ -228,7 +230,6 @@ def _unknown_gpu(name: str, text: str) -> str:
 
 
 def _unknown_word(word: str, text: str) -> str:
-    """Return the error message for an unknown item after the GPU."""
     close_words = get_close_matches(word.lower(), sorted(_LINKS), n=1)
     hint = f"Did you mean {close_words[0]}? " if close_words else ""
     if _BYTES.fullmatch(word):
@@ -240,7 +241,6 @@ def _unknown_word(word: str, text: str) -> str:
 
 
 def _quote(text: str, limit: int = 60) -> str:
-    """Quote a user's text, truncated if it is long."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")
 
 
@@ -317,6 +317,58 @@ def cluster_for_session_nodes(
     return cluster_spec.cluster_for_nodes(clusters).with_measurements(
         MeasurementStore(" and ".join(hosts))
     )
+
+
+# -- calibrated devices ---------------------------------------------------------------------
+
+
+def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> ClusterSpec:
+    """Store the measurements of a calibration and return the cluster with them.
+
+    Args:
+        figures: what each rank measured in a calibration.
+        cluster: the ranks, detected on this machine.
+    """
+    store = cluster.measurement_store
+    if store is None:
+        return cluster
+    for name in COLLECTIVES:
+        # For each size, the slowest rank's time.
+        curve: dict[str, float] = {}
+        for rank in figures:
+            for size, seconds in rank["curves"].get(name, ()):
+                curve[str(size)] = max(seconds, curve.get(str(size), 0.0))
+        store.record("collective", f"{name}, {cluster.describe()}", curve, average=False)
+    by_place: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in figures:
+        place = cluster.describe() if cluster.kind == "cpu" else str(rank["device"])
+        by_place.setdefault(place, []).append(rank)
+    for place, ranks in by_place.items():
+        _store_compute_speed(store, place, ranks)
+    disks = [rank["disk"] for rank in figures if "disk" in rank]
+    if disks and not is_memory_filesystem(disks[0]["filesystem"]):
+        total = {
+            direction: sum(disk[direction] for disk in disks) for direction in ("read", "write")
+        }
+        store.record("disk", str(disks[0]["filesystem"])[:200], total, average=False)
+    store.save()
+    return cluster.with_measurements(store)
+
+
+def _store_compute_speed(
+    store: MeasurementStore, place: str, figures: Sequence[Mapping[str, Any]]
+) -> None:
+    """Store the slowest of these ranks; data types that were not measured now are kept."""
+    old = store.get("compute", place)
+    values = {kind: old.values[kind] for kind in DTYPES if old and kind in old.values}
+    for kind in DTYPES:
+        if all(kind in rank["products"] for rank in figures):
+            values[kind] = min(rank["products"][kind] for rank in figures)
+    values["memory"] = min(rank["memory"] for rank in figures)
+    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
+    if copies:
+        values["host_link"] = min(copies)
+    store.record("compute", place, values, average=False)
 
 
 def print_progress(text: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import nbdist
 from nbdist.planner import (
-    calibration,
     optimizers,
     step_time,
     target_devices,
@@ -179,7 +178,7 @@ def calibrate(cluster: ClusterSpec) -> None:
         "products": {"fp32": 4e10, "bf16": 4e10},
         "memory": 2e9,
     }
-    calibration.apply_calibration([figures] * cluster.world_size, cluster)
+    target_devices.apply_calibration([figures] * cluster.world_size, cluster)
 
 
 def test_a_plan_says_what_was_measured_here_and_when() -> None:

@@ -18,7 +18,6 @@ from nbdist.planner.models.decoder import DecoderSpec, Gpt2Spec, LlamaSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.planner.model_spec import ModelSpec
 
 MODEL_CLASSES: Mapping[str, str] = {
     "gpt2": "GPT2LMHeadModel",
@@ -66,12 +65,6 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     return replace(spec, notes=(*spec.notes, *notes))
 
 
-def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
-    """Restore a spec from its `to_json()`."""
-    families: Mapping[str, type[DecoderSpec]] = {"LlamaSpec": LlamaSpec, "Gpt2Spec": Gpt2Spec}
-    return families[fields["family"]].from_json(fields)
-
-
 def config_notes(config: Mapping[str, Any]) -> list[str]:
     """Return sentences about settings of a config that the plan ignores."""
     quantized = config.get("quantization_config")
@@ -94,7 +87,6 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _named_class(config: Mapping[str, Any]) -> str | None:
-    """Return the model class that a config names."""
     class_names = config.get("architectures")
     named = class_names[0] if isinstance(class_names, (list, tuple)) and class_names else None
     return None if named is None else str(named)
@@ -157,11 +149,7 @@ def _gpt2(config: Mapping[str, Any]) -> Gpt2Spec:
 def _read_size(
     config: Mapping[str, Any], *names: str, default: int | None = None, largest: int = MAX_SIZE
 ) -> int:
-    """Return an integer from 1 to `largest`, from the first of these fields that the config has.
-
-    Raises:
-        PlanError: none of the fields, or an invalid value.
-    """
+    """Return an integer from 1 to `largest`, from the first of these fields that the config has."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 1 <= value <= largest:
         raise PlanError(
@@ -172,11 +160,6 @@ def _read_size(
 
 
 def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a dropout rate.
-
-    Raises:
-        PlanError: not between 0 and 1.
-    """
     value = config.get(name, default)
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise PlanError(
@@ -186,11 +169,7 @@ def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> 
 
 
 def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes per parameter in the config's dtype; fp32 if there is none.
-
-    Raises:
-        PlanError: an unsupported dtype.
-    """
+    """Return the bytes per parameter in the config's dtype; fp32 if there is none."""
     sizes = {"float32": FULL_BYTES, "float16": HALF_BYTES, "bfloat16": HALF_BYTES}
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     if dtype not in {*sizes, "None"}:
@@ -199,11 +178,6 @@ def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _check_divides(whole: int, part: int, whole_name: str, part_name: str) -> None:
-    """Check that heads have equal sizes.
-
-    Raises:
-        PlanError: `whole` is not a multiple of `part`.
-    """
     if whole % part:
         raise PlanError(
             f"{whole_name} {whole} must be a multiple of {part_name} {part} to split it into"
