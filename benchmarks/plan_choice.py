@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from results import Row, middle
 
 import nbdist
-from nbdist.planner.speed_prediction_errors import comparison_uncertainty
+from nbdist.planner.prediction_errors import comparison_uncertainty
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

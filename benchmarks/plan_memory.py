@@ -33,7 +33,7 @@ from footprint import Case
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.launcher import offload_setup
-from nbdist.planner import memory_margin
+from nbdist.planner import prediction_errors
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def write_shortfalls(found: Sequence[Result]) -> None:
         f" {max(0.0, _quantile(sorted(shares), 0.95)):.4f}),\n"
         for (backend, depth), shares in sorted(errors.items())
     ]
-    file = Path(memory_margin.__file__)
+    file = Path(prediction_errors.__file__)
     head, _, rest = file.read_text().partition("--write\n")
     _, _, tail = rest.partition("    # end\n")
     file.write_text(f"{head}--write\n{''.join(entries)}    # end\n{tail}")

@@ -15,12 +15,9 @@ from nbdist._version import __version__
 from nbdist.cluster.orphan_cleanup import kernel_descendants
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.doctor import (
-    environment_variables,
     gpus,
-    ports,
-    resources,
+    machine,
     software,
-    stale_resources,
     training_run,
 )
 from nbdist.doctor.finding import LEVELS, Finding, note
@@ -61,7 +58,6 @@ class Diagnosis:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the findings as an HTML table."""
         rows = []
         for finding in self.findings:
             level = element("b", finding.level, style=f"color:{COLORS[finding.level]}")
@@ -89,12 +85,12 @@ def diagnose_machine() -> Diagnosis:
         ("session", lambda: training_run.check_session(active)),
         ("versions", software.check_versions),
         ("GPUs", lambda: gpus.check_gpus(own=pids)),
-        ("limits", lambda: resources.check_resources(ranks=ranks, checkpoints=checkpoints)),
+        ("limits", lambda: machine.check_resources(ranks=ranks, checkpoints=checkpoints)),
         ("building", software.check_compilers),
-        ("leftovers", stale_resources.check_stale_resources),
-        ("environment", environment_variables.check_environment),
+        ("leftovers", machine.check_stale_resources),
+        ("environment", machine.check_environment),
         ("clusters", software.check_clusters),
-        ("ports", lambda: ports.check_ports(pids)),
+        ("ports", lambda: machine.check_ports(pids)),
         ("notebook", software.check_notebook),
     )
     findings = [finding for topic, check in checks for finding in run_check(topic, check)]

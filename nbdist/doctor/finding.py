@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 Level = Literal["problem", "note", "ok"]
 LEVELS: tuple[Level, ...] = ("problem", "note", "ok")
@@ -70,10 +68,3 @@ def summarize_list(things: Iterable[object], max_items: int = 4) -> str:
         if num_hidden <= 0
         else f"{', '.join(names[:max_items])} and {num_hidden} more"
     )
-
-
-def is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder, or in the nearest parent that exists."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

@@ -121,7 +121,6 @@ def _known_bad(versions: Mapping[str, str | None]) -> Iterator[Finding]:
 def _wrong_build(
     version_of: Callable[[str], str | None], gpus: int, driver_cuda: int | None
 ) -> Iterator[Finding]:
-    """Report a torch build that cannot use the GPUs."""
     torch = version_of("torch") or ""
     if not gpus:
         return

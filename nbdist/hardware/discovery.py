@@ -209,8 +209,6 @@ def _num_cpus() -> int:
 
 
 class _NvmlQueryResult(NamedTuple):
-    """Result of an NVML query."""
-
     gpus: tuple[Gpu, ...] = ()
     link: Literal["NVLink", "PCIe"] | None = None
     failures: tuple[str, ...] = ()

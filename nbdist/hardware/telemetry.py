@@ -136,7 +136,6 @@ class GpuMonitor:
         return self._open
 
     def _gpu(self, uuid: str, own: set[int]) -> GpuReading:
-        """Read one GPU or MIG instance through NVML."""
         nvml = self._driver()
         if nvml is None:
             return GpuReading()

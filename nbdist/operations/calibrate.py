@@ -15,7 +15,7 @@ from nbdist.display.elements import element, html_row, html_table, join, lines
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
-from nbdist.planner import measurements_from_profiles, step_time, target_devices
+from nbdist.planner import step_time, target_devices
 from nbdist.planner.measurement_store import COLLECTIVES, is_memory_filesystem
 from nbdist.protocol.operations import CALIBRATE, CalibrateRequest
 from nbdist.session.collective_request import CollectiveRequest
@@ -116,7 +116,7 @@ def calibrate(
         line.show(f"nbdist: measured in {time.monotonic() - start_time:.1f} s")
     figures = {rank: report.figures for rank, report in enumerate(reports)}
     before = target_devices.resolve_cluster(cluster, world_size)
-    after = measurements_from_profiles.apply_calibration(list(figures.values()), before)
+    after = target_devices.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),
         seconds=time.monotonic() - start_time,

@@ -99,15 +99,12 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
     nodes = _optional_positive_int("max_nodes", max_nodes) or machines.DEFAULT_MAX_NODES
     if keep_outputs not in (True, False):
-        message = f"keep_outputs must be True or False, not {keep_outputs!r}."
-        raise PlanError(message)
+        raise PlanError(f"keep_outputs must be True or False, not {keep_outputs!r}.")
     is_any = devices == ANY_DEVICES
     if is_any and world_size is not None:
-        message = 'world_size is searched with devices="any". Omit it, or name the devices.'
-        raise PlanError(message)
+        raise PlanError('world_size is searched with devices="any". Omit it, or name the devices.')
     if not is_any and (max_nodes, only) != (None, None):
-        message = 'max_nodes and only need devices="any".'
-        raise PlanError(message)
+        raise PlanError('max_nodes and only need devices="any".')
     cluster = resolve_cluster(
         machines.TYPICAL if is_any else devices, _optional_positive_int("world_size", world_size)
     )
@@ -150,15 +147,10 @@ def _optional_positive_int(name: str, value: object) -> int | None:
 
 
 def _positive_int(name: str, value: object) -> int:
-    """Validate an integer >= 1.
-
-    Raises:
-        PlanError: for anything else, including NaN and booleans.
-    """
+    """Validate an integer >= 1."""
     from nbdist.errors import PlanError
 
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number == int(number) and 1 <= number <= _MOST):
-        message = f"{name} must be an integer from 1 to {_MOST:,}, got {value!r}."
-        raise PlanError(message)
+        raise PlanError(f"{name} must be an integer from 1 to {_MOST:,}, got {value!r}.")
     return int(number)

@@ -68,7 +68,8 @@ def load_model_spec(
     if _is_spec(model):
         return model, _length_of_spec(model, seq_len or DEFAULT_SEQ_LEN)
     if _is_module(model):
-        config = _module_config(model)
+        to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+        config: Mapping[str, Any] = to_dict()
         length = seq_len or default_seq_len(config)
         spec = traced.spec_from_module(
             model,
@@ -111,43 +112,36 @@ def adapt(
         PlanError: an invalid value, or a model without closed formulas.
     """
     if target_modules is not None and lora is None:
-        message = "target_modules needs a rank. Add lora=16, or omit target_modules."
-        raise PlanError(message)
+        raise PlanError("target_modules needs a rank. Add lora=16, or omit target_modules.")
     if quantize is not None and quantize not in get_args(QuantizationMethod):
         options = " or ".join(get_args(QuantizationMethod))
-        message = f"quantize must be {options}, got {quantize!r}. Omit it to quantize nothing."
-        raise PlanError(message)
+        raise PlanError(
+            f"quantize must be {options}, got {quantize!r}. Omit it to quantize nothing."
+        )
     if lora is None and quantize is None:
         return spec
     if not isinstance(spec, decoder.DecoderSpec) or not spec.trains_base:
-        message = (
+        raise PlanError(
             "lora and quantize need a decoder with closed formulas that trains everything (llama,"
             " mistral, qwen2, qwen3, gpt2). Plan the PEFT model or the quantized model itself."
         )
-        raise PlanError(message)
     if lora is None:
-        message = (
+        raise PlanError(
             f"quantize={quantize!r} leaves no trainable parameter, since quantized weights are"
             " frozen. Add adapters, for example lora=16."
         )
-        raise PlanError(message)
     adapted = spec.with_lora(lora, target_modules)
     return replace(adapted, quantization=cast("QuantizationMethod | None", quantize))
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
-    """Return the tokens per sample of the example inputs, or None if they have none.
-
-    Raises:
-        PlanError: a different length was requested.
-    """
+    """Return the tokens per sample of the example inputs, or None if they have none."""
     seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else None
     if None not in {seq_len, requested} and seq_len != requested:
-        message = (
+        raise PlanError(
             f"seq_len={requested} does not match the inputs, which have {seq_len} tokens per"
             " sample. Omit seq_len, or give inputs of that length."
         )
-        raise PlanError(message)
     return seq_len
 
 
@@ -166,21 +160,15 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _module_config(module: Any) -> Mapping[str, Any]:
-    """Return the fields of a module's config; empty if it has none."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", dict)
-    fields: Mapping[str, Any] = to_dict()
-    return fields
-
-
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
     """Restore a spec from its `to_json()`."""
-    readers = {"closed form": analytic.spec_from_json, "traced": traced.from_json}
-    return readers[fields["depth"]](fields)
+    if fields["depth"] == "traced":
+        return traced.from_json(fields)
+    family = decoder.LlamaSpec if fields["family"] == "LlamaSpec" else decoder.Gpt2Spec
+    return family.from_json(fields)
 
 
 def _config(model: object) -> Mapping[str, Any]:
-    """Return the fields of a transformers config in any supported form."""
     if isinstance(model, Mapping):
         return model
     to_dict = getattr(model, "to_dict", None)
@@ -188,42 +176,37 @@ def _config(model: object) -> Mapping[str, Any]:
         fields: Mapping[str, Any] = to_dict()
         return fields
     if model == "":
-        message = (
+        raise PlanError(
             'The model is empty (""). Give a size such as "7b", a folder with config.json, a'
             " transformers config or an nn.Module."
         )
-        raise PlanError(message)
     if isinstance(model, (str, Path)):
         return _config_file(expand_user(model))
-    message = (
+    raise PlanError(
         f"Cannot plan an object of class {type(model).__name__}. Give a transformers config, a"
         ' folder with config.json, an nn.Module, or a size such as "7b".'
     )
-    raise PlanError(message)
 
 
 def _config_file(path: Path) -> Mapping[str, Any]:
-    """Return the fields of a config file.
-
-    Raises:
-        PlanError: the file does not exist or holds no config.
-    """
+    """Return the fields of a config file."""
     file = path
     try:
         file = path / "config.json" if path.is_dir() else path
         fields = json.loads(file.read_text())
     except FileNotFoundError:
-        message = (
+        raise PlanError(
             f"{str(path)!r} is neither a size such as '7b' nor a folder with config.json on this"
             " machine. nbdist does not download models; download the model's config.json first."
-        )
-        raise PlanError(message) from None
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        message = f"Cannot read {file} as a config ({error}). Give a transformers config.json."
-        raise PlanError(message) from None
+        raise PlanError(
+            f"Cannot read {file} as a config ({error}). Give a transformers config.json."
+        ) from None
     if not isinstance(fields, dict):
-        message = f"Invalid config {file}: expected a JSON object, got {type(fields).__name__}."
-        raise PlanError(message)
+        raise PlanError(
+            f"Invalid config {file}: expected a JSON object, got {type(fields).__name__}."
+        )
     return fields
 
 

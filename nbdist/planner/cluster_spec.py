@@ -197,7 +197,6 @@ class ClusterSpec:
         return _cpu_text(self.ranks_per_node) if self.kind == "cpu" else device.name
 
     def _intra_node_bandwidth(self, collective: Collective) -> float:
-        """Bus bandwidth between the devices of one node."""
         if self.link == "none" or (self.ranks_per_node == 1 and self.num_nodes > 1):
             return math.inf
         device = self.slowest_device
@@ -376,7 +375,7 @@ def cluster_for_machine(
     """
     has_deepspeed = rank_python.selected().has("deepspeed")
     if not machine.gpus:
-        cluster = _cpu_ranks(
+        cluster = cpu_cluster(
             cpu_ranks, host_memory_bytes=host_free_bytes, num_cpus=machine.num_cpus
         )
         return replace(cluster, has_deepspeed=has_deepspeed)
@@ -395,9 +394,6 @@ def cluster_for_machine(
         notes=(*notes, *_memory_in_use_notes(devices, usage), *_unequal_gpu_notes(devices)),
         has_deepspeed=has_deepspeed,
     )
-
-
-_cpu_ranks = cpu_cluster
 
 
 def cluster_for_nodes(nodes: Mapping[str, ClusterSpec]) -> ClusterSpec:
@@ -447,7 +443,6 @@ def _notes_of(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
 
 
 def _scarce_node_notes(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
-    """Notes about nodes with less host memory or fewer cores than others."""
     memory = {name: node.host_memory_bytes or 0 for name, node in nodes.items()}
     smallest, largest = min(memory, key=memory.__getitem__), max(memory.values())
     if memory[smallest] < _ALIKE * largest:
@@ -488,7 +483,6 @@ def _catalogued_gpu(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
 def _memory_in_use_notes(
     devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]
 ) -> Iterator[str]:
-    """Notes about memory held by other processes."""
     for index, (device, gpu_usage) in enumerate(zip(devices, usage, strict=False)):
         if gpu_usage.holders:
             free, whole = gpu_usage.free_bytes / GIB, device.memory_bytes / GIB
@@ -499,7 +493,6 @@ def _memory_in_use_notes(
 
 
 def _unequal_gpu_notes(devices: Sequence[DeviceSpec]) -> Iterator[str]:
-    """Note about GPUs that differ."""
     names = Counter(device.name for device in devices)
     if len(names) > 1:
         smallest = min(devices, key=lambda device: device.free_bytes)

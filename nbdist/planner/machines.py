@@ -49,13 +49,11 @@ class MachinePlan(MachineTable):
     """The smallest machine of each GPU on which a model fits, fewest GPU-hours first."""
 
     def __str__(self) -> str:
-        """Return the table as text."""
         return display.render_machines_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML."""
         return str(display.render_machines_html(self))
 
 
@@ -95,8 +93,7 @@ def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
     names = only.split(",") if isinstance(only, str) else _COMMON if only is None else only
     names = [str(name).strip() for name in names] if isinstance(names, list | tuple) else []
     if not all(names) or not names:
-        message = f'only must name GPUs, such as "T4,L4,A10", got {only!r}.'
-        raise PlanError(message)
+        raise PlanError(f'only must name GPUs, such as "T4,L4,A10", got {only!r}.')
     found = [target_devices.find_device(name, ",".join(names))[0] for name in names]
     return list({device.name: device for device in found}.values())
 

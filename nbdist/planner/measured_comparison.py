@@ -62,18 +62,15 @@ class MeasuredMemory:
     """Parts at the peak; on a GPU those between two steps. The rest is "other"."""
     allocated_bytes: int | None = None
     """Peak of all tensors; None on CPU ranks under torch.compile, which hides operations."""
-    active_bytes: int | None = None
     reserved_bytes: int | None = None
     """Peak of the memory reserved by the CUDA allocator."""
     device_bytes: int | None = None
     """Device memory used by this rank, including context and communicator."""
-    device_total_bytes: int | None = None
     device_name: str = CPU_DEVICE_NAME
     rss_bytes: int = 0
     """Peak resident memory of the process."""
     rss_before_bytes: int = 0
     """Peak resident memory before the model was prepared."""
-    compiled: bool = False
     keep_outputs: bool = True
     """Whether the loop held the model's output from one step to the next."""
     beside_bytes: int = 0
@@ -136,8 +133,6 @@ class MeasuredComparison:
     """Predicted bytes of logits that a cell's variable keeps alive (`out = model(**batch)`)."""
     unplanned_note: str = ""
     """Settings of the engine's config that the prediction ignores."""
-    num_calibration_runs: int = 0
-    """Number of sessions in the memory calibration."""
 
     @property
     def relative_error(self) -> float | None:
@@ -145,7 +140,6 @@ class MeasuredComparison:
         return self.allocated.relative_error
 
     def __str__(self) -> str:
-        """Return a table for a terminal."""
         rows = [(row.part, *_cells(row)) for row in (*self.lines, self.allocated, self.device)]
         head = ("", "predicted", "measured", "error")
         table = [f"  {part:<32}{a:>12}{b:>12}  {c}" for part, a, b, c in (head, *rows)]
@@ -175,7 +169,6 @@ class MeasuredComparison:
         )
 
     def _repr_html_(self) -> str:
-        """Return the same as an HTML table."""
         rows = [
             html_row([row.part, *_cells(row)], {0})
             for row in (*self.lines, self.allocated, self.device)
@@ -240,7 +233,6 @@ def compare_plan_with_measurements(
         output_bytes=model.micro_batch_activations(
             workload_from_measurement(model, setup, fullest)
         ).output_bytes,
-        num_calibration_runs=overhead.runs,
         unplanned_note=options.unplanned_note,
     )
 

@@ -1,9 +1,8 @@
 """Measurements of this machine, in one file of the user's cache folder; pure.
 
 The catalogue holds typical speeds. A calibration (`worker.benchmarks.calibration`), a profile of
-the user's loop and a session's third optimizer step measure this machine;
-`measurements_from_profiles` turns their figures into a `Measurement`, and `MeasurementStore` keeps
-it.
+the user's loop and a session's third optimizer step measure this machine; `MeasurementStore` keeps
+each as a `Measurement`.
 
 Sizes are in bytes of the full tensor (all_gather's output, reduce_scatter's input), times in
 seconds, speeds in bytes/s and FLOP/s.
@@ -101,8 +100,7 @@ class Measurement:
             given = {str(name): value for name, value in values.items()}
         except (TypeError, KeyError, ValueError, AttributeError):
             return None
-        plausible = _plausible_curve if kind == "collective" else _plausible_values
-        if not given or not plausible(kind, given):
+        if not given or not _is_plausible(kind, given):
             return None
         return cls(values=MappingProxyType(given), day=day, runs=int(runs))
 
@@ -151,15 +149,15 @@ class Measurement:
         return replace(self, values=faster)
 
 
-def _plausible_values(kind: MeasurementKind, values: Mapping[str, Any]) -> bool:
-    ranges = _PLAUSIBLE[kind]
-    if not values.keys() <= ranges.keys():
-        return False
-    complete = values.keys() & set(DTYPES) if kind == "compute" else values.keys() == ranges.keys()
-    return bool(complete) and all(_is_within(values[name], *ranges[name]) for name in values)
-
-
-def _plausible_curve(_: MeasurementKind, values: Mapping[str, Any]) -> bool:
+def _is_plausible(kind: MeasurementKind, values: Mapping[str, Any]) -> bool:
+    if kind != "collective":
+        ranges = _PLAUSIBLE[kind]
+        if not values.keys() <= ranges.keys():
+            return False
+        needed = (
+            values.keys() & set(DTYPES) if kind == "compute" else values.keys() == ranges.keys()
+        )
+        return bool(needed) and all(_is_within(values[name], *ranges[name]) for name in values)
     for text, seconds in values.items():
         if (
             not text.isdecimal()

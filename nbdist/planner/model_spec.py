@@ -27,6 +27,8 @@ half_autocast: both (FSDP1 through accelerate 1.15, which also casts outputs to 
 """
 
 COMPUTE_MODES: tuple[ComputeMode, ...] = ("full", "half", "autocast", "half_autocast")
+HALF_MODES = frozenset({"half", "half_autocast"})
+AUTOCAST_MODES = frozenset({"autocast", "half_autocast"})
 
 FrozenSaves = Literal["nothing", "linear", "all"]
 """linear: ZeRO-3's own linear layer; all: FSDP1, whose parameters are views of a trainable one."""

@@ -30,8 +30,6 @@ class OptimizerSpec:
     """Bytes of state per element: 8 for two fp32 moments."""
     implementation: OptimizerImplementation
     """foreach: all tensors at once; fused: in place; loop: one tensor after another."""
-    is_elementwise: bool = True
-    """True if the state has the parameter's shape, so that it is sharded with it."""
     foreach_copies: float = 1
     """Temporaries of a foreach step, in copies of all updated tensors."""
     loop_copies: float = 2
@@ -76,7 +74,6 @@ class OptimizerSpec:
         return round(each * elements * (element / 4 if self.follows_param_dtype else 1))
 
     def _tensor_bytes(self, shape: WeightShape) -> float:
-        """Bytes of state of one parameter."""
         columns = shape.num_elements // shape.rows
         if self.is_factored:
             # A vector has rows of one element, and a full second moment.
@@ -147,7 +144,6 @@ _ROWS = (
         state_bytes_per_element=0.004,
         implementation="loop",
         loop_copies=1,
-        is_elementwise=False,
         flat_state_bytes_per_element=4,
         follows_param_dtype=False,
         is_factored=True,
@@ -159,7 +155,6 @@ _ROWS = (
         state_bytes_per_element=4,
         implementation="loop",
         loop_copies=3,
-        is_elementwise=False,
         needs_matrices=True,
     ),
 )
@@ -207,8 +202,9 @@ def find_optimizer(name: object) -> OptimizerSpec:
             dict.fromkeys(_NAMES[match] for match in get_close_matches(key, _NAMES, n=3))
         )
         hint = f"Did you mean {' or '.join(close_names)}? " if close_names else ""
-        message = f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
-        raise PlanError(message)
+        raise PlanError(
+            f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
+        )
     return OPTIMIZERS[_NAMES[key]]
 
 
@@ -240,11 +236,10 @@ def optimizer_from_torch(
         PlanError: an unknown class.
     """
     if class_name not in _CLASSES:
-        message = (
+        raise PlanError(
             f"Unknown optimizer class {class_name}. Use the nearest of these:"
             f" {', '.join(OPTIMIZERS)}."
         )
-        raise PlanError(message)
     row = OPTIMIZERS[_CLASSES[class_name]]
     # amsgrad keeps the largest second moment, RMSprop and SGD a momentum, Adafactor a first moment.
     further = ("amsgrad", "momentum", "beta1")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.planner.memory_margin import UNMEASURED, Margin
+from nbdist.planner.prediction_errors import UNMEASURED, Margin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -54,11 +54,10 @@ class Plan(PlanTable):
                 return row
         shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
         variants = sorted({row.variant for row in self.rows if row.backend == name})
-        message = (
+        raise PlanError(
             f"The plan has no row {name} with batch_size={size}{shown and f', {shown}'}."
             f" It has {'; '.join(variants) or 'no row of this backend'}."
         )
-        raise PlanError(message)
 
     def sorted_by(self, key: str) -> Plan:
         """Return the plan with its rows sorted by a field: "device_bytes", "tokens_per_s".
@@ -70,8 +69,7 @@ class Plan(PlanTable):
         """
         fields = self.rows[0].to_dict()
         if key not in fields:
-            message = f"Unknown field {key!r}. Use one of {', '.join(fields)}."
-            raise PlanError(message)
+            raise PlanError(f"Unknown field {key!r}. Use one of {', '.join(fields)}.")
         rows = sorted(self.rows, key=lambda row: row.to_dict()[key], reverse=key == "tokens_per_s")
         return replace(self, rows=tuple(rows))
 
@@ -88,21 +86,18 @@ class Plan(PlanTable):
         try:
             import pandas as pd
         except ImportError:
-            message = (
+            raise PlanError(
                 "to_pandas() needs pandas, which is not installed. Install it with"
                 " %pip install pandas, or use plan.rows."
-            )
-            raise PlanError(message) from None
+            ) from None
         return pd.DataFrame([row.to_dict() for row in self.rows])
 
     def __str__(self) -> str:
-        """Return the table as text."""
         return plan.render_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """Return the table with bars against the device's memory."""
         return str(plan.render_html(self))
 
 
@@ -111,7 +106,6 @@ _DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate
 
 
 def _has(row: PlanRow, requested: Mapping[str, Any]) -> bool:
-    """True if a row has the options; offload "nvme" matches any folder."""
     options = row.options
     return all(
         value in {getattr(options, key), options.offload_device}

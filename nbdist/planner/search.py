@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist import strategies
 from nbdist.errors import OptionError, PlanError
 from nbdist.number_formatting import GIB, format_gib, memory_part_text
-from nbdist.planner import memory, memory_margin, speed_prediction_errors, step_time
+from nbdist.planner import memory, prediction_errors, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.planner.memory.timeline import (
     MEMORY_PARTS,
@@ -187,7 +187,6 @@ _SEARCHED = ("offload_params", "activation_checkpointing")
 
 
 def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
-    """Offload targets to search for a strategy."""
     if "offload" in request.fixed_options:
         return [str(request.fixed_options["offload"])]
     if request.cluster.kind == "cpu":
@@ -200,7 +199,6 @@ def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
 
 
 def _replications(request: PlanInput, strategy: Strategy) -> list[str]:
-    """Values of `replicate_across` to search for a strategy."""
     if "replicate_across" in request.fixed_options:
         return [str(request.fixed_options["replicate_across"])]
     ranks, nodes = request.world_size, request.cluster.num_nodes
@@ -269,7 +267,7 @@ class _PlanVariant:
             kind=cluster.kind,
             world_size=request.world_size,
         )
-        self._margin = memory_margin.margin_of(
+        self._margin = prediction_errors.margin_of(
             options.backend, request.model.depth, calibrated=bool(self._overhead.day)
         )
 
@@ -336,7 +334,6 @@ class _PlanVariant:
 
 
 def _refusal(options: Options, request: PlanInput) -> str:
-    """Return why a backend refuses these options, or "" if it does not."""
     plain = options.fsdp_config is None and options.replicate_across == "none"
     plain = plain and (request.cluster.has_deepspeed or options.strategy.engine != "deepspeed")
     if options.offload_device in options.strategy.offloads and plain:
@@ -360,7 +357,6 @@ def _load_bytes(options: Options, request: PlanInput) -> int:
 
 
 def _best_two(rows: Sequence[PlanRow], request: PlanInput) -> tuple[PlanRow | None, PlanRow | None]:
-    """Return the row to use, and the one to use without its backend; None if there is none."""
     candidates = [row for row in rows if row.fits and not _is_unrequested(row, request)]
     best = _best(candidates, request)
     others = [row for row in candidates if best is None or row.backend != best.backend]
@@ -399,10 +395,9 @@ def _is_unrequested(row: PlanRow, request: PlanInput) -> bool:
 
 
 def _comparison_doubt(row: PlanRow, other: PlanRow, request: PlanInput) -> float:
-    """Return the uncertainty of the ratio of two rows' speeds."""
     if row.backend == other.backend:
         return SAME_BACKEND_TOLERANCE
-    return speed_prediction_errors.comparison_uncertainty(request.cluster.kind)
+    return prediction_errors.comparison_uncertainty(request.cluster.kind)
 
 
 def _complexity(row: PlanRow) -> tuple[int, ...]:
@@ -419,7 +414,6 @@ def _complexity(row: PlanRow) -> tuple[int, ...]:
 def _explain_row(
     row: PlanRow, best: PlanRow | None, rows: Sequence[PlanRow], request: PlanInput
 ) -> str:
-    """Explain why a row that fits was chosen or not."""
     if best is None or _is_unrequested(row, request):
         return f"fits, but a newer backend replaces it: used only with --backend {row.backend}"
     host = _host_memory_text(row, request)
@@ -434,7 +428,6 @@ def _explain_row(
 
 
 def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
-    """Return why a row that fits lost against the best one."""
     slower = best.tokens_per_s / row.tokens_per_s
     doubt = _comparison_doubt(row, best, request)
     if abs(math.log(slower)) < math.log1p(_ONE_PERCENT):

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
-from nbdist.planner import speed_prediction_errors
+from nbdist.planner import prediction_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -107,7 +107,7 @@ class StepCost:
     above it communication can be hidden. 0 on one device."""
     uncertainty: float
     """Relative uncertainty by the sources of the parts, before it is scaled to measured errors."""
-    range_s: speed_prediction_errors.Interval
+    range_s: prediction_errors.Interval
     """Measured step times are expected in this range."""
 
     @property
@@ -161,7 +161,7 @@ class StepCostModel:
         link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
         doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
         doubt += _OVERHEAD_DOUBT_S[self._cluster.kind]
-        error = speed_prediction_errors.interval(
+        error = prediction_errors.interval(
             "step time",
             self._cluster.kind,
             doubt / total,
@@ -180,7 +180,7 @@ class StepCostModel:
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
             uncertainty=doubt / total,
-            range_s=speed_prediction_errors.Interval(error.low * total, error.high * total),
+            range_s=prediction_errors.Interval(error.low * total, error.high * total),
         )
 
 
@@ -439,7 +439,6 @@ _TRAFFIC: Mapping[tuple[str, int], Callable[[_ModelSize, TrainingSetup], _Engine
 
 
 def _bytes_sent(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup) -> float:
-    """Bytes that one rank sends."""
     ranks = {"all": setup.world_size, "node": setup.num_shards, "nodes": setup.num_replicas}
     sent = {ring: (count - 1) / count for ring, count in ranks.items()}
     return sum(sent[each.ring] * each.size * _ROUNDS[each.collective] for each in transfers)
@@ -461,7 +460,6 @@ class _CommunicationTime:
     """Communication that does not overlap."""
 
     def __add__(self, other: _CommunicationTime) -> _CommunicationTime:
-        """Add both parts."""
         return _CommunicationTime(
             self.overlapping + other.overlapping, self.blocking + other.blocking
         )
@@ -480,7 +478,6 @@ class _CommunicationTime:
 def _seconds(
     transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup, cluster: ClusterSpec
 ) -> _CommunicationTime:
-    """Time of collectives that run one after another."""
     total = overlapping = 0.0
     for transfer in transfers if setup.world_size > 1 else ():
         if transfer.size:
@@ -540,7 +537,6 @@ def _update(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> tu
 
 
 def _copied_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
-    """Bytes that one rank copies between device and host in a step."""
     options, strategy, steps = setup.options, setup.options.strategy, setup.options.accumulate
     shard = shape.params / setup.num_shards
     if strategy.engine == "fsdp":

@@ -10,7 +10,7 @@ import re
 import sys
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
 from nbdist.hardware import discovery
@@ -26,10 +26,15 @@ from nbdist.planner.gpu_catalog import (
     gpu_families,
     gpus_of_family,
 )
-from nbdist.planner.measurement_store import MeasurementStore
+from nbdist.planner.measurement_store import (
+    COLLECTIVES,
+    DTYPES,
+    MeasurementStore,
+    is_memory_filesystem,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from nbdist.hardware.discovery import GpuFreeMemory, SessionNode
 
@@ -65,18 +70,16 @@ def parse_devices(text: str) -> ClusterSpec:
     text = str(text)
     if len(text) > _MAX_CHARS or not text.isprintable():
         # The regular expressions below take time quadratic in the length.
-        message = f"Cannot parse devices {_quote(text)}. Example: 8xH100-80GB."
-        raise PlanError(message)
+        raise PlanError(f"Cannot parse devices {_quote(text)}. Example: 8xH100-80GB.")
     if not set("()") & set(text):
         return _parse_machines(text)
     parts = _BRACKETS.fullmatch(text.strip())
     if parts is None:
-        message = (
+        raise PlanError(
             f"Cannot parse devices {_quote(text)}: put one machine in brackets, the number of"
             " machines before them and the network after them."
             " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
-        raise PlanError(message)
     nodes, (first, *inside) = _count(parts[1], text), _split_items(parts[2])
     outside = _split_items(parts[3])[1:]
     counted = _COUNTED.fullmatch(first)
@@ -90,8 +93,7 @@ def parse_devices(text: str) -> ClusterSpec:
     elif links := [word for word in outside if word.lower() in _LINKS]:
         wrong = f"{links[0]} is a link inside a machine; put it in the brackets"
     if wrong:
-        message = f"Cannot parse devices {_quote(text)}: {wrong}."
-        raise PlanError(message)
+        raise PlanError(f"Cannot parse devices {_quote(text)}: {wrong}.")
     node = _parse_machines(",".join([first, *inside]))
     check_size(nodes * node.world_size, text)
     return _apply_link_and_memory(
@@ -100,7 +102,6 @@ def parse_devices(text: str) -> ClusterSpec:
 
 
 def _parse_machines(text: str) -> ClusterSpec:
-    """Parse a description without brackets."""
     first, *more = _split_items(text)
     if cpu := _CPU.fullmatch(first):
         if more:
@@ -115,11 +116,10 @@ def _parse_machines(text: str) -> ClusterSpec:
     nodes, count = (_count(outer, text), _count(inner, text)) if inner else (1, _count(outer, text))
     check_size(nodes * count, text)
     if _COUNT.match(name):
-        message = (
+        raise PlanError(
             f"Cannot parse devices {_quote(text)}: {first} has three numbers. Give the number of"
             " machines and the GPUs of one machine. Example: 2x(8xH100-80GB,nvlink),400Gb/s."
         )
-        raise PlanError(message)
     device, notes = find_device(name, text)
     cluster = ClusterSpec(
         devices=(device,) * (nodes * count),
@@ -136,17 +136,15 @@ def _apply_link_and_memory(cluster: ClusterSpec, more: Sequence[str], text: str)
         if word.lower() in _LINKS:
             device = cluster.devices[0]
             if word.lower() == "nvlink" and not device.nvlink:
-                message = f"{device.name} has no NVLink. Use pcie."
-                raise PlanError(message)
+                raise PlanError(f"{device.name} has no NVLink. Use pcie.")
             if cluster.world_size > 1:
                 cluster = replace(cluster, link="nvlink" if word.lower() == "nvlink" else "pcie")
         elif network := _NETWORK.fullmatch(word):
             if cluster.num_nodes == 1:
-                message = (
+                raise PlanError(
                     f"Network {word} needs several machines, but devices {_quote(text)} is one."
                     " Example: 2x(8xH100-80GB,nvlink),400Gb/s."
                 )
-                raise PlanError(message)
             speed = int(network[1] or 1) * _positive(network[2], text) * GB / 8
             cluster = replace(cluster, network_bandwidth=speed)
         elif store := _STORE.fullmatch(word):
@@ -166,8 +164,7 @@ def find_device(name: str, text: str) -> tuple[DeviceSpec, tuple[str, ...]]:
     if memory := _MEMORY.fullmatch(name.strip()):
         size = _positive(memory[1], text) * (1000 if memory[2].upper().startswith("T") else 1)
         if size > MAX_MEMORY_GB:
-            message = f"No GPU has {size:g} GB ({_quote(text)}). Give the memory of one GPU."
-            raise PlanError(message)
+            raise PlanError(f"No GPU has {size:g} GB ({_quote(text)}). Give the memory of one GPU.")
         usable = size * cluster_spec.USABLE_MEMORY_FRACTION * GIB
         return cluster_spec.device_with_memory(usable, f"{size:g} GB does not name a GPU")
     device = find_gpu(name)
@@ -187,8 +184,9 @@ def check_size(count: int, text: str) -> None:
         PlanError: if it exceeds MAX_DEVICES.
     """
     if count > MAX_DEVICES:
-        message = f"Too many devices in {_quote(text)}: {count}. At most {MAX_DEVICES} are allowed."
-        raise PlanError(message)
+        raise PlanError(
+            f"Too many devices in {_quote(text)}: {count}. At most {MAX_DEVICES} are allowed."
+        )
 
 
 def _count(text: str | None, whole: str) -> int:
@@ -196,28 +194,24 @@ def _count(text: str | None, whole: str) -> int:
     if text is None:
         return 1
     if not text.isdigit() or int(text) < 1:
-        message = (
+        raise PlanError(
             f"Number of devices must be an integer >= 1, got {text} in {_quote(whole)}."
             f" Examples: {_EXAMPLES}."
         )
-        raise PlanError(message)
     return int(text)
 
 
 def _positive(text: str, whole: str) -> float:
-    """Parse a number > 0."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        message = f"Invalid size {text} in devices {_quote(whole)}: must be a number > 0."
-        raise PlanError(message)
+        raise PlanError(f"Invalid size {text} in devices {_quote(whole)}: must be a number > 0.")
     return value
 
 
 def _unknown_gpu(name: str, text: str) -> str:
-    """Return the error message for an unknown GPU, with similar names."""
     parsed = GpuNameKey.parse(name)
     if same := [device.name for device in gpus_of_family(name)]:
         known = ", ".join(same)
@@ -236,7 +230,6 @@ def _unknown_gpu(name: str, text: str) -> str:
 
 
 def _unknown_word(word: str, text: str) -> str:
-    """Return the error message for an unknown item after the GPU."""
     close_words = get_close_matches(word.lower(), sorted(_LINKS), n=1)
     hint = f"Did you mean {close_words[0]}? " if close_words else ""
     if _BYTES.fullmatch(word):
@@ -248,7 +241,6 @@ def _unknown_word(word: str, text: str) -> str:
 
 
 def _quote(text: str, limit: int = 60) -> str:
-    """Quote a user's text, truncated if it is long."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")
 
 
@@ -272,8 +264,7 @@ def resolve_cluster(devices: str | ClusterSpec | None, world_size: int | None) -
     elif type(devices) is str:
         resolved = parse_devices(devices)
     else:
-        message = f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}."
-        raise PlanError(message)
+        raise PlanError(f"devices must be text, not {devices!r}. Examples: {_EXAMPLES}.")
     return (
         resolved
         if world_size in {None, resolved.world_size}
@@ -326,6 +317,58 @@ def cluster_for_session_nodes(
     return cluster_spec.cluster_for_nodes(clusters).with_measurements(
         MeasurementStore(" and ".join(hosts))
     )
+
+
+# -- calibrated devices ---------------------------------------------------------------------
+
+
+def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> ClusterSpec:
+    """Store the measurements of a calibration and return the cluster with them.
+
+    Args:
+        figures: what each rank measured in a calibration.
+        cluster: the ranks, detected on this machine.
+    """
+    store = cluster.measurement_store
+    if store is None:
+        return cluster
+    for name in COLLECTIVES:
+        # For each size, the slowest rank's time.
+        curve: dict[str, float] = {}
+        for rank in figures:
+            for size, seconds in rank["curves"].get(name, ()):
+                curve[str(size)] = max(seconds, curve.get(str(size), 0.0))
+        store.record("collective", f"{name}, {cluster.describe()}", curve, average=False)
+    by_place: dict[str, list[Mapping[str, Any]]] = {}
+    for rank in figures:
+        place = cluster.describe() if cluster.kind == "cpu" else str(rank["device"])
+        by_place.setdefault(place, []).append(rank)
+    for place, ranks in by_place.items():
+        _store_compute_speed(store, place, ranks)
+    disks = [rank["disk"] for rank in figures if "disk" in rank]
+    if disks and not is_memory_filesystem(disks[0]["filesystem"]):
+        total = {
+            direction: sum(disk[direction] for disk in disks) for direction in ("read", "write")
+        }
+        store.record("disk", str(disks[0]["filesystem"])[:200], total, average=False)
+    store.save()
+    return cluster.with_measurements(store)
+
+
+def _store_compute_speed(
+    store: MeasurementStore, place: str, figures: Sequence[Mapping[str, Any]]
+) -> None:
+    """Store the slowest of these ranks; data types that were not measured now are kept."""
+    old = store.get("compute", place)
+    values = {kind: old.values[kind] for kind in DTYPES if old and kind in old.values}
+    for kind in DTYPES:
+        if all(kind in rank["products"] for rank in figures):
+            values[kind] = min(rank["products"][kind] for rank in figures)
+    values["memory"] = min(rank["memory"] for rank in figures)
+    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
+    if copies:
+        values["host_link"] = min(copies)
+    store.record("compute", place, values, average=False)
 
 
 def print_progress(text: str) -> None:

@@ -5,4 +5,5 @@ It runs in the kernel and only processes what the ranks have measured. Read in t
 (all ranks), ``bottleneck`` (the verdict), ``what_if`` (predicted speedups),
 ``select_recommendations`` and ``option_recommendations`` (which ``advice`` to give), ``lint``
 (remarks on the cell), ``analysis`` and ``profile`` (the profile as users see it).
+``learned_speeds`` stores what a profile teaches the planner.
 """

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.number_formatting import format_bytes, format_percent, format_speedup
-from nbdist.planner import speed_prediction_errors
+from nbdist.planner import prediction_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,7 +53,7 @@ class Speedup:
         after_s = max(after_s, _SHORTEST * before_s)
         factor = before_s / after_s
         uncertainty = _UNCERTAIN * changed_s / after_s
-        error = speed_prediction_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
+        error = prediction_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
         return cls(
             faster=factor - 1,
             low=factor * error.low - 1,
@@ -167,7 +167,6 @@ def _speed(profile: ProfileData) -> float:
 
 
 def _is_followed(advice: Advice, now: ProfileData) -> bool:
-    """Return whether the new profile shows the change."""
     model, loader, options = now.model, now.loader, now.options.to_json()
     for name, value in advice.change.items():
         match name:

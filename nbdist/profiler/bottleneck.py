@@ -288,7 +288,6 @@ def costly_line(profile: ProfileData) -> LineProfile | None:
 
 
 def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
-    """Detect a GPU that is limited by its memory bandwidth."""
     computing = typical_share(profile, *_COMPUTING)
     if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.is_compiled:
         return

@@ -279,7 +279,6 @@ def _parse(source: str) -> ast.Module | None:
 
 
 def _is_training_loop(node: ast.AST) -> bool:
-    """Return whether a node is a loop that calls a backward and a step."""
     if not isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
         return False
     return {"backward", "step"} <= {last_name(call.func) for call in calls(node)}
@@ -302,7 +301,6 @@ def _loss_names(loop: ast.AST) -> set[str]:
 
 
 def _assigned_names(node: ast.AST) -> set[str]:
-    """Return the variables that a statement assigns."""
     targets: list[ast.expr] = []
     if isinstance(node, ast.AugAssign):
         targets = [node.target]
@@ -460,7 +458,6 @@ def _check_waits(cell: TrainingCellVisitor, ranks: Sequence[RankProfile]) -> Ite
 
 
 def _share(ranks: Sequence[RankProfile], seconds: float) -> float:
-    """Return a duration as a share of the longest step."""
     step = max(rank.step_s for rank in ranks)
     return seconds / step if step > 0 else 0.0
 

@@ -58,16 +58,11 @@ def switch_line(changes: Mapping[str, Any]) -> str:
 
 
 def merged_config(base: Mapping[str, Any] | None, changed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of an engine config updated with `changed`, merging nested mappings."""
-    merged = {
-        key: merged_config(value, {}) if isinstance(value, dict) else value
-        for key, value in (base or {}).items()
-    }
-    for key, value in changed.items():
-        nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merged_config(merged[key], value) if nested else value
+    """Return an engine config updated with `changed`, merging nested mappings."""
+    merged = strategies.merge_configs(base or {}, changed)
     if isinstance(zero := merged.get("zero_optimization"), dict):
-        zero.pop("stage", None)  # the backend determines the stage
+        # The backend determines the stage.
+        merged["zero_optimization"] = {key: zero[key] for key in zero if key != "stage"}
     return merged
 
 
@@ -120,8 +115,7 @@ def _first_sufficient(several: Iterable[Advice]) -> list[Advice]:
 
 
 def _other_backends(planner: CalibratedPlanner) -> Iterator[Advice]:
-    """Recommend other backends with the same options."""
-    now, min_speedup = planner.options, _SURELY if planner.kind == "cpu" else 0.0
+    now, min_speedup = planner.options, _SURELY if planner.profile.kind == "cpu" else 0.0
     for name, strategy in strategies.STRATEGIES.items():
         if name == now.backend or strategy.is_legacy or now.offload_device not in strategy.offloads:
             continue
@@ -134,7 +128,6 @@ def _other_backends(planner: CalibratedPlanner) -> Iterator[Advice]:
 
 
 def _switch(planner: CalibratedPlanner, options: Options | None) -> Iterator[Advice]:
-    """Recommend other options if the model fits with them."""
     prediction = planner.predict_change(options) if options else None
     if prediction is None:
         return
@@ -142,7 +135,7 @@ def _switch(planner: CalibratedPlanner, options: Options | None) -> Iterator[Adv
     different = {
         name: value for name, value in other.items() if value != current[name] and value is not None
     }
-    before = planner.parts
+    before = planner.profile.parts
     part = max(prediction.parts, key=lambda name: before[name] - prediction.parts[name])
     yield Advice(
         title=", ".join(_title(name, value) for name, value in different.items()),
@@ -170,7 +163,6 @@ def _title(name: str, value: object) -> str:
 
 
 def _accumulate(planner: CalibratedPlanner) -> Iterator[Advice]:
-    """Recommend more gradient accumulation steps."""
     start = planner.options.accumulate
     predictions = {
         count: planner.predict_change(replace(planner.options, accumulate=count))
@@ -191,7 +183,6 @@ def _accumulate(planner: CalibratedPlanner) -> Iterator[Advice]:
 
 
 def _larger_batch(profile: ProfileData, planner: CalibratedPlanner) -> Iterator[Advice]:
-    """Recommend a larger micro-batch that fits."""
     start = planner.samples
     predictions = {
         count: planner.predict_change(samples=count) for count in (2 * start, 4 * start, 8 * start)

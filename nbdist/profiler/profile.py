@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist.display import profile
@@ -51,25 +51,15 @@ class Profile(ProfileAnalysis):
         """
         ranks, unknown = rank_comparison.compare_ranks(list(figures))
         if not ranks:
-            message = "A profile needs the measurements of at least one rank."
-            raise ValueError(message)
+            raise ValueError("A profile needs the measurements of at least one rank.")
         return cls(
             ranks=ranks,
             setting=setting,
             remarks=tuple(remarks),
             loader_text=loader_text,
-            before=before and before.alone(),
+            # Without its own previous profile: profiles do not form a chain.
+            before=before and replace(before, before=None),
             told=(*notes, *unknown),
-        )
-
-    def alone(self) -> Profile:
-        """Return a copy without the previous profile, so that profiles do not form a chain."""
-        return Profile(
-            ranks=self.ranks,
-            setting=self.setting,
-            remarks=self.remarks,
-            loader_text=self.loader_text,
-            told=self.told,
         )
 
     def to_json(self) -> dict[str, Any]:

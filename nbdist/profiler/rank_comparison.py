@@ -47,8 +47,6 @@ _UNMATCHED = (
 
 
 class _CollectiveCall(NamedTuple):
-    """Timestamps of one collective on one rank."""
-
     begin: float
     exposed: tuple[tuple[float, float], ...]
     """Spans without overlapping computation."""

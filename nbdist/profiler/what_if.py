@@ -19,8 +19,6 @@ from nbdist.planner.plan_types import PlanInput
 from nbdist.profiler.advice import Speedup, speedup_without
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nbdist.planner.measurement_store import Collective
     from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.step_time import StepCost
@@ -76,7 +74,7 @@ class CalibratedPlanner:
         model, spec = profile.model, profile.setting.model_spec
         if model is None or spec is None or model.samples < 1 or profile.step_s <= 0:
             raise PlanError(_UNSUPPORTED)
-        self._profile, self._spec = profile, spec
+        self.profile, self._spec = profile, spec
         self._length = max(1, model.seq_len)
         self.options = replace(
             profile.setting.options,
@@ -113,22 +111,7 @@ class CalibratedPlanner:
         able = _ABLE_TO_HIDE * min(self._base_measured.communication_s, computing)
         self._overlap = min(1.0, _ratio(profile.hidden_s, able))
 
-    @property
-    def kind(self) -> str:
-        """Kind of the devices: cuda or cpu."""
-        return self._profile.kind
-
-    @property
-    def parts(self) -> Mapping[StepPart, float]:
-        """Measured seconds of each part of the step."""
-        return self._profile.parts
-
     def _row(self, cluster: ClusterSpec, options: Options, samples: int) -> PlanRow:
-        """Return the plan's row for these options.
-
-        Raises:
-            PlanError: the planner does not support the model with these options.
-        """
         rows = self._rows(cluster, options, samples)
         wanted = options.reshard_after_forward
         row = next((row for row in rows if row.options.reshard_after_forward == wanted), None)
@@ -188,10 +171,10 @@ class CalibratedPlanner:
         micro = options.accumulate / self.options.accumulate
         whole = self._parts(_cost(raw), measured, sample_ratio, micro)
         parts = {name: seconds / sample_ratio for name, seconds in whole.items()}
-        before = self._profile.parts
+        before = self.profile.parts
         changed = sum(abs(seconds - before[name]) for name, seconds in parts.items())
         gain = Speedup.from_times(
-            self._profile.kind, sum(before.values()), sum(parts.values()), changed
+            self.profile.kind, sum(before.values()), sum(parts.values()), changed
         )
         return StepPrediction(raw, gain, parts)
 
@@ -206,16 +189,16 @@ class CalibratedPlanner:
             sample_ratio: ratio of the number of samples.
             micro: ratio of the number of micro-batches.
         """
-        before, base = self._profile.parts, self._base_measured
+        before, base = self.profile.parts, self._base_measured
         computing = _ratio(measured.compute_s, base.compute_s)
         idle = micro * before["idle"]
         busy = before["forward"] + before["backward"]
-        if self._profile.kind == "cuda" and before["idle"] > _LAUNCH_BOUND * self._profile.step_s:
+        if self.profile.kind == "cuda" and before["idle"] > _LAUNCH_BOUND * self.profile.step_s:
             # Launching larger kernels takes the same time, and they fill the idle time.
             if sample_ratio != micro:
                 computing = sample_ratio
             idle = max(0.0, micro * (busy + before["idle"]) - computing * busy)
-        on_cpu = self._profile.kind == "cpu"
+        on_cpu = self.profile.kind == "cpu"
         optimizing = _ratio(raw.optimizer_s, self._base.optimizer_s)
         if on_cpu and sample_ratio == 1:
             # The optimizer runs on the same CPU, offloaded or not.
@@ -249,7 +232,7 @@ class CalibratedPlanner:
         base = self._base_measured
         # The planner assumes several units, so its exposed share of communication is what remains.
         left = min(1.0, _ratio(base.exposed_communication_s, base.communication_s))
-        return speedup_without(self._profile, (1 - left) * self._profile.parts["communication"])
+        return speedup_without(self.profile, (1 - left) * self.profile.parts["communication"])
 
 
 def calibrated_planner(profile: ProfileData) -> CalibratedPlanner | None:

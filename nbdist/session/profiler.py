@@ -334,8 +334,7 @@ class SessionProfiler:
 
 def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
     """Build the profile from the measurements and the session's model, options and cells."""
-    from nbdist.planner import measurements_from_profiles
-    from nbdist.profiler import lint
+    from nbdist.profiler import learned_speeds, lint
     from nbdist.profiler.profile import Profile
     from nbdist.profiler.profile_data import ProfiledConfig
 
@@ -355,7 +354,7 @@ def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -
         notes=notes,
     )
     if spec is not None:
-        measurements_from_profiles.learn_from_profile(
+        learned_speeds.learn_from_profile(
             profile.ranks, spec=spec, options=session.options, cluster=cluster
         )
     return profile

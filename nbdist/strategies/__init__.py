@@ -27,6 +27,7 @@ from nbdist.strategies.backends import (
     Strategy,
     backend_of,
     canonical_backend,
+    merge_configs,
 )
 from nbdist.strategies.config_files import load_config
 from nbdist.strategies.option_arguments import Argument
@@ -50,6 +51,7 @@ __all__ = [
     "load_accelerate_config",
     "load_config",
     "merge_config_file",
+    "merge_configs",
     "write_accelerate_config",
     "write_deepspeed_config",
 ]

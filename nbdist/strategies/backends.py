@@ -315,7 +315,7 @@ class Strategy:
         }
         if options.offload_device == "nvme":
             config["aio"] = dict(_AIO)
-        return _merged(config, options.deepspeed_config or {})
+        return merge_configs(config, options.deepspeed_config or {})
 
     def training_arguments(self, options: Options, hardware: Hardware) -> JsonObject:
         """Arguments of `TrainingArguments(...)`; the session sets the engine."""
@@ -451,13 +451,13 @@ def canonical_backend(name: str) -> str:
     return resolved
 
 
-def _merged(base: JsonObject, top: Mapping[str, Any]) -> JsonObject:
+def merge_configs(base: Mapping[str, Any], top: Mapping[str, Any]) -> JsonObject:
     """Return base updated with top, merging nested mappings."""
     merged = dict(base)
     for key, value in top.items():
         inner: Any = merged.get(key)
         both = isinstance(inner, dict) and isinstance(value, dict)
-        merged[key] = _merged(inner, value) if both else value
+        merged[key] = merge_configs(inner, value) if both else value
     return merged
 
 
@@ -560,8 +560,9 @@ def _precision(options: Options, hardware: Hardware) -> str:
     if precision is None:
         return hardware.default_precision
     if precision not in PRECISIONS:
-        message = f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
-        raise OptionError(message)
+        raise OptionError(
+            f"Unknown precision {abbreviate(precision)}. Use one of {', '.join(PRECISIONS)}."
+        )
     supported = {
         "no": True,
         "fp16": hardware.kind == "cuda",

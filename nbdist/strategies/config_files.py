@@ -201,8 +201,9 @@ def load_mapping(config: str | Path) -> JsonObject:
             inline: JsonObject = json.loads(str(config))
         except (ValueError, RecursionError) as error:
             shown = str(config)[:_SHOWN]
-            message = f"{shown} is not JSON ({error}). Put it in single quotes, or name a file."
-            raise OptionError(message) from error
+            raise OptionError(
+                f"{shown} is not JSON ({error}). Put it in single quotes, or name a file."
+            ) from error
         return inline
     import yaml  # only here: most sessions have no config file
 

@@ -27,7 +27,7 @@ import rank_code
 from nbdist import CellError, CellInterrupted, RankDied
 from nbdist.errors import StartError, SwitchError
 from nbdist.hardware import discovery
-from nbdist.planner.memory_margin import DEVICE_SHARE
+from nbdist.planner.prediction_errors import DEVICE_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

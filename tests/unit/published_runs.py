@@ -19,8 +19,8 @@ from nbdist.planner import (
     cluster_spec,
     measurement_store,
     memory,
-    memory_margin,
     optimizers,
+    prediction_errors,
     search,
     step_time,
     target_devices,
@@ -167,7 +167,7 @@ class Setting:
     def fits(self) -> bool:
         """Whether the planner says that it runs."""
         needed = self.calibration.device_bytes(self.peak.device_bytes)
-        margin = memory_margin.margin_of(
+        margin = prediction_errors.margin_of(
             self.setup(checkpointing=False).options.strategy.name, "closed form", calibrated=False
         )
         return needed * (1 + margin.total) <= self.cluster.smallest_device.free_bytes

@@ -18,13 +18,10 @@ import nbdist
 from nbdist.cluster.orphan_cleanup import OrphanResources
 from nbdist.doctor import (
     diagnosis,
-    environment_variables,
     finding,
     gpus,
-    ports,
-    resources,
+    machine,
     software,
-    stale_resources,
     training_run,
 )
 from nbdist.doctor.finding import Finding
@@ -127,7 +124,7 @@ def test_a_session_whose_rank_was_killed_is_a_problem() -> None:
 )
 def test_a_secret_is_never_shown(name: str) -> None:
     assert finding.redacted_variable(name, "hunter2") == f"{name}=***"
-    found = environment_variables.check_environment(
+    found = machine.check_environment(
         {name: "hunter2", f"NCCL_{name}": "hunter2", "PYTORCH_X": "1"}
     )
     assert "hunter2" not in str([*found])
@@ -251,40 +248,40 @@ def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_the_shared_memory_of_a_container_is_too_small() -> None:
-    small = resources.check_shared_memory(resources.DiskSpace(64 * MB, 64 * MB))
+    small = machine.check_shared_memory(machine.DiskSpace(64 * MB, 64 * MB))
     assert (small.level, "--shm-size" in small.do) == ("problem", True)
-    assert resources.check_shared_memory(resources.DiskSpace(GB, 100 * MB)).level == "note"
-    assert resources.check_shared_memory(resources.DiskSpace(8 * GB, 8 * GB)).level == "ok"
-    assert resources.check_shared_memory(None).level == "problem"
+    assert machine.check_shared_memory(machine.DiskSpace(GB, 100 * MB)).level == "note"
+    assert machine.check_shared_memory(machine.DiskSpace(8 * GB, 8 * GB)).level == "ok"
+    assert machine.check_shared_memory(None).level == "problem"
 
 
 @pytest.mark.fault("A10")
 def test_descriptors_are_compared_with_the_need() -> None:
-    assert resources.check_file_descriptors(64, 144, 2).level == "problem"
-    assert "64 per process; 2 ranks need 144" in resources.check_file_descriptors(64, 144, 2).says
-    assert resources.check_file_descriptors(256, 144, 2).level == "note"
-    assert resources.check_file_descriptors(4096, 144, 2).level == "ok"
+    assert machine.check_file_descriptors(64, 144, 2).level == "problem"
+    assert "64 per process; 2 ranks need 144" in machine.check_file_descriptors(64, 144, 2).says
+    assert machine.check_file_descriptors(256, 144, 2).level == "note"
+    assert machine.check_file_descriptors(4096, 144, 2).level == "ok"
 
 
 def test_memory_is_compared_with_what_ranks_take_before_any_model() -> None:
-    assert resources.check_host_memory(GB, 16 * GB, 2).level == "problem"
-    assert resources.check_host_memory(8 * GB, 16 * GB, 2).level == "ok"
+    assert machine.check_host_memory(GB, 16 * GB, 2).level == "problem"
+    assert machine.check_host_memory(8 * GB, 16 * GB, 2).level == "ok"
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_would_lie(tmp_path: Path) -> None:
-    assert "free in" in resources.check_disk_space("checkpoints", tmp_path / "a" / "b").says
+    assert "free in" in machine.check_disk_space("checkpoints", tmp_path / "a" / "b").says
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
-    assert resources.check_disk_space("checkpoints", tmp_path / "file" / "x").level == "problem"
+    assert machine.check_disk_space("checkpoints", tmp_path / "file" / "x").level == "problem"
 
 
 @pytest.mark.fault("S14")
 def test_no_safe_place_for_private_folders_is_reported(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert resources.check_socket_folder([tmp_path]).level == "note"
-    assert "sticky bit" in resources.check_socket_folder([tmp_path]).says
+    assert machine.check_socket_folder([tmp_path]).level == "note"
+    assert "sticky bit" in machine.check_socket_folder([tmp_path]).says
     tmp_path.chmod(0o700)
-    assert resources.check_socket_folder([tmp_path]).level == "ok"
+    assert machine.check_socket_folder([tmp_path]).level == "ok"
 
 
 # -- builds
@@ -333,11 +330,11 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.fault("F5")
 def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
     (tmp_path / "nccl-abc").write_text("")
-    only(stale_resources.check_stale_resources(OrphanResources(), shm=tmp_path), "note", "nccl-abc")
+    only(machine.check_stale_resources(OrphanResources(), shm=tmp_path), "note", "nccl-abc")
     with (tmp_path / "nccl-abc").open():
         assert not [
             one
-            for one in stale_resources.check_stale_resources(OrphanResources(), shm=tmp_path)
+            for one in machine.check_stale_resources(OrphanResources(), shm=tmp_path)
             if "nccl" in one.says
         ]
     assert (tmp_path / "nccl-abc").exists()
@@ -346,7 +343,7 @@ def test_files_of_nccl_are_named_and_left(tmp_path: Path) -> None:
 @pytest.mark.fault("A6")
 def test_variables_of_another_launcher_are_reported() -> None:
     only(
-        environment_variables.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
+        machine.check_environment({"RANK": "3", "MASTER_ADDR": "x"}),
         "note",
         "MASTER_ADDR, RANK",
     )
@@ -354,16 +351,14 @@ def test_variables_of_another_launcher_are_reported() -> None:
 
 def test_what_slows_down_or_has_no_effect_is_told() -> None:
     only(
-        environment_variables.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
+        machine.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
         "note",
         "waits for every CUDA kernel",
     )
-    assert worst(environment_variables.check_environment({"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    assert worst(machine.check_environment({"CUDA_LAUNCH_BLOCKING": "0"})) == []
+    only(machine.check_environment({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect")
     only(
-        environment_variables.check_environment({"NCCL_SOCKET_IFNAME": "eth0"}), "note", "no effect"
-    )
-    only(
-        environment_variables.check_environment({"NCCL_IB_HCA": "mlx5"}),
+        machine.check_environment({"NCCL_IB_HCA": "mlx5"}),
         "note",
         "ranks inherit NCCL_IB_HCA=mlx5",
     )
@@ -373,11 +368,11 @@ def test_what_slows_down_or_has_no_effect_is_told() -> None:
 def test_a_listener_off_loopback_is_a_problem() -> None:
     me = os.getpid()
     with socket.create_server(("127.0.0.1", 0)):
-        assert ports.exposed_listeners([me]) == []
+        assert machine.exposed_listeners([me]) == []
     with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - what is to be found
         address = f"0.0.0.0:{server.getsockname()[1]} (pid {me})"
-        assert ports.exposed_listeners([me]) == [address]
-        found = worst(ports.check_ports([me]))
+        assert machine.exposed_listeners([me]) == [address]
+        found = worst(machine.check_ports([me]))
     assert [one.level for one in found] == ["problem", "note"]  # of the session, of this kernel
     assert address in found[0].says
 

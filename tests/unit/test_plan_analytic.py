@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.planner import model_spec
+from nbdist.planner import build_model_spec, model_spec
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.models.decoder import DecoderSpec
@@ -219,7 +219,7 @@ def test_six_operations_a_parameter_and_token() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT2])
 def test_json_keeps_everything(config: dict[str, Any]) -> None:
     model = analytic.spec_from_config(config)
-    assert analytic.spec_from_json(model.to_json()) == model
+    assert build_model_spec.spec_from_json(model.to_json()) == model
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_notes_survive_json_and_lora_and_change_no_figure() -> None:
     plain = analytic.spec_from_config(LLAMA)
     model = model_spec.with_notes(plain, ["one.", "two."])
     assert model == plain
-    assert analytic.spec_from_json(model.to_json()).notes == ("one.", "two.")
+    assert build_model_spec.spec_from_json(model.to_json()).notes == ("one.", "two.")
 
 
 # ---- lengths

@@ -13,7 +13,6 @@ import pytest
 from nbdist.planner import (
     cluster_spec,
     measurement_store,
-    measurements_from_profiles,
     step_time,
     target_devices,
     user_cache,
@@ -106,7 +105,7 @@ def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
         curves={"all_reduce": [[64 * MIB, 0.01]], "all_gather": rank()["curves"]["all_gather"]}
     )
     slow = rank(products={"fp32": 4e10})
-    after = measurements_from_profiles.apply_calibration([quick, slow], before)
+    after = target_devices.apply_calibration([quick, slow], before)
     assert step_time.collective_time_s("all_reduce", 64 * MIB, after) == 0.1
     assert step_time.collective_time_s("all_reduce", 64 * MIB, before) != 0.1
     same = step_time.collective_time_s("reduce_scatter", 64 * MIB, before)
@@ -125,7 +124,7 @@ def test_what_was_measured_counts_before_the_catalogue(file: Path) -> None:
 def test_it_counts_for_this_machine_these_ranks_and_this_torch_alone(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
+    target_devices.apply_calibration([rank(), rank()], ranks(file))
     assert ranks(file).comm_speed is not None
     assert ranks(file, count=4).comm_speed is None
     assert ranks(file, host="Another Processor, 2 cores").comm_speed is None
@@ -142,7 +141,7 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
     gpu = {"device": "H100-80GB", "copies": {"to_device_pinned": 30e9}}
     found = words.with_measurements(MeasurementStore(HOST, file))
     measured = rank(**gpu, products={"fp32": 5e13, "bf16": 6e14}, memory=2e12)
-    after = measurements_from_profiles.apply_calibration([measured, measured], found)
+    after = target_devices.apply_calibration([measured, measured], found)
     assert after.slowest_device.sustained_flops("bf16") == pytest.approx(
         DEFAULT_LOOP_EFFICIENCY * 6e14
     )
@@ -158,9 +157,9 @@ def test_gpus_that_were_described_in_words_keep_the_catalogues_speeds(file: Path
 
 
 def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> None:
-    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
+    target_devices.apply_calibration([rank(), rank()], ranks(file))
     slower = {"all_reduce": [[64 * MIB, 0.3]]}
-    after = measurements_from_profiles.apply_calibration(
+    after = target_devices.apply_calibration(
         [rank(curves=slower), rank(curves=slower)], ranks(file)
     )
     assert after.comm_speed is not None
@@ -171,14 +170,10 @@ def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> No
 
 def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path) -> None:
     disk = {"read": 2e9, "write": 1e9, "filesystem": "ext4 on /dev/nvme0n1", "direct": True}
-    after = measurements_from_profiles.apply_calibration(
-        [rank(disk=disk), rank(disk=disk)], ranks(file)
-    )
+    after = target_devices.apply_calibration([rank(disk=disk), rank(disk=disk)], ranks(file))
     assert after.nvme_bandwidth == pytest.approx(2 / (1 / 4e9 + 1 / 2e9))
     memory = disk | {"read": 9e10, "filesystem": "tmpfs on tmpfs"}
-    again = measurements_from_profiles.apply_calibration(
-        [rank(disk=memory), rank(disk=memory)], ranks(file)
-    )
+    again = target_devices.apply_calibration([rank(disk=memory), rank(disk=memory)], ranks(file))
     assert again.nvme_bandwidth == after.nvme_bandwidth
     elsewhere = MeasurementStore("Another Processor, 2 cores", file)
     assert elsewhere.latest("disk") is None, "a disk of another machine"
@@ -186,7 +181,7 @@ def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path
 
 def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
     before = ranks(file)
-    after = measurements_from_profiles.apply_calibration([rank(), rank()], before)
+    after = target_devices.apply_calibration([rank(), rank()], before)
     assert after.slowest_device.uncertainty("no") < before.slowest_device.uncertainty("no")
     known = MeasurementStore(HOST, file)
     known.record("loop", f"{after.describe()}, fp32", {"flops": 3e10, "memory": 2e9})
@@ -196,9 +191,7 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
 
 
 def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
-    before = measurements_from_profiles.apply_calibration(
-        [rank(), rank()], ranks(file)
-    ).slowest_device
+    before = target_devices.apply_calibration([rank(), rank()], ranks(file)).slowest_device
     loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=user_cache.today())
     assert before.compute_speed is not None
     looped = replace(before, loop_speeds={"fp32": loop})
@@ -214,7 +207,7 @@ def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
 
 def written(file: Path, kind: str, place: str, **changes: Any) -> MeasurementStore:
     """A file of this machine with one entry changed."""
-    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
+    target_devices.apply_calibration([rank(), rank()], ranks(file))
     content = json.loads(file.read_text())
     (key,) = [key for key in content[kind] if key.startswith(place)]
     content[kind][key] |= changes
@@ -285,18 +278,15 @@ def test_a_file_of_something_else_counts_as_empty(file: Path, text: str) -> None
     assert known.get("compute", "2 CPU ranks") is None
     assert known.latest("disk") is None
     assert device_overhead(known, *A100, **TWO_GPUS).runs == 0
-    assert (
-        measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file)).comm_speed
-        is not None
-    ), "and is mended"
+    assert target_devices.apply_calibration([rank(), rank()], ranks(file)).comm_speed is not None, (
+        "and is mended"
+    )
 
 
 def test_a_folder_that_cannot_be_written_only_forgets(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    after = measurements_from_profiles.apply_calibration(
-        [rank(), rank()], ranks(blocked / "measurements.json")
-    )
+    after = target_devices.apply_calibration([rank(), rank()], ranks(blocked / "measurements.json"))
     assert after.comm_speed is not None
     assert blocked.read_text() == ""
 
@@ -312,7 +302,7 @@ def test_old_entries_make_room_for_new_ones(file: Path) -> None:
 def test_the_file_names_no_host_and_is_in_the_cache_folder(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measurements_from_profiles.apply_calibration([rank(), rank()], ranks(file))
+    target_devices.apply_calibration([rank(), rank()], ranks(file))
     assert socket.gethostname() not in file.read_text()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measurement_store.store_path() == tmp_path / "nbdist" / "measurements.json"

@@ -9,7 +9,6 @@ import pytest
 
 import nbdist
 from nbdist.planner import (
-    measurements_from_profiles,
     optimizers,
     step_time,
     target_devices,
@@ -19,6 +18,7 @@ from nbdist.planner.measurement_store import MeasurementStore, record_device_mem
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
+from nbdist.profiler import learned_speeds
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.strategies import Options
 
@@ -96,7 +96,7 @@ def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[
 def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
     before = predicted(ranks())
     taken = 1.7 * before.compute_s
-    (said,) = measurements_from_profiles.learn_from_profile(
+    (said,) = learned_speeds.learn_from_profile(
         profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()
     )
     after = predicted(ranks())
@@ -108,7 +108,7 @@ def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
 def test_a_second_profile_counts_as_much_as_those_before() -> None:
     once = predicted(ranks()).compute_s
     for factor in (1, 2):
-        measurements_from_profiles.learn_from_profile(
+        learned_speeds.learn_from_profile(
             profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks()
         )
     assert once < predicted(ranks()).compute_s < 2 * once
@@ -119,7 +119,7 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
 def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
     taken = factor * predicted(ranks()).compute_s
     assert (
-        measurements_from_profiles.learn_from_profile(
+        learned_speeds.learn_from_profile(
             profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()
         )
         == []
@@ -131,12 +131,7 @@ def test_a_step_that_launches_bind_teaches_no_speed() -> None:
     gpus = ranks("2xH100")
     options = Options(backend="ddp", precision="bf16")
     tiny = profiled(predicted(gpus, options).compute_s, samples=1, seq_len=8)
-    assert (
-        measurements_from_profiles.learn_from_profile(
-            tiny, spec=SPEC, options=options, cluster=gpus
-        )
-        == []
-    )
+    assert learned_speeds.learn_from_profile(tiny, spec=SPEC, options=options, cluster=gpus) == []
 
 
 def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
@@ -146,7 +141,7 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
     small = CollectiveStats(
         name="all_gather_into_tensor", count=1, bytes=64, seconds=0.1, exposed_s=0.1
     )
-    measurements_from_profiles.learn_from_profile(
+    learned_speeds.learn_from_profile(
         profiled(1e9, traffic, small), spec=SPEC, options=OPTIONS, cluster=ranks()
     )
     links = ranks().comm_speed
@@ -159,26 +154,16 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 def test_devices_in_words_learn_nothing() -> None:
     words = target_devices.parse_devices("2xcpu")
     assert (
-        measurements_from_profiles.learn_from_profile(
-            profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words
-        )
+        learned_speeds.learn_from_profile(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words)
         == []
     )
 
 
 def test_no_figures_teach_nothing() -> None:
-    assert (
-        measurements_from_profiles.learn_from_profile(
-            [], spec=SPEC, options=OPTIONS, cluster=ranks()
-        )
-        == []
-    )
+    assert learned_speeds.learn_from_profile([], spec=SPEC, options=OPTIONS, cluster=ranks()) == []
     unseen = [replace(one, model=None) for one in profiled(1.0)]
     assert (
-        measurements_from_profiles.learn_from_profile(
-            unseen, spec=SPEC, options=OPTIONS, cluster=ranks()
-        )
-        == []
+        learned_speeds.learn_from_profile(unseen, spec=SPEC, options=OPTIONS, cluster=ranks()) == []
     )
 
 
@@ -193,7 +178,7 @@ def calibrate(cluster: ClusterSpec) -> None:
         "products": {"fp32": 4e10, "bf16": 4e10},
         "memory": 2e9,
     }
-    measurements_from_profiles.apply_calibration([figures] * cluster.world_size, cluster)
+    target_devices.apply_calibration([figures] * cluster.world_size, cluster)
 
 
 def test_a_plan_says_what_was_measured_here_and_when() -> None:

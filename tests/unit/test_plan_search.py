@@ -14,7 +14,7 @@ from nbdist import strategies
 from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
-from nbdist.planner import search, speed_prediction_errors
+from nbdist.planner import prediction_errors, search
 from nbdist.planner.plan_types import PlanInput
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_the_best_row_is_the_simplest_that_is_not_surely_slower(eight: Plan) -> 
     assert eight.best is not None
     fitting = [row for row in eight.rows if row.fits]
     top = max(row.tokens_per_s for row in fitting)
-    doubt = speed_prediction_errors.comparison_uncertainty("cuda")
+    doubt = prediction_errors.comparison_uncertainty("cuda")
     assert eight.best.tokens_per_s * (1 + doubt) >= top
     assert eight.best.options.offload == "none"
     for row in fitting:

@@ -40,11 +40,10 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
     }
     strategy = setup.options.strategy
     if setup.optimizer.needs_matrices and (strategy.engine, strategy.level) not in _KEEP_SHAPES:
-        message = (
+        raise PlanError(
             f"{setup.optimizer.name} needs parameters of two dimensions, and {strategy.name}"
             " flattens them. Use ddp or fsdp2."
         )
-        raise PlanError(message)
     return engines[strategy.engine, strategy.level](model, setup)
 
 

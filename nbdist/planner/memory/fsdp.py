@@ -139,7 +139,8 @@ class FsdpTimeline(StepTimeline):
         self, steps: tuple[MicroBatchStep, ...]
     ) -> Iterator[tuple[int, NonActivationMemory]]:
         """Walk each kind of micro-batch from first to last step."""
-        for micro in _micro_batch_positions(self.setup.options.accumulate):
+        few: dict[int, tuple[MicroBatchPosition, ...]] = {1: ("only",), 2: ("first", "last")}
+        for micro in few.get(self.setup.options.accumulate, ("first", "middle", "last")):
             for at, step in enumerate(steps):
                 if step.phase in {"before", "after"}:
                     for transient in self.edge_memory(micro, step):
@@ -243,13 +244,6 @@ class FsdpTimeline(StepTimeline):
         return before + last * self.units[self.last_group].full_param_bytes
 
 
-def _micro_batch_positions(accumulate: int) -> tuple[MicroBatchPosition, ...]:
-    """Kinds of micro-batches in an optimizer step."""
-    if accumulate == 1:
-        return ("only",)
-    return ("first", "last") if accumulate == 2 else ("first", "middle", "last")  # noqa: PLR2004
-
-
 class Fsdp1Timeline(FsdpTimeline):
     """`FullyShardedDataParallel` with accelerate's defaults, original parameters and no prefetch.
 
@@ -264,22 +258,16 @@ class Fsdp1Timeline(FsdpTimeline):
     shards_are_flat = True
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
-        """Refuse what torch 2.13 cannot flatten (`FlatParamHandle._validate_tensors_to_flatten`).
-
-        Raises:
-            PlanError: parameters of several data types.
-        """
+        # What torch 2.13 cannot flatten (`FlatParamHandle._validate_tensors_to_flatten`).
         frozen = model_spec.num_frozen_params(model)
         if model_spec.num_quantized_params(model):
-            message = "FSDP1 cannot flatten quantized parameters. Use another backend."
-            raise PlanError(message)
+            raise PlanError("FSDP1 cannot flatten quantized parameters. Use another backend.")
         if frozen and model.element != model.trainable_element:
-            message = (
+            raise PlanError(
                 "FSDP1 cannot flatten fp32 adapters together with 16-bit parameters. Load the model"
                 " in fp32 or use get_peft_model(..., autocast_adapter_dtype=False), or use another"
                 " backend."
             )
-            raise PlanError(message)
         super().__init__(model, setup)
 
     def build_units(self) -> list[FsdpUnit]:
@@ -394,17 +382,12 @@ class Fsdp2Timeline(FsdpTimeline):
     shards_are_flat = False
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
-        """Refuse what torch 2.13 cannot shard: it makes plain parameters of `Int8Params`.
-
-        Raises:
-            PlanError: parameters in 8 bits.
-        """
+        # torch 2.13 makes plain parameters of `Int8Params`.
         if model_spec.has_int8_params(model):
-            message = (
+            raise PlanError(
                 "FSDP2 cannot shard bitsandbytes' int8 weights, which lose their scales. Use ddp,"
                 ' zero1 or zero2, or quantize="nf4", which FSDP2 keeps unsharded.'
             )
-            raise PlanError(message)
         super().__init__(model, setup)
 
     def build_units(self) -> list[FsdpUnit]:

@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from operator import attrgetter, gt
+from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.planner.model_spec import end_blocks, num_frozen_params, schedule_micro_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from nbdist.planner.model_spec import (
         ComputeMode,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     )
     from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.strategies import Options
-
-T = TypeVar("T")
 
 MEMORY_PARTS = (
     "parameters",
@@ -196,45 +194,28 @@ class StepTimeline(ABC):
 
     def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
         """Yield all moments of an optimizer step with such micro-batches."""
-        steps, activations, logits = schedule_micro_batch(self.model, run, self.visited_blocks)
-        for at, allocation in self._allocations(steps):
-            yield _moment(steps[at].name, allocation, activations[at], logits[at], allocation.host)
-        held = run.output_bytes + run.kept_bytes
-        for name, allocation, alive in self.other_allocations(run):
-            yield _moment(name, allocation, alive, held, allocation.host)
+        for name, allocation, activations, logits in self._moments(run):
+            yield _moment(name, allocation, activations, logits, allocation.host)
 
     def peak_memory(self, run: MicroBatchActivations) -> MemoryUsage:
         """Return the peak device usage, with the peak of host memory over all moments."""
+        moments = self._moments(run)
+        host = max([allocation for _, allocation, _, _ in moments], key=_host_bytes).host
+        totals = [allocation.total + alive + logits for _, allocation, alive, logits in moments]
+        return _moment(*moments[totals.index(max(totals))], host)
+
+    def _moments(
+        self, run: MicroBatchActivations
+    ) -> list[tuple[str, NonActivationMemory, int, int]]:
+        """Name, memory, and bytes of activations and logits at each moment."""
         steps, activations, logits = schedule_micro_batch(self.model, run, self.visited_blocks)
-        timeline, between = self._allocations(steps), list(self.other_allocations(run))
-        totals = [allocation.total + activations[at] + logits[at] for at, allocation in timeline]
+        moments = [
+            (steps[at].name, allocation, activations[at], logits[at])
+            for at, allocation in self._allocations(steps)
+        ]
         held = run.output_bytes + run.kept_bytes
-        totals += [allocation.total + alive + held for _, allocation, alive in between]
-        every = [allocation for _, allocation in timeline]
-        every += [allocation for _, allocation, _ in between]
-        host = max(every, key=_host_bytes).host
-        first = totals.index(max(totals))
-        if first < len(timeline):
-            at, allocation = timeline[first]
-            return _moment(steps[at].name, allocation, activations[at], logits[at], host)
-        name, allocation, alive = between[first - len(timeline)]
-        return _moment(name, allocation, alive, held, host)
-
-
-def running_maxima(many: Iterable[tuple[Hashable, tuple[int, ...], T]]) -> list[T]:
-    """Return the items that exceed all earlier ones with the same key in some size.
-
-    Args:
-        many: key, sizes and item of each.
-    """
-    maxima: dict[Hashable, tuple[int, ...]] = {}
-    chosen: list[T] = []
-    for key, sizes, item in many:
-        before = maxima.get(key)
-        if before is None or any(map(gt, sizes, before)):
-            maxima[key] = sizes if before is None else tuple(map(max, sizes, before))
-            chosen.append(item)
-    return chosen
+        others = self.other_allocations(run)
+        return moments + [(name, allocation, alive, held) for name, allocation, alive in others]
 
 
 _host_bytes = attrgetter("host_bytes")
@@ -247,7 +228,6 @@ def _moment(
     logits: int,
     host: tuple[BytesByPart, ...],
 ) -> MemoryUsage:
-    """Sum up parts by name."""
     alive = {"activations": activations, "logits": logits}
     return MemoryUsage(
         name, sum_parts((*allocation.parts, alive)), sum_parts(host), allocation.nvme

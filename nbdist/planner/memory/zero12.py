@@ -24,7 +24,7 @@ from nbdist.planner.memory.zero_common import (
 from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
     from nbdist.planner.memory.zero_partitioning import BucketReduction, RetainedGradients
@@ -89,12 +89,11 @@ class Zero12Timeline(ZeroTimeline):
         """The last blocks, and those where the bucket appears or a rank keeps more gradients."""
         groups = self.model.groups
         if self._reduces_in_backward:
-            grown = [
-                kept.reduction.next_parameter
+            begins = [
+                (at.group_index, at.block_index)
                 for kept in self._retained_gradients
-                if kept.reduction.next_parameter and kept.after > kept.before
+                if (at := kept.reduction.next_parameter) and kept.after > kept.before
             ]
-            begins = [(at.group_index, at.block_index) for at in grown]
         else:
             begins = [(number, 0) for number in range(len(groups))]
         # The bucket is allocated with the first gradient.
@@ -146,22 +145,17 @@ class Zero12Timeline(ZeroTimeline):
 
     @cached_property
     def _retained_gradients(self) -> tuple[RetainedGradients, ...]:
-        return self._call_with_config(zero_partitioning.retained_gradients, backward=True)
-
-    def _call_with_config(
-        self, read: Callable[..., tuple[RetainedGradients, ...]], *, backward: bool
-    ) -> tuple[RetainedGradients, ...]:
         """Retained gradients of each reduction; offloaded gradients go to the host.
 
         Stage 2 clears what is in other ranks' partitions, stage 1 does not
         (stage_1_and_2.py:2261 to 2274).
         """
-        return read(
+        return zero_partitioning.retained_gradients(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
             bucket=self.config.reduce_bucket_size,
-            backward=backward,
+            backward=self._reduces_in_backward,
             buffered=not self.is_offloaded,
             large_stay=not self._cuts_gradients,
         )
@@ -174,14 +168,12 @@ class Zero12Timeline(ZeroTimeline):
         return max(self.element_bytes * self._most_touched, 2 * own_bytes)
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
-        """Yield the memory before and during each reduction that may be the peak.
+        """Yield the memory before and during each reduction.
 
         During the backward, activations shrink while more ranks hold gradients. After it (stage 1),
         all gradients exist and pass through the bucket from the first to the last.
         """
-        for kept in self._call_with_config(
-            zero_partitioning.peak_candidates, backward=self._reduces_in_backward
-        ):
+        for kept in self._retained_gradients:
             reduction = kept.reduction
             following = reduction.next_parameter
             if self._reduces_in_backward:
@@ -217,7 +209,6 @@ class Zero12Timeline(ZeroTimeline):
         )
 
     def _norm_copy_bytes(self, reduction: BucketReduction) -> int:
-        """Bytes of the fp64 copy of an offloaded gradient for its norm."""
         if not self.is_offloaded:
             return 0
         return NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)

@@ -10,6 +10,7 @@ these rules parameter by parameter, in elements.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
 from nbdist.planner.memory import zero_partitioning
-from nbdist.planner.memory.timeline import running_maxima, sum_parts
+from nbdist.planner.memory.timeline import sum_parts
 from nbdist.planner.memory.zero_common import (
     MASTER_BYTES,
     NORM_BYTES,
@@ -48,17 +49,12 @@ class Zero3Timeline(ZeroTimeline):
     """Stage 3."""
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
-        """Simulate which parameters are gathered when.
-
-        Raises:
-            PlanError: parameters in 8 bits.
-        """
+        """Simulate which parameters are gathered when."""
         if model_spec.has_int8_params(model):
-            message = (
+            raise PlanError(
                 "ZeRO-3 does not shard bitsandbytes' int8 weights: every rank keeps all of them"
                 ' in addition to its share. Use zero1, zero2 or ddp, or quantize="nf4".'
             )
-            raise PlanError(message)
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
@@ -106,7 +102,6 @@ class Zero3Timeline(ZeroTimeline):
 
     @cached_property
     def _param_bytes(self) -> int:
-        """Bytes of a rank's share of all parameters."""
         frozen = self._share(zero_partitioning.frozen_param_sizes)
         quantized = self._share(lambda group: group.quantized_tensors)
         return self.element_bytes * (self.partition_size + frozen) + quantized
@@ -190,20 +185,17 @@ class Zero3Timeline(ZeroTimeline):
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Buckets reduced during the backward, each copied for its reduction."""
-        reductions = zero_partitioning.bucket_reductions(
+        for reduction in zero_partitioning.bucket_reductions(
             self.model.groups,
             tied=self.model.tied,
             world_size=self.setup.world_size,
             bucket=self.config.reduce_bucket_size,
             backward=True,
-        )
-        # Reductions that may be the peak, with the elements gathered at that time.
-        candidates = running_maxima(
-            (zero_partitioning.equivalence_key(reduction), (gathered,), (reduction, gathered))
-            for reduction in reductions
-            for gathered in [self._num_gathered_at(reduction)]
-        )
-        for reduction, gathered in candidates:
+        ):
+            gathered = 0
+            if reduction.next_parameter is not None:
+                _, group_index, block_index = reduction.next_parameter
+                gathered = self._gathered.max_at.get(("backward", group_index, block_index), 0)
             temporaries = 0
             if not self.exceeds_bucket(reduction):
                 temporaries += self.element_bytes * reduction.num_in_bucket
@@ -216,12 +208,6 @@ class Zero3Timeline(ZeroTimeline):
                 "temporaries": temporaries,
             }
             yield reduction, parts | self._gathered_parts(gathered)
-
-    def _num_gathered_at(self, reduction: BucketReduction) -> int:
-        if reduction.next_parameter is None:
-            return 0
-        _, group_index, block_index = reduction.next_parameter
-        return self._gathered.max_at.get(("backward", group_index, block_index), 0)
 
     def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """One group of parameters after another: fp32 gradients, optimizer step."""
@@ -257,8 +243,6 @@ class GatheredParameters:
 
 @dataclass(frozen=True, slots=True)
 class _ParameterUse:
-    """A parameter when a module uses it."""
-
     parameter: int
     size: int
     where: GatherPoint
@@ -296,6 +280,14 @@ def simulate_prefetch(
     replay = _CoordinatorReplay(uses, rules)
     num_at_loss = replay.run()
     directions: tuple[Direction, ...] = ("forward", "backward")
+    peak_blocks = []
+    for direction, (number, group) in itertools.product(directions, enumerate(groups)):
+        most = -1
+        for nth in reversed(range(group.count)):
+            gathered = replay.most.get((direction, number, nth), 0)
+            if gathered > most:
+                peak_blocks.append((number, nth))
+            most = max(most, gathered)
     return GatheredParameters(
         num_persistent=sum(
             group.count * sum(held for size, held in of_group if size <= threshold)
@@ -304,18 +296,7 @@ def simulate_prefetch(
         max_at=replay.most,
         min_at=replay.least,
         num_at_loss=num_at_loss,
-        peak_blocks=tuple(
-            running_maxima(
-                (
-                    (direction, number),
-                    (replay.most.get((direction, number, nth), 0),),
-                    (number, nth),
-                )
-                for direction in directions
-                for number, group in enumerate(groups)
-                for nth in reversed(range(group.count))
-            )
-        ),
+        peak_blocks=tuple(peak_blocks),
     )
 
 

@@ -76,8 +76,9 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
         if value == "auto":
             return automatic.get(key, int(default))
         if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            message = f'{key} of the deepspeed_config must be a number >= 0 or "auto", not {value}.'
-            raise PlanError(message)
+            raise PlanError(
+                f'{key} of the deepspeed_config must be a number >= 0 or "auto", not {value}.'
+            )
         return int(value)
 
     cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
@@ -112,8 +113,9 @@ class ZeroTimeline(timeline.StepTimeline):
         """Bytes per element of parameters and gradients in use."""
         self.trainable = model_spec.num_trainable_params(model)
         if not self.trainable:
-            message = "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
-            raise PlanError(message)
+            raise PlanError(
+                "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
+            )
         self.largest = zero_partitioning.largest_trainable_size(*model.groups)
         """Elements of the largest trainable parameter."""
         self.is_offloaded = setup.options.offload_device != "none"
@@ -180,7 +182,6 @@ class ZeroTimeline(timeline.StepTimeline):
 
     @cached_property
     def _permanent(self) -> NonActivationMemory:
-        """Memory that is held throughout."""
         return NonActivationMemory(
             self.device_parts(), host=(self.host_parts(),), nvme=self.nvme_bytes()
         )

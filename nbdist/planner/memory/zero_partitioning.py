@@ -8,9 +8,7 @@ which the backward makes them.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from nbdist.planner.memory.timeline import running_maxima
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec
@@ -256,31 +254,3 @@ def retained_gradients(
         complete = [own[rank] for rank in range(first, last + 1) if rank != edge]
         passed = max(passed, *complete) if complete else passed
     return tuple(retained)
-
-
-@lru_cache(maxsize=256)
-def peak_candidates(groups: tuple[LayerGroup, ...], **how: Any) -> tuple[RetainedGradients, ...]:
-    """Return the `retained_gradients` at reductions that may be the peak, for any element size.
-
-    Among equivalent ones the first has the most activations and the most left to reduce.
-    """
-    return tuple(
-        running_maxima(
-            (
-                (*equivalence_key(gradients.reduction), gradients.reduction.crosses_partitions),
-                (gradients.before, gradients.during),
-                gradients,
-            )
-            for gradients in retained_gradients(groups, **how)
-        )
-    )
-
-
-def equivalence_key(reduction: BucketReduction) -> tuple[int, ...]:
-    """Return the key shared by equal reductions of a group's equal blocks."""
-    waits = (
-        (reduction.next_parameter.group_index, reduction.next_parameter.num_elements)
-        if reduction.next_parameter is not None
-        else ()
-    )
-    return (*waits, reduction.num_done_in_group, reduction.num_in_bucket)

@@ -18,7 +18,6 @@ from nbdist.planner.models.decoder import DecoderSpec, Gpt2Spec, LlamaSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.planner.model_spec import ModelSpec
 
 MODEL_CLASSES: Mapping[str, str] = {
     "gpt2": "GPT2LMHeadModel",
@@ -52,12 +51,11 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     """
     model_type, named = _model_type(config), _named_class(config)
     if not is_supported(config):
-        message = (
+        raise PlanError(
             f"model_type {config.get('model_type')!r}{f' as {named}' if named else ''} has no"
             f" analytic formula. Supported: {', '.join(sorted(MODEL_CLASSES))}. For other"
             " models, plan the model itself: it is traced."
         )
-        raise PlanError(message)
     notes = config_notes(config)
     own = MODEL_CLASSES[model_type]
     if named not in {None, own}:
@@ -65,12 +63,6 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     build: Callable[[Mapping[str, Any]], DecoderSpec] = _gpt2 if model_type == "gpt2" else _llama
     spec = build({**config, "model_type": model_type})
     return replace(spec, notes=(*spec.notes, *notes))
-
-
-def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
-    """Restore a spec from its `to_json()`."""
-    families: Mapping[str, type[DecoderSpec]] = {"LlamaSpec": LlamaSpec, "Gpt2Spec": Gpt2Spec}
-    return families[fields["family"]].from_json(fields)
 
 
 def config_notes(config: Mapping[str, Any]) -> list[str]:
@@ -95,7 +87,6 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _named_class(config: Mapping[str, Any]) -> str | None:
-    """Return the model class that a config names."""
     class_names = config.get("architectures")
     named = class_names[0] if isinstance(class_names, (list, tuple)) and class_names else None
     return None if named is None else str(named)
@@ -158,60 +149,40 @@ def _gpt2(config: Mapping[str, Any]) -> Gpt2Spec:
 def _read_size(
     config: Mapping[str, Any], *names: str, default: int | None = None, largest: int = MAX_SIZE
 ) -> int:
-    """Return an integer from 1 to `largest`, from the first of these fields that the config has.
-
-    Raises:
-        PlanError: none of the fields, or an invalid value.
-    """
+    """Return an integer from 1 to `largest`, from the first of these fields that the config has."""
     value = next((config[name] for name in names if config.get(name) is not None), default)
     if type(value) is not int or not 1 <= value <= largest:
-        message = (
+        raise PlanError(
             f"The config's {names[0]} must be an integer from 1 to {largest:,}, got {value!r}."
             " Complete the config."
         )
-        raise PlanError(message)
     return value
 
 
 def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> float:
-    """Return a dropout rate.
-
-    Raises:
-        PlanError: not between 0 and 1.
-    """
     value = config.get(name, default)
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        message = f"The config's {name} must be a dropout rate between 0 and 1, got {value!r}."
-        raise PlanError(message)
+        raise PlanError(
+            f"The config's {name} must be a dropout rate between 0 and 1, got {value!r}."
+        )
     return float(value)
 
 
 def _param_dtype_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes per parameter in the config's dtype; fp32 if there is none.
-
-    Raises:
-        PlanError: an unsupported dtype.
-    """
+    """Return the bytes per parameter in the config's dtype; fp32 if there is none."""
     sizes = {"float32": FULL_BYTES, "float16": HALF_BYTES, "bfloat16": HALF_BYTES}
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     if dtype not in {*sizes, "None"}:
-        message = f"Unknown dtype {dtype!r} in the config. Use one of {', '.join(sizes)}."
-        raise PlanError(message)
+        raise PlanError(f"Unknown dtype {dtype!r} in the config. Use one of {', '.join(sizes)}.")
     return sizes.get(dtype, FULL_BYTES)
 
 
 def _check_divides(whole: int, part: int, whole_name: str, part_name: str) -> None:
-    """Check that heads have equal sizes.
-
-    Raises:
-        PlanError: `whole` is not a multiple of `part`.
-    """
     if whole % part:
-        message = (
+        raise PlanError(
             f"{whole_name} {whole} must be a multiple of {part_name} {part} to split it into"
             " attention heads. Correct the config."
         )
-        raise PlanError(message)
 
 
 # -- parameter counts such as "7b" -----------------------------------------------------------
@@ -259,11 +230,10 @@ def spec_from_parameter_count(text: str) -> DecoderSpec:
     if match is not None and match[2] in _SCALE:
         count = float(re.sub("[_,]", "", match[1])) * _SCALE[match[2]]
     if not _SMALLEST <= count <= _LARGEST:
-        message = (
+        raise PlanError(
             f'Invalid model size {text[:60]!r}. Use a size between "1m" and "10000b", such as "7b",'
             ' "350m" or "7e9".'
         )
-        raise PlanError(message)
     shape = _PUBLISHED.get(f"{count / 1e9:g}b") or _closest_shape(count)
     hidden, ff, layers, heads, kv_heads, vocab, tied = shape
     return LlamaSpec(

@@ -388,7 +388,6 @@ class AutogradTape:
         return node.out
 
     def _saved_tensors(self) -> dict[TapeTensor, None]:
-        """Storages that nodes save, each once."""
         return {t.root: None for node in self.nodes for t in node.keeps}
 
     def _forward(self, *, keeping: bool, first: TapeTensor | None) -> int:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from nbdist.errors import PlanError
 from nbdist.number_formatting import format_count
 from nbdist.planner.model_spec import (
+    AUTOCAST_MODES,
+    HALF_MODES,
     BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import LayerRole, Workload
 
-HALF_MODES = frozenset({"half", "half_autocast"})
-"""Compute modes in which an engine hands out 16-bit parameters."""
 INDEX_BYTES = 8
 """Bytes of a token id, and of a label."""
 
@@ -250,8 +250,9 @@ class DecoderSpec(ABC):
             PlanError: an invalid rank, or a name that is not a linear layer of the blocks.
         """
         if rank < 1:
-            message = f"lora must be a rank of at least 1, got {rank}. Omit it to train everything."
-            raise PlanError(message)
+            raise PlanError(
+                f"lora must be a rank of at least 1, got {rank}. Omit it to train everything."
+            )
         return replace(self, lora_rank=rank, lora_targets=self._find_targets(target_modules))
 
     def _find_targets(self, given: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -271,12 +272,11 @@ class DecoderSpec(ABC):
         unknown = [end for end, found in matches.items() if not found]
         if unknown or not ends:
             short = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            message = (
+            raise PlanError(
                 f"target_modules {', '.join(map(repr, unknown)) or 'are empty'}: the blocks of"
                 f" {self.model_type} have the linear layers {', '.join(short)}. Use these or"
                 ' "all-linear", or plan the PEFT model itself.'
             )
-            raise PlanError(message)
         return tuple(name for name in names if any(name in found for found in matches.values()))
 
     def to_json(self) -> dict[str, Any]:
@@ -348,7 +348,6 @@ class DecoderSpec(ABC):
         *,
         bias: bool,
     ) -> TapeTensor:
-        """Record a linear layer without its adapter."""
         tokens, out, into = work.num_tokens, shape.out, shape.into
         if self.quantization is None:
             return tape.linear(x, tokens, out, narrow=into, trainable=self.trains_base, bias=bias)
@@ -427,7 +426,7 @@ class DecoderSpec(ABC):
 
     def _new_tape(self, work: Workload) -> AutogradTape:
         half = work.compute in HALF_MODES
-        autocast = work.kind if work.compute in {"autocast", "half_autocast"} else None
+        autocast = work.kind if work.compute in AUTOCAST_MODES else None
         element_bytes = HALF_BYTES if half else self.element
         return AutogradTape(
             element_bytes=element_bytes,
@@ -654,14 +653,19 @@ class LlamaSpec(DecoderSpec):
 
     def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
         """Record LlamaDecoderLayer.forward."""
-        q_shape, k_shape, v_shape, o_shape, *mlp = self.linear_shapes()
+        q_shape, k_shape, v_shape, o_shape, gate, up, down = self.linear_shapes()
         normed = self.record_norm(tape, work, x)
         q, k, v = (
             self.record_linear(tape, work, normed, shape, bias=self.qkv_bias)
             for shape in (q_shape, k_shape, v_shape)
         )
         if self.qk_norm:
-            q, k = (self._record_head_norm(tape, work, t) for t in (q, k))
+            q, k = (
+                tape.rms_norm(
+                    t, t.elements // self.head_dim, self.head_dim, trainable=self.trains_base
+                )
+                for t in (q, k)
+            )
         q, k = (_record_rotation(tape, tape.view(t)) for t in (q, k))
         if self._needs_mask(work) and self.attention == "sdpa":
             k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
@@ -671,7 +675,11 @@ class LlamaSpec(DecoderSpec):
         tape.keep_alive(normed)  # transformers' block holds the argument of a submodule
         x = tape.add(x, attended)
         normed = self.record_norm(tape, work, x)
-        out = self._record_mlp(tape, work, normed, mlp)
+        gated = self.record_linear(tape, work, normed, gate, bias=self.mlp_bias)
+        opened = tape.unary(gated, keeps="input")
+        raised = self.record_linear(tape, work, normed, up, bias=self.mlp_bias)
+        product = tape.multiply(opened, raised)
+        out = self.record_linear(tape, work, product, down, bias=self.mlp_bias)
         tape.keep_alive(normed)
         return tape.add(x, out)
 
@@ -689,20 +697,6 @@ class LlamaSpec(DecoderSpec):
     def _needs_mask(self, work: Workload) -> bool:
         """True if samples are longer than the sliding window, which needs an explicit mask."""
         return self.window is not None and work.seq_len > self.window
-
-    def _record_head_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
-        heads = x.elements // self.head_dim // work.num_tokens
-        return tape.rms_norm(x, work.num_tokens * heads, self.head_dim, trainable=self.trains_base)
-
-    def _record_mlp(
-        self, tape: AutogradTape, work: Workload, x: TapeTensor, shapes: list[LinearShape]
-    ) -> TapeTensor:
-        gate, up, down = shapes
-        gated = self.record_linear(tape, work, x, gate, bias=self.mlp_bias)
-        opened = tape.unary(gated, keeps="input")
-        raised = self.record_linear(tape, work, x, up, bias=self.mlp_bias)
-        product = tape.multiply(opened, raised)
-        return self.record_linear(tape, work, product, down, bias=self.mlp_bias)
 
 
 def _record_rotation(tape: AutogradTape, x: TapeTensor) -> TapeTensor:

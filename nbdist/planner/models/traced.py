@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,12 +39,14 @@ from nbdist.planner.model_spec import (
     WeightShape,
 )
 from nbdist.planner.models import analytic, fused_loss
+from nbdist.planner.models.autograd_tape import worst_moments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from nbdist.planner.model_spec import ComputeMode, ModelSpec, Workload
     from nbdist.planner.models.decoder import DecoderSpec
+    from nbdist.planner.tracing.batch_size_fit import LinearFit, ParetoFront
 
 TRACE_TIMEOUT_S = 120.0
 """A trace takes about 10 s; a model without repeated blocks may take longer."""
@@ -60,9 +62,6 @@ _FORMAT = 4
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
 """Arguments covered by analytic specs; a mask without padding changes nothing."""
-
-LinearFit = tuple[float, float]
-ParetoFront = list[tuple[LinearFit, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,44 +101,28 @@ class TracedModel:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain fields, from which `from_json` restores the spec."""
-        return {
-            "depth": self.depth,
-            "name": self.name,
-            "groups": [
-                {field: getattr(group, field) for field in LayerGroup.__dataclass_fields__}
-                for group in self.groups
-            ],
-            "tied": self.tied,
-            "element": self.element,
-            "trainable_element": self.trainable_element,
-            "batch_size": self.batch_size,
-            "seq_len": self.seq_len,
-            "passes": dict(self.passes),
-            "notes": list(self.notes),
-        }
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {"groups": [asdict(group) for group in self.groups]}
 
     def _run(self, workload: Workload) -> Mapping[str, Any]:
-        """Figures of one compute mode."""
         if self.seq_len is not None and workload.seq_len != self.seq_len:
-            message = (
+            raise PlanError(
                 f"This model was traced with {self.seq_len} tokens per sample, not"
                 f" {workload.seq_len}. Plan with seq_len={workload.seq_len} to trace it again."
             )
-            raise PlanError(message)
         checkpointing = " checkpointing" * workload.activation_checkpointing
         name = f"{workload.kind} {workload.compute}{checkpointing}"
         if name not in self.passes:
-            message = f"{name!r} was not traced. This trace has {', '.join(self.passes)}."
-            raise PlanError(message)
+            raise PlanError(f"{name!r} was not traced. This trace has {', '.join(self.passes)}.")
         run = self.passes[name]
         if "error" in run:
             raise PlanError(run["error"])
         return run
 
 
-def from_json(fields: Mapping[str, Any]) -> TracedModel:
+def from_json(plain: Mapping[str, Any]) -> TracedModel:
     """Restore from `TracedModel.to_json()`, or from the child process's answer."""
-    values = dict(fields)
+    values = dict(plain)
     # JSON has turned tuples into lists.
     groups = tuple(
         LayerGroup(
@@ -155,8 +138,6 @@ def from_json(fields: Mapping[str, Any]) -> TracedModel:
 
 
 def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
-    """Evaluate the figures of one run at a batch size."""
-
     def at(line: LinearFit) -> int:
         constant, slope = line
         return max(0, round(constant + slope * batch))
@@ -164,26 +145,20 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
     def peak(front: ParetoFront) -> int:
         return max((at(line) for line, _ in front), default=0)
 
-    layers = []
-    for part in run["groups"]:
-        # Keep the moments that no other one exceeds in both fields, the largest first.
-        moments: list[BackwardPeakCandidate] = []
-        for moment in sorted({(at(line), grads) for line, grads in part["backward"]}, reverse=True):
-            if not moments or moment[1] > moments[-1].num_grads:
-                moments.append(BackwardPeakCandidate(*moment))
-        layers.append(
-            LayerActivations(
-                saved_bytes=at(part["saved"]),
-                forward_peak_bytes=peak(part["forward"]),
-                backward_moments=tuple(moments),
-                input_grad_bytes=at(part["gradient"]),
-                gradient_moments=tuple(
-                    BackwardPeakCandidate(at(line), grads) for line, grads in part["gradients"]
-                ),
-            )
+    layers = tuple(
+        LayerActivations(
+            saved_bytes=at(part["saved"]),
+            forward_peak_bytes=peak(part["forward"]),
+            backward_moments=worst_moments((at(line), grads) for line, grads in part["backward"]),
+            input_grad_bytes=at(part["gradient"]),
+            gradient_moments=tuple(
+                BackwardPeakCandidate(at(line), grads) for line, grads in part["gradients"]
+            ),
         )
+        for part in run["groups"]
+    )
     return MicroBatchActivations(
-        layers=tuple(layers), loss_bytes=peak(run["loss"]), output_bytes=at(run["outputs"])
+        layers=layers, loss_bytes=peak(run["loss"]), output_bytes=at(run["outputs"])
     )
 
 
@@ -278,16 +253,12 @@ def find_known_spec(
     module: Any, *, batch_size: int, seq_len: int | None, inputs: object, kinds: Sequence[str]
 ) -> ModelSpec | None:
     """Return the spec of a module if that takes milliseconds: analytic, or from the cache."""
-    exact = find_analytic_spec(module) if _is_text_only(inputs) else None
-    if exact is not None:
+    # Analytic specs assume that the forward gets only text.
+    is_text = inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
+    if is_text and (exact := find_analytic_spec(module)) is not None:
         return exact
     key = _module_key(module, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=kinds)
     return None if key is None else _cached_trace(key)
-
-
-def _is_text_only(inputs: object) -> bool:
-    """Return whether a forward gets only text, as analytic specs assume."""
-    return inputs is None or (isinstance(inputs, dict) and inputs.keys() <= _PLAIN_TEXT)
 
 
 def find_analytic_spec(module: Any) -> ModelSpec | None:
@@ -336,15 +307,10 @@ def _comparable(groups: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:
-    """Return the spec with the adapters of a PEFT model.
-
-    Raises:
-        PlanError: adapters that have no closed form.
-    """
+    """Return the spec with the adapters of a PEFT model."""
     config = module.active_peft_config
     if config.peft_type != "LORA" or config.use_dora or config.lora_dropout:
-        message = "Only LoRA without dropout has a closed form."
-        raise PlanError(message)
+        raise PlanError("Only LoRA without dropout has a closed form.")
     adapted = [name for name, each in module.named_modules() if hasattr(each, "lora_A")]
     targets = [
         shape.name
@@ -355,7 +321,6 @@ def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:
 
 
 def _is_own_class(module: Any) -> bool:
-    """Return whether a module is one of transformers' own models."""
     return type(module).__module__.startswith("transformers.") and hasattr(module, "config")
 
 
@@ -443,11 +408,7 @@ def _answer(
     request: Mapping[str, Any],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run a child that reads JSON and writes progress lines and JSON.
-
-    Raises:
-        PlanError: it failed or timed out.
-    """
+    """Run a child that reads JSON and writes progress lines and JSON."""
     pipe, last, begin = subprocess.PIPE, "nothing", time.monotonic()
     with subprocess.Popen(  # noqa: S603 - our own module
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environ
@@ -470,11 +431,10 @@ def _answer(
     if failed:
         timed_out = time.monotonic() - begin >= TRACE_TIMEOUT_S
         reason = f"timeout after {TRACE_TIMEOUT_S:.0f} s" if timed_out else last
-        message = (
+        raise PlanError(
             f"Cannot trace the model ({reason.removeprefix(PROGRESS_PREFIX).rstrip('.')}). Give the"
             " model itself with example inputs, or plan for a size such as '7b'."
         )
-        raise PlanError(message)
     answer: dict[str, Any] = json.loads(output)
     if "error" in answer:
         raise PlanError(answer["error"])
@@ -502,11 +462,10 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         message = f"The config belongs to {config['_class_name']} of diffusers."
         raise PlanError(f"{message} {_GIVE.capitalize()}.")
     if model_type is None:
-        message = (
+        raise PlanError(
             "The config has neither model_type nor architectures, so its model is unknown. Use a"
             f" complete config.json of transformers, or {_GIVE}."
         )
-        raise PlanError(message)
     types = model_types() if rank_python.selected().is_own else ()  # else the child decides
     if types and str(model_type) not in types:
         close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)

@@ -41,6 +41,7 @@ def trace_requested_config(
     """Trace a transformers config; return the fields of a `TracedModel`, or {"error": message}."""
     import torch
 
+    from nbdist.planner.model_spec import COMPUTE_MODES
     from nbdist.planner.tracing import build_model, trace_variants
 
     torch.set_num_threads(1)
@@ -54,7 +55,7 @@ def trace_requested_config(
     options = trace_variants.TraceRequest(
         batch_size=request["batch_size"],
         seq_len=request["seq_len"] if sample.has_tokens else None,
-        compute_modes=request.get("computes", trace_variants.COMPUTE_MODES),
+        compute_modes=request.get("computes", COMPUTE_MODES),
         device_kinds=request.get("kinds", trace_variants.DEVICE_KINDS),
     )
     fields = trace_variants.trace_module_fields(model, sample.batch, options, progress)

@@ -80,7 +80,6 @@ def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
 
 
 def _subtract_saved(moments: Iterable[tuple[int, int]], before: int) -> list[tuple[int, int]]:
-    """Subtract the bytes saved before."""
     return [(held - before, grads) for held, grads in moments]
 
 

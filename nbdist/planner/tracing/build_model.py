@@ -48,11 +48,10 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
         with torch.device("meta"):
             model: nn.Module = cls(config)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        message = (
+        raise PlanError(
             f"transformers cannot build {cls.__name__} from this config ({_line(error)}). Correct"
             " the config, or give the model itself."
-        )
-        raise PlanError(message) from None
+        ) from None
     dtype_name = str(fields.get("dtype") or fields.get("torch_dtype") or "")
     dtype = getattr(torch, dtype_name.removeprefix("torch."), None) if dtype_name else None
     model = model.to(dtype) if isinstance(dtype, torch.dtype) else model
@@ -64,7 +63,6 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
 
 
 def _named_class(fields: Mapping[str, Any]) -> Any:
-    """Return the transformers class that a config names, or None."""
     import transformers
 
     name = next(iter(fields.get("architectures") or ()), None)
@@ -95,26 +93,22 @@ def use_grouped_experts(model: nn.Module) -> None:
 
 
 def _config(fields: Mapping[str, Any]) -> Any:
-    """Return a config object of the config's own class.
-
-    Raises:
-        PlanError: transformers has no such class, or rejects the fields.
-    """
+    """Return a config object of the config's own class."""
     import transformers
 
     model_type = fields.get("model_type") or _type_of_class(fields)
     if model_type not in transformers.CONFIG_MAPPING:
-        message = (
+        raise PlanError(
             f"transformers {transformers.__version__} has no model_type {model_type!r}. Give the"
             " model itself with example inputs: nbdist.plan(model, inputs=...)."
         )
-        raise PlanError(message)
     own = {name: value for name, value in fields.items() if name != "auto_map"}
     try:
         config = transformers.AutoConfig.for_model(**own | {"model_type": model_type})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"transformers cannot read this config ({_line(error)}). Correct the config."
-        raise PlanError(message) from None
+        raise PlanError(
+            f"transformers cannot read this config ({_line(error)}). Correct the config."
+        ) from None
     if fields.get("_attn_implementation"):
         config._attn_implementation = fields["_attn_implementation"]  # noqa: SLF001
     for each in (config, *(getattr(config, name) for name in config.sub_configs)):
@@ -123,33 +117,23 @@ def _config(fields: Mapping[str, Any]) -> Any:
 
 
 def _type_of_class(fields: Mapping[str, Any]) -> str:
-    """Return the model type of the class that a config without model type names.
-
-    Raises:
-        PlanError: transformers has no such class.
-    """
+    """Return the model type of the class that a config without model type names."""
     cls = _named_class(fields)
     if getattr(cls, "config_class", None) is None:
-        message = (
+        raise PlanError(
             f"The config has no model_type, and transformers has no model class"
             f" {fields['architectures'][0]!r}, which it names. Add its model_type, or give the"
             " model itself with example inputs: nbdist.plan(model, inputs=...)."
         )
-        raise PlanError(message)
     return str(cls.config_class.model_type)
 
 
 def _line(error: Exception) -> str:
-    """Format an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _class_of(config: Any) -> Any:
-    """Return the class that trains a model of this config.
-
-    Raises:
-        PlanError: the config supports none of the known tasks.
-    """
+    """Return the class that trains a model of this config."""
     import transformers
 
     for task in _tasks(config):
@@ -157,12 +141,11 @@ def _class_of(config: Any) -> Any:
         if type(config) in mapping:
             cls = mapping[type(config)]
             return cls[0] if isinstance(cls, tuple) else cls
-    message = (
+    raise PlanError(
         f"Cannot tell for which task {config.model_type} is trained. Set architectures in the"
         " config to a transformers class, or give the model itself with example inputs:"
         " nbdist.plan(model, inputs=...)."
     )
-    raise PlanError(message)
 
 
 def _tasks(config: Any) -> Sequence[str]:
@@ -230,7 +213,6 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
 
 
 def _unknown_input(model: nn.Module) -> str:
-    """Return the error message for a model with unknown inputs."""
     part = " or, for its language model alone, give config.text_config" * _takes_images(
         getattr(model, "config", None)
     )
@@ -241,7 +223,6 @@ def _unknown_input(model: nn.Module) -> str:
 
 
 def _takes_images(config: Any) -> bool:
-    """Return whether a model takes images besides text."""
     return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
@@ -259,7 +240,6 @@ def _tokens(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
 
 
 def _pixels(config: Any, batch_size: int, _: int) -> _ForwardInputs:
-    """Images of the config's size."""
     return _ForwardInputs({"pixel_values": _images(config, batch_size)})
 
 
@@ -287,7 +267,6 @@ def _spectrograms(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
 
 
 def _images(config: Any, batch_size: int) -> torch.Tensor:
-    """Pixels of a batch of images."""
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (batch_size, getattr(config, "num_channels", 3), height, width)
@@ -312,5 +291,4 @@ def _labels(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, torch.
 
 
 def _ids(*shape: int) -> torch.Tensor:
-    """Token ids."""
     return torch.empty(shape, dtype=torch.long, device="meta")

@@ -56,7 +56,6 @@ def emulate_cuda() -> Iterator[None]:
 
 
 def _operation(name: str) -> Any:
-    """Return the overload of a dotted name."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -68,7 +67,6 @@ def _without_autocast() -> Any:
 
 
 def _casts_to_fp32(tensor: torch.Tensor) -> bool:
-    """Return whether autocast casts a tensor to fp32."""
     return tensor.dtype in {torch.bfloat16, torch.float16}
 
 
@@ -200,19 +198,15 @@ def _tensors(module: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
     for submodule in module.modules():
         attributes = vars(submodule)
         lists = [value for value in attributes.values() if isinstance(value, list)]
-        for container in (submodule._parameters, submodule._buffers, attributes, *lists):  # noqa: SLF001
-            for name, value in _items(container):
+        containers: list[Any] = [submodule._parameters, submodule._buffers, attributes, *lists]  # noqa: SLF001
+        for container in containers:
+            pairs = enumerate(container) if isinstance(container, list) else container.items()
+            for name, value in list(pairs):
                 if isinstance(value, torch.Tensor):
                     yield container, name, value
 
 
-def _items(place: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a dict, or indices and values of a list."""
-    return list(enumerate(place) if isinstance(place, list) else place.items())
-
-
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
-    """Make a fake tensor with the same shape and strides."""
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 

@@ -98,7 +98,6 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
 
 
 def _quantized_size(parameter: Any) -> tuple[int, int, int]:
-    """Return elements, bytes and bytes of scales of bitsandbytes' Params4bit or Int8Params."""
     state = getattr(parameter, "quant_state", None)
     scales = [getattr(parameter, "SCB", None)]
     if state is not None:
@@ -111,7 +110,6 @@ def _quantized_size(parameter: Any) -> tuple[int, int, int]:
 
 
 def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Module) -> FsdpGroup:
-    """Make a group of all parameters of some modules."""
     owned = [parameter for holder in holders for parameter in holder.parameters()]
     return FsdpGroup(
         name=name,
@@ -145,7 +143,6 @@ def block_signature(block: nn.Module) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the plain values that a module was built with."""
     for name, value in vars(module).items():
         plain = isinstance(value, (bool, int, float, str, tuple))
         if plain and not name.startswith("_") and not name.endswith(_NO_SETTING):
@@ -194,15 +191,12 @@ def drop_repeated_blocks(model: nn.Module, found: list[FsdpGroup]) -> list[FsdpG
     """
     by_block = {id(group.first_modules[0]): group for group in found if group.role == "block"}
     for module in list(model.modules()):
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and _is_stack(module, by_block):
-            _shorten_list(model, module, by_block)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            members = [id(member) for member in module]
+            # All members are blocks, each once.
+            if members and len(set(members)) == len(members) and set(members) <= by_block.keys():
+                _shorten_list(model, module, by_block)
     return [group for group in found if group.represented_indices]
-
-
-def _is_stack(module: nn.ModuleList | nn.Sequential, by_block: dict[int, FsdpGroup]) -> bool:
-    """Return whether all members of a list are blocks, each once."""
-    members = [id(member) for member in module]
-    return bool(members) and len(set(members)) == len(members) and set(members) <= by_block.keys()
 
 
 def _shorten_list(

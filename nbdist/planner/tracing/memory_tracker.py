@@ -88,7 +88,6 @@ class MemoryTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stop counting."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -99,7 +98,6 @@ class MemoryTracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count its result."""
         # A DTensor runs first, so that its operations on local tensors are counted.
         if any(kind is DTensor for kind in types):
             return NotImplemented
@@ -154,8 +152,6 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class _TrackedStorage:
-    """A counted storage."""
-
     __slots__ = ("born", "gone", "part", "size")
 
     def __init__(

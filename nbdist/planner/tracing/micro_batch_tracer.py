@@ -112,7 +112,6 @@ class _RecordingTracker(MemoryTracker):
     """A memory tracker that records its history."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        """Assign the model's own tensors."""
         super().__init__(on_change=self._record_moment)
         self.moments: list[MemoryTracePoint] = []
         self.marks: list[GroupBoundary] = []
@@ -184,7 +183,6 @@ class _RecordingTracker(MemoryTracker):
         super()._add(storage, self._at if part == OTHER_PART else part)
 
     def _record_moment(self) -> None:
-        """Record the bytes held now."""
         self.moments.append(self._moment_of(self._place))
 
     def _moment_of(self, place: int) -> MemoryTracePoint:
@@ -218,8 +216,6 @@ class _RecordingTracker(MemoryTracker):
         return hook
 
     def _gradient_hook(self, place: int) -> Callable[[torch.Tensor], None]:
-        """Return a hook for a complete gradient."""
-
         def hook(parameter: torch.Tensor) -> None:
             self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
             self.track_tensors(_part_of_gradients(place), [parameter.grad])
@@ -253,24 +249,20 @@ class _RecordingTracker(MemoryTracker):
                 tensor.register_hook(lambda _: self._start_backward(place))
 
     def _start_backward(self, place: int) -> None:
-        """Begin a group's backward, once."""
         if not self.in_forward and not self._has_begun("backward", place):
             self._place = place
             self._uncounted_parts.append(_part_of_gradients(place))
             self.mark("backward", place)
 
     def _has_begun(self, kind: str, place: int) -> bool:
-        """Return whether a group's part has begun."""
         return any(mark.kind == kind and mark.group_index == place for mark in self.marks)
 
 
 def _part_of_gradients(place: int) -> str:
-    """Name of the part of a group's gradients."""
     return f"gradients {place}"
 
 
 def _part_of_forward(place: int) -> str:
-    """Name of the part of tensors made by a group's forward."""
     return f"saved {place}"
 
 
@@ -280,7 +272,6 @@ def _part_after_group(place: int) -> str:
 
 
 def _sizes(values: Any) -> dict[int, int]:
-    """Bytes of the storages of all tensors among the values."""
     tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: storage.nbytes() for storage in storages}  # noqa: SLF001
@@ -289,7 +280,6 @@ def _sizes(values: Any) -> dict[int, int]:
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of a fused attention's forward."""
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 

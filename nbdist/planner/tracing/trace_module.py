@@ -10,11 +10,10 @@ child: the trace then runs in this process, on a copy of the module with fake te
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import time
@@ -32,6 +31,7 @@ from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from multiprocessing.connection import Connection
 
     from nbdist.planner.tracing.trace_variants import ForwardBatch
 
@@ -87,7 +87,7 @@ def trace_in_child(
             "notes": list(sample.notes)
         }
 
-    fields = _in_child(lambda say: work(say, copied=False), progress, TIMEOUT_S)
+    fields = _in_child(lambda say: work(say, copied=False), progress)
     if _NO_BACKWARD in str(fields.get("error")):
         fields = work(progress, copied=True)
     if "error" in fields:
@@ -102,11 +102,7 @@ def _example(
     batch_size: int,
     seq_len: int | None,
 ) -> tuple[SampleBatch, int, int | None]:
-    """Return a batch, its size, and the tokens per sample if it holds tokens.
-
-    Raises:
-        PlanError: the example holds no tensor with a dimension, or none is known.
-    """
+    """Return a batch, its size, and the tokens per sample if it holds tokens."""
     build_model.disable_tracing_branches()
     build_model.use_grouped_experts(module)
     if inputs is None and batches is not None:
@@ -123,10 +119,9 @@ def _example(
         if isinstance(leaf, torch.Tensor) and leaf.dim()
     ]
     if not sizes:
-        message = (
+        raise PlanError(
             "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
         )
-        raise PlanError(message)
     ids = batch[1].get("input_ids")
     tokens = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
     return SampleBatch(batch, tokens is not None), sizes[0], tokens
@@ -145,7 +140,6 @@ def _arguments(inputs: object) -> ForwardBatch:
 
 
 def _without_data(module: nn.Module) -> nn.Module:
-    """Copy a module with fake tensors in place of its own."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:
@@ -161,31 +155,40 @@ def _without_data(module: nn.Module) -> nn.Module:
 
 
 def _in_child(
-    work: Callable[[Callable[[str], None]], dict[str, Any]],
-    progress: Callable[[str], None],
-    timeout_s: float,
+    work: Callable[[Callable[[str], None]], dict[str, Any]], progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run work in a forked child that writes lines of JSON, the last of which is the answer."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _run_child(work, writer)
-    os.close(writer)
+    """Run work in a forked child, which sends its progress and the answer as JSON."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    child = context.Process(target=_run_child, args=(work, sending))
+    deadline = time.monotonic() + TIMEOUT_S
+    child.start()
+    sending.close()
     try:
-        return _read_answer(reader, progress, time.monotonic() + timeout_s)
+        while receiving.poll(max(0.0, deadline - time.monotonic())):
+            message: dict[str, Any] = json.loads(receiving.recv_bytes())
+            if "progress" not in message:
+                return message
+            progress(message["progress"])
+    except EOFError:
+        return {
+            "error": "Cannot trace the model: the child process died, possibly because it ran out"
+            " of memory. Give smaller example inputs."
+        }
     finally:
-        os.close(reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        receiving.close()
+        child.kill()
+        child.join()
+    raise PlanError("Timeout while tracing the model. Give smaller example inputs.")
 
 
-def _run_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: int) -> NoReturn:
+def _run_child(
+    work: Callable[[Callable[[str], None]], dict[str, Any]], sending: Connection
+) -> NoReturn:
     """Do the work and exit without the parent's exit handlers."""
 
-    def write(message: Mapping[str, Any]) -> None:
-        os.write(writer, json.dumps(message).encode() + b"\n")
+    def send(message: Mapping[str, Any]) -> None:
+        sending.send_bytes(json.dumps(message).encode())
 
     answer: dict[str, Any] = {"error": "The trace ended without a result. Try again."}
     try:
@@ -193,41 +196,12 @@ def _run_child(work: Callable[[Callable[[str], None]], dict[str, Any]], writer: 
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, sys.__stdout__.fileno() if sys.__stdout__ else 1)
         os.dup2(silence, sys.__stderr__.fileno() if sys.__stderr__ else 2)
-        answer = work(lambda text: write({"progress": text}))
+        answer = work(lambda text: send({"progress": text}))
     except PlanError as error:
         answer = {"error": str(error)}
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
         answer = {"error": f"Cannot trace the model ({reason}). Give other example inputs."}
     finally:
-        text = json.dumps(answer).encode() + b"\n"
-        while text:  # more than a pipe holds at once
-            text = text[os.write(writer, text) :]
+        send(answer)
         os._exit(0)
-
-
-def _read_answer(reader: int, progress: Callable[[str], None], deadline: float) -> dict[str, Any]:
-    """Read lines until the answer.
-
-    Raises:
-        PlanError: timeout.
-    """
-    pending = b""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([reader], [], [], left)[0]:
-            message = "Timeout while tracing the model. Give smaller example inputs."
-            raise PlanError(message)
-        read = os.read(reader, 1 << 16)
-        if not read:
-            message = (
-                "Cannot trace the model: the child process died, possibly because it ran out of"
-                " memory. Give smaller example inputs."
-            )
-            return {"error": message}
-        *lines, pending = (pending + read).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "progress" not in message:
-                return dict(message)
-            progress(message["progress"])

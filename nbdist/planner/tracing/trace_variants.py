@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
 from nbdist.number_formatting import format_count
+from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES
 from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
 
 if TYPE_CHECKING:
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.tracing.fsdp_groups import FsdpGroup
 
-COMPUTE_MODES = ("full", "half", "autocast", "half_autocast")
 DEVICE_KINDS = ("cuda", "cpu")
-HALF_MODES = {"half", "half_autocast"}
-AUTOCAST_MODES = {"autocast", "half_autocast"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +183,6 @@ class _VariantTracer:
         return batch_size_fit.fit_two_batch_sizes(recorded, size, doubled, 2 * size)
 
     def _parts(self, kind: str, compute: str, size: int) -> batch_size_fit.MemoryTraceByGroup:
-        """Trace one micro-batch."""
         self.model.zero_grad(set_to_none=True)
         batch = fake_tensors.with_batch_size(self._batch, self.mode, self.request.batch_size, size)
         behaviour = fake_tensors.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
@@ -223,7 +220,6 @@ def _step(model: nn.Module, compute: str) -> Callable[[ForwardBatch], tuple[torc
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast floating point tensors."""
     return tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
@@ -246,11 +242,10 @@ def loss_of(outputs: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
     if not means:
-        message = (
+        raise PlanError(
             "The model's output has no gradient. Give inputs for which it returns a loss or a"
             " tensor that depends on its parameters."
         )
-        raise PlanError(message)
     return torch.stack(means).sum() if len(means) > 1 else means[0]
 
 
@@ -320,8 +315,6 @@ _EMPTY_TAIL = dict.fromkeys(("trainable", "frozen", "quantized"), 0) | {
 
 @dataclass(frozen=True, slots=True)
 class _RepeatedGroup:
-    """A group of the whole model, or several equal neighbours."""
-
     group: FsdpGroup
     count: int
     parts: list[dict[str, Any]]

@@ -5,6 +5,7 @@ Each unit becomes one FSDP group and one checkpointed block.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -58,11 +59,10 @@ def find_wrap_units(
     if names is not None:
         present = {type(module).__name__ for module in model.modules()}
         if missing := sorted(set(names) - present):
-            message = (
+            raise OptionError(
                 f"The model has no module of class {', '.join(missing)}. "
                 f"It has {', '.join(sorted(present))}."
             )
-            raise OptionError(message)
     chosen = frozenset(names) if names is not None else block_class_names(model)
     if chosen and min_num_params is None:
         candidates = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
@@ -85,7 +85,6 @@ def embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _call_getter(model: nn.Module, method: str) -> object:
-    """Call a getter of the model, if it exists."""
     try:
         return getattr(model, method, lambda: None)()
     except NotImplementedError:  # transformers 5.23: models with several or none (ResNet, CLIP)
@@ -118,7 +117,6 @@ def separable_embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _has_shared_parameters(model: nn.Module, group: Collection[nn.Module]) -> bool:
-    """Return whether the rest of the model shares a parameter of some modules."""
     inside = {inner for module in group for inner in module.modules()}
     own_parameters = {parameter for module in group for parameter in module.parameters()}
     outside = (module for module in model.modules() if module not in inside)
@@ -128,33 +126,24 @@ def _has_shared_parameters(model: nn.Module, group: Collection[nn.Module]) -> bo
 
 
 def _num_params(module: nn.Module) -> int:
-    """Count the parameters of a module and its children."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
     """Yield the innermost modules of at least a size, without shared parameters."""
-    shared = _shared_parameters(model)
+    # torch 2.13 rejects a parameter in two FSDP groups.
+    uses = Counter(
+        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
 
     def large(module: nn.Module) -> bool:
         return (
             _num_params(module) >= smallest
             and not isinstance(module, _CONTAINERS)
-            and not any(parameter in shared for parameter in module.parameters())
+            and not any(uses[parameter] > 1 for parameter in module.parameters())
         )
 
     for module in model.modules():
         inner = (child for child in module.modules() if child is not module)
         if module is not model and large(module) and not any(map(large, inner)):
             yield module
-
-
-def _shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that occur more than once in the model."""
-    # torch 2.13 rejects a parameter in two FSDP groups.
-    seen: set[nn.Parameter] = set()
-    twice: set[nn.Parameter] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            (twice if parameter in seen else seen).add(parameter)
-    return twice

@@ -1,10 +1,4 @@
-"""Measured errors of the planner's predictions, and the ranges that are shown because of them.
-
-An entry is (stated, ratio): the uncertainty that the prediction stated from its parts, and the
-measured value divided by the predicted one. A range scales the stated uncertainty so that it holds
-`COVERAGE` of the entries, on both sides separately. The loops that check the ranges are others:
-`benchmarks/advice_speedups.py` and `benchmarks/plan_choice.py` draw new ones.
-"""
+"""Measured errors of the planner's predictions: the ranges of speeds, and the margin of memory."""
 
 from __future__ import annotations
 
@@ -16,6 +10,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+# -- speed -----------------------------------------------------------------------------------
+
+# An entry is (stated, ratio): the uncertainty that the prediction stated from its parts, and the
+# measured value divided by the predicted one. A range scales the stated uncertainty so that it
+# holds `COVERAGE` of the entries, on both sides separately. The loops that check the ranges are
+# others: `benchmarks/advice_speedups.py` and `benchmarks/plan_choice.py` draw new ones.
 
 COVERAGE = 0.9
 """Fraction of the entries inside a range: 80 % of other loops, and a reserve for small tables."""
@@ -148,3 +149,71 @@ def comparison_uncertainty(kind: str) -> float:
         for (_, first), (_, second) in itertools.combinations(entries, 2)
     )
     return math.expm1(errors[math.ceil(COMPARED * len(errors)) - 1])
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+# The benchmark `plan_memory` writes `SHORTFALLS`: how far the allocator's peak exceeded the plan,
+# over the cases of a run. On a GPU, the step from tensors to device memory adds its own error.
+
+
+class Shortfall(NamedTuple):
+    """Measured errors of one backend."""
+
+    num_cases: int
+    share: float
+    """By how much the peak exceeded the plan in at most 1 of 20 cases, relative to the plan."""
+
+
+SHORTFALLS: Mapping[tuple[str, str], Shortfall] = {
+    # written by benchmarks/plan_memory.py --write
+    ("", "traced"): Shortfall(32, 0.1211),
+    ("ddp", "closed form"): Shortfall(42, 0.0046),
+    ("fsdp1", "closed form"): Shortfall(30, 0.0004),
+    ("fsdp2", "closed form"): Shortfall(42, 0.0070),
+    ("zero1", "closed form"): Shortfall(26, 0.0001),
+    ("zero2", "closed form"): Shortfall(26, 0.0088),
+    ("zero3", "closed form"): Shortfall(30, 0.0112),
+    # end
+}
+"""By backend and depth of the model; "" stands for all backends."""
+UNKNOWN = Shortfall(0, 0.02)
+"""A backend without measured cases."""
+DEVICE_SHARE = 0.04
+"""From tensors to device memory: the median error of the published runs in docs/planner.md."""
+CALIBRATED_DEVICE_SHARE = 0.02
+"""The same after a measured session on this machine: the allocator's rounding between models."""
+
+
+class Margin(NamedTuple):
+    """Shares of a row's memory that must stay free."""
+
+    tensors: Shortfall = UNKNOWN
+    device: float = DEVICE_SHARE
+    is_calibrated: bool = False
+
+    @property
+    def total(self) -> float:
+        """The whole margin, relative to the row's memory."""
+        return self.tensors.share + self.device
+
+    def describe(self) -> str:
+        """Return what the margin is made of, in one line."""
+        count, share = self.tensors
+        source = f"covers 95% of {count} measured cases" if count else "not measured"
+        device = "measured here" if self.is_calibrated else "error of published runs"
+        return (
+            f"margin that must stay free: {self.total:.1%}; {share:.1%} for tensors ({source}),"
+            f" {self.device:.0%} for allocator and context ({device})"
+        )
+
+
+UNMEASURED = Margin()
+"""The margin of a backend without measured cases."""
+
+
+def margin_of(backend: str, depth: Literal["closed form", "traced"], *, calibrated: bool) -> Margin:
+    """Return the margin of a backend; calibrated: device memory was measured on this machine."""
+    device = CALIBRATED_DEVICE_SHARE if calibrated else DEVICE_SHARE
+    tensors = SHORTFALLS.get((backend, depth)) or SHORTFALLS.get(("", depth), UNKNOWN)
+    return Margin(tensors, device, calibrated)

@@ -1,8 +1,7 @@
-"""Turns calibrations and profiles of the user's loop into measurements of this machine.
+"""Speeds of this machine that a profile of the user's loop shows, stored for later plans.
 
-A calibration (`worker.benchmarks.calibration`) replaces the stored speeds of these ranks. A
-profile gives the time of collectives in real training and the compute speed of a training loop,
-fitted so that `step_time` predicts the measured time; it is averaged with earlier ones.
+A profile gives the time of collectives in real training and the compute speed of a training loop,
+fitted so that `step_time` predicts the measured time; both are averaged with earlier ones.
 """
 
 from __future__ import annotations
@@ -10,21 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from nbdist.errors import NbdistError
 from nbdist.number_formatting import format_bytes, format_seconds
 from nbdist.planner import optimizers, step_time, user_cache
-from nbdist.planner.measurement_store import COLLECTIVES, DTYPES, Measurement, is_memory_filesystem
+from nbdist.planner.measurement_store import COLLECTIVES, Measurement
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.measurement_store import MeasurementStore
     from nbdist.planner.model_spec import ModelSpec
+    from nbdist.profiler.measurements import ProfiledModel, RankProfile
     from nbdist.strategies import Options
 
 MIN_COLLECTIVE_BYTES = 1 << 18
@@ -37,119 +37,8 @@ _LAUNCH_BOUND = 0.75
 _TERA = 1e12
 
 
-# ------------------------------------------------------------------------ calibration
-
-
-def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec) -> ClusterSpec:
-    """Store the measurements of a calibration and return the cluster with them.
-
-    Args:
-        figures: results of `worker.benchmarks.calibration.calibrate` for each rank.
-        cluster: the ranks, detected on this machine.
-    """
-    store = cluster.measurement_store
-    if store is None:
-        return cluster
-    for name in COLLECTIVES:
-        # For each size, the slowest rank's time.
-        curve: dict[str, float] = {}
-        for rank in figures:
-            for size, seconds in rank["curves"].get(name, ()):
-                curve[str(size)] = max(seconds, curve.get(str(size), 0.0))
-        store.record("collective", f"{name}, {cluster.describe()}", curve, average=False)
-    by_place: dict[str, list[Mapping[str, Any]]] = {}
-    for rank in figures:
-        place = cluster.describe() if cluster.kind == "cpu" else str(rank["device"])
-        by_place.setdefault(place, []).append(rank)
-    for place, ranks in by_place.items():
-        _store_compute_speed(store, place, ranks)
-    disks = [rank["disk"] for rank in figures if "disk" in rank]
-    if disks and not is_memory_filesystem(disks[0]["filesystem"]):
-        total = {
-            direction: sum(disk[direction] for disk in disks) for direction in ("read", "write")
-        }
-        store.record("disk", str(disks[0]["filesystem"])[:200], total, average=False)
-    store.save()
-    return cluster.with_measurements(store)
-
-
-def _store_compute_speed(
-    store: MeasurementStore, place: str, figures: Sequence[Mapping[str, Any]]
-) -> None:
-    """Store the slowest of these ranks; data types that were not measured now are kept."""
-    old = store.get("compute", place)
-    values = {kind: old.values[kind] for kind in DTYPES if old and kind in old.values}
-    for kind in DTYPES:
-        if all(kind in rank["products"] for rank in figures):
-            values[kind] = min(rank["products"][kind] for rank in figures)
-    values["memory"] = min(rank["memory"] for rank in figures)
-    copies = [rank["copies"]["to_device_pinned"] for rank in figures if "copies" in rank]
-    if copies:
-        values["host_link"] = min(copies)
-    store.record("compute", place, values, average=False)
-
-
-# ---------------------------------------------------------------------------- profiles
-
-
-class CollectiveStatsLike(Protocol):
-    """Collectives of one kind in a step; see `profiler.measurements.CollectiveStats`."""
-
-    @property
-    def name(self) -> str:
-        """Name in torch.distributed."""
-
-    @property
-    def count(self) -> float:
-        """Calls per step."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the full tensors."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from begin to end."""
-
-    @property
-    def waiting_s(self) -> float:
-        """Seconds of these spent waiting for another rank to enter the collective."""
-
-
-class ProfiledModelLike(Protocol):
-    """The prepared model; see `profiler.measurements.ProfiledModel`."""
-
-    @property
-    def samples(self) -> int:
-        """Samples per micro-batch."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens per sample."""
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per step."""
-
-
-class RankProfileLike(Protocol):
-    """One rank's profile; see `profiler.measurements.RankProfile`."""
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Seconds per step by part: "forward", "backward", ..."""
-
-    @property
-    def traffic(self) -> Sequence[CollectiveStatsLike]:
-        """Collectives by kind."""
-
-    @property
-    def model(self) -> ProfiledModelLike | None:
-        """The profiled model, or None if there was none."""
-
-
 def learn_from_profile(
-    figures: Sequence[RankProfileLike], *, spec: ModelSpec, options: Options, cluster: ClusterSpec
+    figures: Sequence[RankProfile], *, spec: ModelSpec, options: Options, cluster: ClusterSpec
 ) -> list[str]:
     """Store what a profile of the user's loop shows: compute speed and times of collectives.
 
@@ -179,7 +68,7 @@ def learn_from_profile(
 
 
 def _learn_collectives(
-    figures: Sequence[RankProfileLike], cluster: ClusterSpec, store: MeasurementStore
+    figures: Sequence[RankProfile], cluster: ClusterSpec, store: MeasurementStore
 ) -> Iterator[str]:
     """Store one point per kind of collective: its average size and time."""
     for name in COLLECTIVES:
@@ -206,7 +95,7 @@ def _learn_collectives(
 
 
 def _learn_loop(
-    figures: Sequence[RankProfileLike],
+    figures: Sequence[RankProfile],
     spec: ModelSpec,
     options: Options,
     cluster: ClusterSpec,
@@ -236,7 +125,7 @@ def _learn_loop(
 
 def _fit_speed(
     measured_s: float,
-    trained: ProfiledModelLike,
+    trained: ProfiledModel,
     spec: ModelSpec,
     options: Options,
     cluster: ClusterSpec,
