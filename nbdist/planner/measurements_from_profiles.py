@@ -1,6 +1,6 @@
 """Turns calibrations and profiles of the user's loop into measurements of this machine.
 
-A calibration (`worker.benchmarks.calibration`) replaces the stored speeds of these ranks. A
+A calibration (`worker.operations.calibrate`) replaces the stored speeds of these ranks. A
 profile gives the time of collectives in real training and the compute speed of a training loop,
 fitted so that `step_time` predicts the measured time; it is averaged with earlier ones.
 """
@@ -44,7 +44,7 @@ def apply_calibration(figures: Sequence[Mapping[str, Any]], cluster: ClusterSpec
     """Store the measurements of a calibration and return the cluster with them.
 
     Args:
-        figures: results of `worker.benchmarks.calibration.calibrate` for each rank.
+        figures: results of `worker.operations.calibrate.calibrate` for each rank.
         cluster: the ranks, detected on this machine.
     """
     store = cluster.measurement_store
