@@ -54,7 +54,7 @@ class CalibrationReport:
     lines: tuple[CalibrationRow, ...] = ()
     notes: tuple[str, ...] = ()
     figures: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Measurements of each rank, from ``worker.benchmarks.calibration.calibrate``."""
+    """Measurements of each rank, from ``worker.operations.calibrate.calibrate``."""
 
     def __str__(self) -> str:
         lines = ((row.what, row.measured, row.before) for row in self.lines)

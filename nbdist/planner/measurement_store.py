@@ -1,6 +1,6 @@
 """Measurements of this machine, in one file of the user's cache folder; pure.
 
-The catalogue holds typical speeds. A calibration (`worker.benchmarks.calibration`), a profile of
+The catalogue holds typical speeds. A calibration (`worker.operations.calibrate`), a profile of
 the user's loop and a session's third optimizer step measure this machine; `MeasurementStore` keeps
 each as a `Measurement`.
 

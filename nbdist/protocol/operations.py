@@ -1,7 +1,7 @@
 """Operations that all ranks carry out together: request, report and function of each.
 
 An operation is declared here once. The notebook sends its request with
-`session.collective_request`, and each rank runs its function (`worker.operations.run_operation`).
+`session.collective_request`, and each rank runs its function (`RankKernel.run_operation`).
 A request is answered with the rank's report or, on an error, with an `ErrorReply`.
 """
 
@@ -35,7 +35,7 @@ class Operation(Generic[RequestT, ReportT]):
     `RankContext`, returns the report. It is imported when it is first used: most need torch."""
     raises: type[NbdistError]
     in_phases: bool = True
-    """True if an interrupt takes effect between phases (`worker.interrupt.deferred_interrupts`)."""
+    """True if an interrupt takes effect between phases (`worker.operations.collective_phases`)."""
     fails_alone: bool = False
     """True if a rank that fails replies immediately, and the others need not finish."""
     resync: bool = True
@@ -382,14 +382,14 @@ class RankCalibrateReport:
     """Benchmarks of a rank."""
 
     figures: dict[str, Any]
-    """Result of ``worker.benchmarks.calibration.calibrate``."""
+    """Result of ``worker.operations.calibrate.calibrate``."""
 
 
 CALIBRATE = Operation(
     "calibration",
     CalibrateRequest,
     RankCalibrateReport,
-    "nbdist.worker.benchmarks.calibration:calibrate",
+    "nbdist.worker.operations.calibrate:calibrate",
     SessionError,
     in_phases=False,
 )

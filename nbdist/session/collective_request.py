@@ -2,7 +2,7 @@
 
 Watched like a cell: blocked ranks are reported after a few seconds, ranks that wait for a failed
 one are interrupted, and interrupts escalate in stages (`session.interrupt`). Ranks handle an
-interrupt at the end of a phase (`worker.interrupt.deferred_interrupts`); a phase that takes too
+interrupt at the end of a phase (`worker.operations.collective_phases`); a phase that takes too
 long is cut short.
 
 A second interrupt returns the prompt even if the ranks continue. The request is then `detached`:

@@ -96,7 +96,7 @@ Kind = Literal["cell", "request", "repair"]
 """What is interrupted.
 
 A cell; a request, whose ranks handle the first interrupt at the end of a phase
-(`worker.interrupt.deferred_interrupts`); or a repair of groups and backends, which must not be
+(`worker.operations.collective_phases`); or a repair of groups and backends, which must not be
 interrupted half-way: it ignores the first interrupt, and is aborted without one if no rank makes
 progress."""
 

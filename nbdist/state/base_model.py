@@ -20,9 +20,8 @@ from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
 from nbdist.state import collectives, tensor_digest
-from nbdist.state.importers import safetensors
 from nbdist.state.shards import Shard, ShardPiece
-from nbdist.state.tensor_index import TensorIndex
+from nbdist.state.tensor_index import TensorIndex, add_safetensors, find_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -158,7 +157,7 @@ def files_of(name: str, revision: str) -> list[Path]:
     folder = Path(name) if Path(name).is_absolute() else _snapshots(name) / revision
     if not folder.is_dir() or (folder != Path(name) and not revision):
         raise CheckpointError(f"{_label(name, revision)} is not on this machine.")
-    if not (paths := safetensors.find_files(folder)):
+    if not (paths := find_safetensors(folder)):
         raise CheckpointError(f"{_label(name, revision)} has no safetensors files.")
     return paths
 
@@ -181,12 +180,7 @@ def _snapshots(name: str) -> Path:
 
 
 def different_from(manifest: Manifest, live: ShardMap) -> list[str]:
-    """Return the keys of references in a checkpoint that have other live values; a collective.
-
-    Args:
-        manifest: manifest of the checkpoint.
-        live: owned shards of the prepared models.
-    """
+    """Return the keys of references in a checkpoint that have other live values; a collective."""
     stored = {key: manifest.aliases.get(key, key) for key in live}
     referenced = {key: shard for key, shard in live.items() if stored[key] in manifest.referenced}
     expected = {key: manifest.keys[stored[key]] for key in referenced}
@@ -198,11 +192,6 @@ def different_from(manifest: Manifest, live: ShardMap) -> list[str]:
 
 def check_names(manifest: Manifest, live: Iterable[str], problem: str) -> None:
     """Raise if a checkpoint does not match because the models have another base.
-
-    Args:
-        manifest: manifest of the checkpoint.
-        live: base models of the prepared models.
-        problem: how they differ.
 
     Raises:
         CheckpointError: the bases differ. The message has both names.
@@ -218,11 +207,6 @@ def check_names(manifest: Manifest, live: Iterable[str], problem: str) -> None:
 
 def open_references(manifest: Manifest, keys: Iterable[str], live: Iterable[str]) -> TensorIndex:
     """Open the files of base models; return an index of the tensors with these keys.
-
-    Args:
-        manifest: manifest of a checkpoint that refers to them.
-        keys: keys of the checkpoint.
-        live: base models of the prepared models.
 
     Raises:
         CheckpointError: a base model is missing, has changed, or is not the one of the prepared
@@ -262,7 +246,6 @@ def open_references(manifest: Manifest, keys: Iterable[str], live: Iterable[str]
 
 
 def _equals(files: TensorIndex, name: str, saved: TensorMetadata) -> bool:
-    """Return whether a tensor of the files has the saved elements."""
     if name not in files.keys:
         return False
     tensor = _shard(files, name, saved.shape)
@@ -273,11 +256,8 @@ def _equals(files: TensorIndex, name: str, saved: TensorMetadata) -> bool:
 
 
 def _open(paths: list[Path]) -> TensorIndex:
-    """Index files; the keys are the names of the tensors."""
-    opened, index = TensorIndex(), TensorIndex()
-    safetensors.add_tensors(opened, paths, {})
-    for key, entry in opened.keys.items():
-        index.add_tensor(key.removeprefix("model."), *entry, *opened.parts[key])
+    index = TensorIndex()
+    add_safetensors(index, paths, {}, prefix="")
     return index
 
 

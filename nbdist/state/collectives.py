@@ -58,7 +58,6 @@ def all_gather_values(value: Any, *, about: int = 0) -> list[Any]:
     Supports plain values and dataclasses of nbdist that contain plain values.
 
     Args:
-        value: value of this rank.
         about: tag of the collective, the same on all ranks.
 
     Raises:
@@ -88,8 +87,7 @@ def _gather_numbers(number: int, about: int) -> list[int]:
     own_head = torch.tensor([number, about], device=_metadata_device())
     numbers, abouts = zip(*(head.tolist() for head in _gather_tensor(own_head)), strict=True)
     if len(set(abouts)) > 1:
-        message = "The ranks are out of sync: they entered different collectives."
-        raise CollectiveMismatch(message)
+        raise CollectiveMismatch("The ranks are out of sync: they entered different collectives.")
     return list(numbers)
 
 
@@ -123,8 +121,9 @@ class _SafeUnpickler(pickle.Unpickler):
             is_own = isinstance(cls, type) and cls.__module__ == module
             if is_own and (dataclasses.is_dataclass(cls) or issubclass(cls, tuple | enum.Enum)):
                 return cls
-        message = f"another rank sent a {module}.{name}, which is not a plain value"
-        raise pickle.UnpicklingError(message)
+        raise pickle.UnpicklingError(
+            f"another rank sent a {module}.{name}, which is not a plain value"
+        )
 
 
 _PLAIN = {
@@ -154,8 +153,6 @@ def all_to_all_bytes(
 
     Args:
         outgoing: concatenated bytes for all ranks, on ``comm_device()``.
-        sizes: number of bytes for each rank.
-        expected: number of bytes from each rank.
 
     Raises:
         CollectiveMismatch: a rank failed, usually out of memory; nothing was sent.

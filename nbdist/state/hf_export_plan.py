@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nbdist.errors import CheckpointError
+from nbdist.state import meta_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -124,7 +125,6 @@ def compute_tensors(
 
     Args:
         model: model on the meta device.
-        group: the group.
         tensors: name in the state dict -> source tensor.
     """
     tensors_by_name = _convert(model, dict(tensors), adapter=is_adapter_only(model))
@@ -178,7 +178,6 @@ def write_configs(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
 
     Args:
         model: model on the meta device; its config is changed as by `save_pretrained`.
-        folder: existing folder.
         dtype: dtype to write to the config.
     """
     if not is_adapter_only(model) and not has_from_pretrained(model):
@@ -263,11 +262,7 @@ class _ProvenanceMode(TorchDispatchMode):
         self._model_name = type(model).__name__
         self._keys: dict[str, str] = {}
         """Name in the state dict -> key."""
-        first = {
-            id(tensor): name
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, tensor in named
-        }
+        first = meta_model.first_names(model)
         canonical = {name: first.get(id(tensor), "") for name, tensor in state.items()}
         unknown = [name for name, first_name in canonical.items() if first_name not in keys]
         if unknown:

@@ -58,11 +58,20 @@ class MetaModel:
     @property
     def aliases(self) -> dict[str, str]:
         """Additional names of tied parameters -> their first name."""
-        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        first = first_names(self.model)
         every = self.model.named_parameters(remove_duplicate=False)
         return {
             name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name
         }
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """Return id() -> name of all parameters and buffers; the first name of tied ones."""
+    return {
+        id(tensor): name
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    }
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -74,8 +83,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     try:
         return _copy_without_data(model, "meta")
     except Exception as error:  # a module may contain anything, even locks and sockets
-        message = f"{type(model).__name__} cannot be copied: {error}"
-        raise SwitchError(message) from error
+        raise SwitchError(f"{type(model).__name__} cannot be copied: {error}") from error
 
 
 def try_meta_copy(model: nn.Module) -> nn.Module | None:
@@ -116,7 +124,6 @@ def materialize(meta_model: MetaModel) -> nn.Module:
 
 
 def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
-    """Copy a module with uninitialized parameters and buffers on a device."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device=device, requires_grad=False)

@@ -64,7 +64,6 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
     """Capture the recipe of an optimizer.
 
     Args:
-        optimizer: torch optimizer without wrapper.
         names: id of a parameter -> its name in the bare model.
 
     Raises:
@@ -114,11 +113,10 @@ def get_param_group_names(
         for group_parameters in param_groups
         for parameter in group_parameters
     ):
-        message = (
+        raise SwitchError(
             f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model."
             " Create it from model.parameters() of one model and prepare both."
         )
-        raise SwitchError(message)
     return tuple(
         tuple(names[id(parameter)] for parameter in group_parameters)
         for group_parameters in param_groups
@@ -175,11 +173,6 @@ def build_optimizer(
     recipe: OptimizerRecipe, parameters: Mapping[str, torch.Tensor], groups: Sequence[GroupOptions]
 ) -> Optimizer:
     """Build the optimizer of a recipe, without state.
-
-    Args:
-        recipe: the recipe.
-        parameters: parameters of the model by name.
-        groups: options of each group.
 
     Raises:
         SwitchError: a constructor argument is not known.

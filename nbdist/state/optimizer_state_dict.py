@@ -11,7 +11,7 @@ local tensor.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +21,7 @@ from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.optim import Optimizer
 
@@ -39,9 +39,6 @@ def flatten(optimizer: Optimizer) -> tuple[Any, Tensors]:
     Options of groups that cannot be stored, such as functions, are left out: a load takes them
     from the prepared optimizer.
 
-    Args:
-        optimizer: optimizer with all its parameters.
-
     Raises:
         CheckpointError: the state contains an object that cannot be stored.
     """
@@ -58,7 +55,7 @@ def flatten(optimizer: Optimizer) -> tuple[Any, Tensors]:
     tree = {
         "groups": groups,
         "rest": flattener.flatten(rest, ""),
-        "shapes": [list(_local(parameter).shape) for parameter in _parameters(optimizer)],
+        "shapes": [list(_local(parameter).shape) for parameter in optimizer_parameters(optimizer)],
     }
     return tree, flattener.tensors
 
@@ -75,7 +72,7 @@ def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor], optimizer: Optimiz
         CheckpointError: the value is invalid, or of an optimizer with other parameters.
     """
     name = type(optimizer).__name__
-    shapes = [list(_local(parameter).shape) for parameter in _parameters(optimizer)]
+    shapes = [list(_local(parameter).shape) for parameter in optimizer_parameters(optimizer)]
     try:
         if tree["shapes"] != shapes or len(tree["groups"]) != len(optimizer.param_groups):
             raise CheckpointError(f"The saved state of {name} {_NO_MATCH}.")
@@ -97,7 +94,7 @@ def load(optimizer: Optimizer, saved: Any) -> None:
     state in another dtype is put back afterwards.
     """
     optimizer.load_state_dict(saved)
-    by_number = dict(enumerate(_parameters(optimizer)))
+    by_number = dict(enumerate(optimizer_parameters(optimizer)))
     for number, values in saved["state"].items():
         live = optimizer.state[by_number[number]] if number in by_number else {}
         for name, value in values.items() if isinstance(values, dict) else ():
@@ -105,7 +102,8 @@ def load(optimizer: Optimizer, saved: Any) -> None:
                 live[name] = value
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def optimizer_parameters(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the parameters of all groups of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -115,8 +113,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Flattener:
-    """Replaces tensors by their paths."""
-
     def __init__(self, optimizer: str) -> None:
         self.optimizer = optimizer
         self.tensors: Tensors = {}
@@ -156,7 +152,7 @@ class _Flattener:
         if is_traceable_wrapper_subclass(subclass):
             names, context = subclass.__tensor_flatten__()
             return {
-                "class": _class_name(type(subclass)),
+                "class": class_name(type(subclass)),
                 "inner": {
                     name: self.flatten(getattr(subclass, name), f"{path}.{name}") for name in names
                 },
@@ -178,67 +174,52 @@ class _Flattener:
 
 
 class _Unflattener:
-    """Replaces paths by tensors."""
-
     def __init__(self, tensors: Mapping[str, torch.Tensor], optimizer: Optimizer) -> None:
         self._tensors = tensors
-        parameters = list(_parameters(optimizer))
+        parameters = list(optimizer_parameters(optimizer))
         self._meshes = [item.device_mesh for item in parameters if isinstance(item, DTensor)]
         self._device = parameters[0].device if parameters else torch.device("cpu")
 
-    def unflatten(self, value: Any) -> Any:
+    def unflatten(self, value: Any) -> Any:  # noqa: PLR0911 - one for each form
         """Return the value that was flattened."""
         if isinstance(value, list):
             return [self.unflatten(item) for item in value]
         if not isinstance(value, dict):
             return value
-        return self._BY_FORM[next(iter(value))](self, value)
-
-    def _dict(self, value: Any) -> Any:
-        return {key: self.unflatten(item) for key, item in value["dict"]}
-
-    def _tuple(self, value: Any) -> Any:
-        return tuple(self.unflatten(item) for item in value["tuple"])
-
-    def _dtype(self, value: Any) -> Any:
-        dtype = getattr(torch, value["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{printable(str(value['dtype']))} is not a dtype")
-        return dtype
-
-    def _tensor(self, value: Any) -> Any:
-        on_host = value["device"] == "cpu"
-        return self._tensors[value["tensor"]].to("cpu" if on_host else self._device)
-
-    def _subclass(self, value: Any) -> Any:
-        inner = {name: self.unflatten(item) for name, item in value["inner"].items()}
-        context, size = self.unflatten(value["context"]), torch.Size(value["shape"])
-        cls = _tensor_class(value["class"])
-        return cls.__tensor_unflatten__(inner, context, size, tuple(value["stride"]))
-
-    def _dtensor(self, value: Any) -> Any:
-        mesh = self._meshes[0]
-        placements = [Replicate() if dim == -1 else Shard(dim) for dim in value["placements"]]
-        return DTensor.from_local(
-            self.unflatten(value["local"]),
-            mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(value["shape"]),
-            stride=tuple(value["stride"]),
-        )
-
-    _BY_FORM: ClassVar[Mapping[str, Callable[[_Unflattener, Any], Any]]] = {
-        "dict": _dict,
-        "tuple": _tuple,
-        "dtype": _dtype,
-        "tensor": _tensor,
-        "class": _subclass,
-        "local": _dtensor,
-    }
+        match next(iter(value)):
+            case "dict":
+                return {key: self.unflatten(item) for key, item in value["dict"]}
+            case "tuple":
+                return tuple(self.unflatten(item) for item in value["tuple"])
+            case "dtype":
+                dtype = getattr(torch, value["dtype"])
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError(f"{printable(str(value['dtype']))} is not a dtype")
+                return dtype
+            case "tensor":
+                device = "cpu" if value["device"] == "cpu" else self._device
+                return self._tensors[value["tensor"]].to(device)
+            case "class":
+                inner = {name: self.unflatten(item) for name, item in value["inner"].items()}
+                context, size = self.unflatten(value["context"]), torch.Size(value["shape"])
+                cls = _tensor_class(value["class"])
+                return cls.__tensor_unflatten__(inner, context, size, tuple(value["stride"]))
+            case "local":
+                dims = value["placements"]
+                return DTensor.from_local(
+                    self.unflatten(value["local"]),
+                    self._meshes[0],
+                    [Replicate() if dim == -1 else Shard(dim) for dim in dims],
+                    run_check=False,
+                    shape=torch.Size(value["shape"]),
+                    stride=tuple(value["stride"]),
+                )
+            case form:
+                raise TypeError(f"{printable(str(form))} is not known")
 
 
-def _class_name(cls: type) -> str:
+def class_name(cls: type) -> str:
+    """Return the full name of a class: "torch.optim.adamw.AdamW"."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -251,7 +232,7 @@ def _tensor_class(name: str) -> Any:
     waiting = [torch.Tensor]
     while waiting:
         cls = waiting.pop()
-        if _class_name(cls) == name and hasattr(cls, "__tensor_unflatten__"):
+        if class_name(cls) == name and hasattr(cls, "__tensor_unflatten__"):
             return cls
         waiting += cls.__subclasses__()
     raise TypeError(f"the tensor class {printable(name)} is not imported")

@@ -136,7 +136,6 @@ class _ReshardPlan:
         self._dtypes = {key: self._dtype_of(key) for key in self.keys}
 
     def _rows(self, key: str) -> list[_KeyIntervals]:
-        """Return the intervals of a key from all ranks that have it."""
         return [table[key] for table in self._tables if key in table]
 
     def _dtype_of(self, key: str) -> torch.dtype:
@@ -146,12 +145,10 @@ class _ReshardPlan:
         dtypes = {row.dtype for row in rows if row.dtype is not None}
         if len(shapes) > 1:
             shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
-            message = f"{key} has the shapes {shown}. All ranks must have the same model."
-            raise SwitchError(message)
+            raise SwitchError(f"{key} has the shapes {shown}. All ranks must have the same model.")
         if len(dtypes) != 1:
             kinds = " and ".join(sorted(map(str, dtypes))) or "no owner"
-            message = f"{key} has different dtypes on different ranks: {kinds}."
-            raise SwitchError(message)
+            raise SwitchError(f"{key} has different dtypes on different ranks: {kinds}.")
         self._numel[key] = math.prod(shapes.pop())
         _check_tiled(
             key, sorted(interval for row in rows for interval in row.owned), self._numel[key]
@@ -166,7 +163,6 @@ class _ReshardPlan:
         return [batch for batch, flag in zip(batches, flags, strict=True) if flag]
 
     def _batches(self) -> Iterator[list[_TransferWindow]]:
-        """Split all needed keys into batches."""
         batch: list[_TransferWindow] = []
         free_bytes = BATCH_BYTES
         for key in self.keys:
@@ -254,7 +250,6 @@ class _ReshardPlan:
 
 
 def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:
-    """Return the intervals of a key that this rank owns and needs."""
     owns = source is not None and bool(source.pieces)
     return _KeyIntervals(
         frozenset(shard.shape for shard in (source, target) if shard is not None),
@@ -269,12 +264,10 @@ def _intervals(shard: Shard | None) -> list[Interval]:
 
 
 def _padded_size(part: _TransferSegment, dtype: torch.dtype) -> int:
-    """Return the size of a segment in a buffer, with padding."""
     return -(-(part.stop - part.start) * dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 def _check_tiled(key: str, owned: Sequence[Interval], numel: int) -> None:
-    """Raise if the elements of a key are not owned exactly once."""
     position = 0
     for start, stop in owned:
         if start != position:
@@ -282,8 +275,7 @@ def _check_tiled(key: str, owned: Sequence[Interval], numel: int) -> None:
         position = stop
     if position == numel and sum(stop - start for start, stop in owned) == numel:
         return
-    message = (
+    raise SwitchError(
         f"Element {position} of {key} ({numel} elements) is not owned by exactly one rank. This is"
         " a bug in nbdist: please report it with the versions of torch and deepspeed."
     )
-    raise SwitchError(message)

@@ -45,8 +45,6 @@ SLICE_BYTES = 64 << 20
 
 
 class _ShardChunk(NamedTuple):
-    """A chunk of a shard to write."""
-
     stored: StoredTensor
     start: int
     """Index of its first element in the flattened tensor."""
@@ -94,7 +92,6 @@ def write_shards(
 
 
 def _chunks_by_file(shards: ShardMap, rank: int) -> list[list[_ShardChunk]]:
-    """Return the chunks of each file, in file order."""
     files: list[list[_ShardChunk]] = []
     for name, shard in shards.items():
         dtype = str(shard.dtype).removeprefix("torch.")
@@ -150,7 +147,6 @@ def read_shards(
     ``checkpoint.verify_files``.
 
     Args:
-        folder: folder of the checkpoint.
         manifest: its manifest; a checkpoint that has replaced it since is refused.
         target: shards to fill; their keys may be aliases.
         on_progress: called after each read with the number of bytes read so far.
@@ -262,7 +258,6 @@ def _build_index(opened: CheckpointReader, keys: dict[str, str]) -> TensorIndex:
     """Index the files of a checkpoint; reads their headers.
 
     Args:
-        opened: the checkpoint.
         keys: key in the index -> key in the manifest.
     """
     index, names = TensorIndex(), dict[str, list[str]]()

@@ -45,11 +45,7 @@ class OpenFiles:
     """
 
     def __init__(self, *, durable: bool = True) -> None:
-        """Create the context; files are opened on first use.
-
-        Args:
-            durable: flush the files to disk on exit.
-        """
+        """Create the context; files are opened on first use."""
         self._descriptors: dict[Path, int] = {}
         self._durable = durable
 
@@ -106,8 +102,6 @@ def write_shards(
     """Write this rank's owned elements of each region; return the number of bytes.
 
     Args:
-        files: open files.
-        regions: file regions of all tensors.
         shards: owned shards: each element on exactly one rank.
         on_progress: called after each region with the number of bytes written so far.
 

@@ -78,7 +78,6 @@ def global_digests(
 
 @torch.no_grad()
 def _digest(piece: ShardPiece, dtype: torch.dtype) -> int:
-    """Return the digest of one piece after a cast to a dtype."""
     if piece.view.dtype == dtype:
         return _sum(piece.view, piece.start)
     parts = piece.view.split(_CAST_AT_ONCE)

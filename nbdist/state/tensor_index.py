@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.state.shards import ShapeAndDtype
@@ -28,6 +32,12 @@ BLOCK_ELEMENTS = 16 << 20
 """Elements that are read at a time."""
 FetchElements = Callable[[int, int], torch.Tensor]
 """Return elements [start, stop) of the flattened tensor as a 1-D tensor."""
+_INDEX_NAME = "model.safetensors.index.json"
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
+_MAX_INDEX_BYTES = 1 << 28
+_DTYPES = {stored: getattr(torch, name) for name, (stored, _) in SAFETENSORS_DTYPES.items()}
+RenamedTensors = Mapping[str, tuple[str, int, tuple[int, ...]]]
+"""Tensor name in files -> key, index of its first element there and shape of the whole tensor."""
 
 
 class TensorPart(NamedTuple):
@@ -142,8 +152,6 @@ class ForeignCheckpoint(TensorIndex):
     """Format: "safetensors", "FSDP (torch.distributed.checkpoint)"."""
     scalar_state: dict[str, dict[str, float]] = field(default_factory=dict)
     """Parameter -> scalar state of the optimizer."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Additional name of a tied parameter -> its first name."""
     notes: list[str] = field(default_factory=list)
     """Notes on content that is not loaded."""
 
@@ -156,9 +164,7 @@ def part_of(
     Args:
         load: loads the tensor, of any shape; called for each read.
         start: first element in the flattened tensor of the checkpoint.
-        stop: element after the last.
         offset: index of `start` in the flattened loaded tensor.
-        file: name of the file that contains it.
     """
 
     def fetch(low: int, high: int) -> torch.Tensor:
@@ -193,3 +199,63 @@ def open_safetensors(path: Path | str, shown: str) -> safe_open:
             f"Invalid safetensors file {printable(shown)}: {printable(str(error))}. Load another"
             " checkpoint."
         ) from error
+
+
+def find_safetensors(path: Path) -> list[Path]:
+    """Return the safetensors files of a folder, or the file itself.
+
+    Raises:
+        CheckpointError: the index is invalid or refers to files outside of its folder.
+    """
+    if path.is_file():
+        return [path]
+    index = path / _INDEX_NAME
+    if not index.is_file():
+        single = path / "model.safetensors"
+        return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    try:
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError  # noqa: TRY301 - converted below
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is not a valid index of safetensors files. Load another checkpoint."
+        ) from error
+    wrong = [name for name in names if type(name) is not str or not _FILE.fullmatch(name)]
+    if wrong:
+        raise CheckpointError(
+            f"{index} refers to {printable(wrong[0])}, which is not a file name in its folder."
+            " Load another checkpoint."
+        )
+    return [path / name for name in sorted(names)]
+
+
+def add_safetensors(
+    found: TensorIndex, paths: list[Path], names: RenamedTensors, *, prefix: str = "model."
+) -> None:
+    """Add the tensors of files to an index.
+
+    Args:
+        names: tensor names in the files of the model's class.
+        prefix: prefix of the keys of all other tensors.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+    """
+    for path in paths:
+        if not path.is_file():  # a pipe would block
+            raise CheckpointError(f"Cannot read {path} (not a file). Load another checkpoint.")
+        file = open_safetensors(path, path.name)
+        for name in file.keys():  # noqa: SIM118 - it is not a mapping
+            part = file.get_slice(name)
+            stored_shape = tuple(part.get_shape())
+            dtype = _DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise CheckpointError(
+                    f"{printable(name)} in {path} has dtype {part.get_dtype()}, which torch does"
+                    " not support. Load another checkpoint."
+                )
+            key, first, shape = names.get(name, (prefix + name, 0, stored_shape))
+            size = math.prod(stored_shape)
+            load = partial(file.get_tensor, name)
+            found.add_tensor(key, shape, dtype, part_of(load, first, first + size))

@@ -8,7 +8,7 @@ check (TORCH_DISTRIBUTED_DEBUG=DETAIL) terminates the process in DDP's construct
 torch 2.13 and takes 2 ms per collective.
 
 A collective with `async_op=True` must not block, so it is only compared with the calls already
-logged. Collectives that DDP calls from C++ are not covered; `worker.interrupt.abort_collectives`
+logged. Collectives that DDP calls from C++ are not covered; `worker.process_group`
 aborts those. On ranks with a GPU the only check is that the cell runs on all ranks of the group.
 """
 
@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -100,11 +100,13 @@ class LoggedCollective:
     """Equal on ranks whose calls match."""
     description: str
     """For messages: "all_reduce of float32[4]"."""
+    size_bytes: int = field(default=0, compare=False)
+    """Size of the larger of input and output, for a profile; it is not in the log."""
 
     @classmethod
-    def from_signature(cls, kind: str, text: str) -> LoggedCollective:
+    def from_signature(cls, kind: str, text: str, size_bytes: int = 0) -> LoggedCollective:
         """Return a call from its signature; calls with equal signatures match."""
-        return cls(_hash(kind), text)
+        return cls(_hash(kind), text, size_bytes)
 
 
 class CollectiveLog:
@@ -116,15 +118,13 @@ class CollectiveLog:
     reached it yet.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world_size: int) -> None:
+    def __init__(self, folder: Path, *, rank: int) -> None:
         """Create this rank's page; the others' are opened on first access.
 
         Args:
             folder: folder private to the session, the same on all ranks.
-            rank: rank of this process.
-            world_size: number of pages.
         """
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
         self._folder = folder
         path = folder / f"board{rank}"
         path.write_bytes(bytes(MAX_GROUPS * _SLOT_BYTES))
@@ -389,7 +389,7 @@ def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCol
     """Return the key for comparing a call with other ranks' calls, and its description."""
     collective = (_SAME_SIZE | _ANY_SIZE)[name]
     inputs = args[1:2] if name in _OUTPUT_FIRST else args[:1]
-    tensors = list(tensors_of(inputs))
+    tensors = list(_tensors_of(inputs))
     dtypes = sorted(set(map(_kind, tensors)))
     signature = [collective, *dtypes]
     if name in _SAME_SIZE:
@@ -403,18 +403,22 @@ def _describe_call(name: str, args: Sequence[Any], options: object) -> LoggedCol
     more = [f"{len(tensors) - 2} more tensors"] if len(tensors) > 2 else []  # noqa: PLR2004
     of = f" of {', '.join([*shapes, *more])}" if tensors else ""
     by = f" ({', '.join(details)})" if details else ""
+    sizes = [
+        sum(tensor.numel() * tensor.element_size() for tensor in _tensors_of(argument))
+        for argument in args[:2]
+    ]
     return LoggedCollective.from_signature(
-        "|".join([*signature, *details]), f"{collective}{by}{of}"
+        "|".join([*signature, *details]), f"{collective}{by}{of}", max(sizes, default=0)
     )
 
 
-def tensors_of(values: object) -> Iterator[torch.Tensor]:
+def _tensors_of(values: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of arguments, which may be nested lists or tuples."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from tensors_of(value)
+            yield from _tensors_of(value)
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ from IPython.core import debugger
 from nbdist.errors import SessionError
 from nbdist.protocol import messages
 from nbdist.worker import stacks
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,18 +107,16 @@ class Keyboard:
             SessionError: the reason.
         """
         if os.getpid() != self._pid:
-            message = (
+            raise SessionError(
                 f"{call} was called in a child process of a rank, such as a DataLoader worker,"
                 " which cannot ask for input. Use num_workers=0 to run this code in the rank."
             )
-            raise SessionError(message)
         if not self.has_user:
-            message = (
+            raise SessionError(
                 f"{call} was called on a rank, but this cell cannot ask for input: it runs in the"
                 " background, or its front end does not support input. Run the cell in a notebook"
                 " without --background."
             )
-            raise SessionError(message)
 
     def ask(self, prompt: str, *, password: bool = False) -> str:
         """Return the line that the user enters.
@@ -295,7 +293,6 @@ def _is_rank_debugger(trace: object) -> bool:
 
 
 def _is_last_statement(frame: FrameType) -> bool:
-    """Return whether a frame runs the last statement of its cell."""
     source = "".join(linecache.getlines(frame.f_code.co_filename))
     return stacks.line_of(frame) >= ast.parse(source).body[-1].lineno
 

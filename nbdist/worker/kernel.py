@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -38,17 +40,15 @@ from nbdist.worker.debugger import (
     release_error,
     use_rank_debugger,
 )
-from nbdist.worker.inspection import Inspection
-from nbdist.worker.interrupt import abort_collectives
-from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
-from nbdist.worker.memory import memory_probe, model_description, oom_advice
-from nbdist.worker.operations import run_operation
-from nbdist.worker.operations.collective_phases import error_text
+from nbdist.worker.engines import accelerator_patch
+from nbdist.worker.main_thread_requests import Inspection, WidgetMessages
+from nbdist.worker.memory import memory_advice, memory_probe, model_description
+from nbdist.worker.operations import pull
+from nbdist.worker.operations.collective_phases import deferred_interrupts, error_text
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.output_streams import MAX_ERROR_CHARS, log_to_launcher, truncate
 from nbdist.worker.profiling import profile_window
 from nbdist.worker.stacks import MainThreadMonitor
-from nbdist.worker.widget_messages import WidgetMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,11 +58,14 @@ if TYPE_CHECKING:
     from nbdist.protocol.operations import Operation
     from nbdist.worker.collective_check import CollectiveBarrier
     from nbdist.worker.operations import RankContext
+    from nbdist.worker.operations.save import CheckpointSaver
     from nbdist.worker.profiling.profile_window import ProfileContext
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+FLUSH_S = 10.0
+"""Time that the end of a cell waits for copies of reported device tensors."""
 PROMPT_S = 86_400.0
 """Estimated time until the next step of a rank at a prompt: the others do not wait for it."""
 INTERRUPTED_REPLY = {"ename": "KeyboardInterrupt", "evalue": "", "traceback": ["KeyboardInterrupt"]}
@@ -94,8 +97,9 @@ class RankShell(ZMQInteractiveShell):
 
     def ask_exit(self) -> NoReturn:
         """Raise an error: a single rank cannot exit without the others."""
-        msg = "exit() was called: a rank cannot exit alone. Use %nbdist stop to end all ranks."
-        raise SessionError(msg)
+        raise SessionError(
+            "exit() was called: a rank cannot exit alone. Use %nbdist stop to end all ranks."
+        )
 
     def debugger(self, force: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
         """Debug the last error, while its frames exist."""
@@ -107,7 +111,7 @@ class RankShell(ZMQInteractiveShell):
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Show an error; use plain tracebacks for interrupts and when the host is out of memory."""
         default_mode, error = self.InteractiveTB.mode, sys.exc_info()[1]
-        if isinstance(error, KeyboardInterrupt) or oom_advice.is_out_of_host_memory(error):
+        if isinstance(error, KeyboardInterrupt) or memory_advice.is_out_of_host_memory(error):
             # For the source around each frame IPython 9 parses whole modules (0.5 s in a training
             # loop, megabytes of small objects), and CPython 3.11's parser crashes with SIGSEGV if
             # an allocation fails.
@@ -127,7 +131,6 @@ class RankShell(ZMQInteractiveShell):
         yield  # IPython 9 would keep a copy of all printed output forever
 
     def _showtraceback(self, etype: type[BaseException], evalue: object, stb: list[str]) -> None:
-        """Send an error with its message and traceback truncated."""
         parts = [truncate(part, longest=MAX_ERROR_CHARS) for part in stb]
         if self.kernel.widget_messages.in_callback:  # an error message would end the running cell
             sys.stderr.write(f"{self.InteractiveTB.stb2text(parts)}\n")
@@ -146,21 +149,13 @@ class RankKernel(IPythonKernel):
 
     def __init__(self, **traits: Any) -> None:
         super().__init__(**traits)
-        self.before_reply: Callable[[], object] = _ignore_signal
-        self.on_cell_end: Callable[[], object] = _ignore_signal
-        """Called when a cell's code has ended, whether it succeeded or failed."""
-        self.oom_advice_for: Callable[
-            [BaseException | None], Callable[[], messages.OomAdvice] | None
-        ] = lambda _: None
-        """Inspects an error while its frames exist; the result is called after their release."""
         self.collective_barrier: CollectiveBarrier | None = None
         """Barrier of CPU ranks before each collective; set by `for_rank`."""
         self.main_thread_monitor = MainThreadMonitor(None)
         # The following are set by ``namespace.add_kernel_functions``.
         self.profile_context: ProfileContext
         self.operation_context: RankContext
-        self.set_checkpoint_root: Callable[[str], object]
-        """Sets the default folder of `save`."""
+        self.saver: CheckpointSaver
         self.running_request: str | None = None
         """Message id of the request that is running."""
         self.finished_request: str | None = None
@@ -170,8 +165,12 @@ class RankKernel(IPythonKernel):
         self.shell_handlers |= {
             messages.JOIN: self.on_main_thread(self.join),
             messages.PUSH: self.on_main_thread(self.push),
-            messages.PULL: self.on_main_thread(self.pull),
-            messages.MODEL: self.on_main_thread(self.describe_model),
+            messages.PULL: self.on_main_thread(
+                lambda request: pull.write_variables(request, self.shell.user_ns)
+            ),
+            messages.MODEL: self.on_main_thread(
+                lambda request: model_description.model_reply(request, self.shell.user_ns)
+            ),
         }
         self.shell_handlers |= {
             operation.message_type: self.on_main_thread(
@@ -180,11 +179,21 @@ class RankKernel(IPythonKernel):
             for operation in OPERATIONS
         }
         self.control_handlers |= {
-            messages.MEASURED_MEMORY: self.on_control_thread(self.measured_memory),
-            messages.RANK_ACTIVITY: self.on_control_thread(self.report_current_line),
+            messages.MEASURED_MEMORY: self.on_control_thread(
+                lambda _: messages.MeasuredMemoryReply(figures=memory_probe.get_measurements())
+            ),
+            messages.RANK_ACTIVITY: self.on_control_thread(
+                lambda _: stacks.current_line_reply(
+                    self.shell.compile.format_code_name, self.main_thread_monitor.sample()
+                )
+            ),
             messages.ABORT_COLLECTIVES: self.on_control_thread(self.release_collectives),
             messages.PAUSE: self.on_control_thread(self.pause_steps),
-            messages.STACKS: self.on_control_thread(self.stacks),
+            messages.STACKS: self.on_control_thread(
+                lambda _: messages.StacksReply(
+                    text=stacks.format_stacks(self.shell.compile.format_code_name)
+                )
+            ),
             messages.MODEL: self.on_control_thread(self.describe_prepared_model),
             messages.PROFILE: self.on_control_thread(self.start_profile),
             messages.INSPECT: self.on_control_thread(Inspection(self).queue),
@@ -263,7 +272,7 @@ class RankKernel(IPythonKernel):
             release_error(self.shell)
         if note:
             self.shell.execution_count = note["count"]
-            self.set_checkpoint_root(note["checkpoints"])
+            self.saver.set_root(note["checkpoints"])
             process_group.set_cell_ranks(note["ranks"])
         optimizer_step_gate.begin_cell()
         keyboard.begin_cell(has_user=allow_stdin)
@@ -280,8 +289,11 @@ class RankKernel(IPythonKernel):
             self.running_request, self.finished_request = None, self.running_request
             optimizer_step_gate.end_cell()
             process_group.set_cell_ranks(None)
-            self.on_cell_end()
-        self.before_reply()
+            accelerator_patch.restore_shared_states()
+            memory_probe.on_cell_end()
+            if optimizer_step_gate.listener is not None:
+                optimizer_step_gate.listener.on_cell_end()
+        self.operation_context.reporter.flush(FLUSH_S)
         if reply["status"] == "error":
             reply["evalue"] = truncate(reply["evalue"], longest=MAX_ERROR_CHARS)
             self.release_failed_cell(has_user=allow_stdin)
@@ -300,7 +312,7 @@ class RankKernel(IPythonKernel):
         """
         try:
             # Do not bind the error to a local variable: it would keep the frames alive.
-            make_advice = self.oom_advice_for(
+            make_advice = memory_advice.advice_for(
                 getattr(self.shell.last_execution_result, "error_in_exec", None)
             )
             if make_advice is not None or not (has_user and is_debuggable(self.shell)):
@@ -366,23 +378,15 @@ class RankKernel(IPythonKernel):
         self.shell.push(serialization.read_payload(request["path"], delete=False))
         return messages.PayloadFileReply(status="ok", path=request["path"])
 
-    def pull(self, request: messages.PullRequest) -> messages.PayloadFileReply:
-        """Write variables of the user's namespace to a payload file."""
-        from nbdist.worker.operations.pull import write_variables
-
-        return write_variables(request, self.shell.user_ns)
-
-    def describe_model(self, request: messages.ModelRequest) -> messages.ModelReply:
-        """Describe a model from the user's namespace, or the prepared one, for the planner."""
-        return model_description.model_reply(request, self.shell.user_ns)
-
     def run_operation(self, operation: Operation[Any, Any], content: Any) -> dict[str, Any]:
-        """Carry out a request to all ranks; collective."""
+        """Carry out a request to all ranks, a collective; return the content of the reply."""
         if operation is not REBUILD_MODELS:  # a recovery keeps the error for the debugger
             release_error(self.shell)
         if operation.in_phases:  # it replaces the state that the last cell left
             optimizer_step_gate.begin_cell()
-        return run_operation(operation, content, self.operation_context)
+        function = pkgutil.resolve_name(operation.function)
+        report = function(operation.request(**content), self.operation_context)
+        return {"status": "ok", "report": asdict(report)}
 
     def warn_async(self) -> Callable[[str], None]:
         """Return a function that writes to stderr below the current cell.
@@ -402,10 +406,6 @@ class RankKernel(IPythonKernel):
         if os.environ["NBDIST_RANK"] == "0":  # during a rebuild there may be no process group
             self.publish(messages.PROGRESS, messages.RankProgress(text=text))
 
-    def measured_memory(self, _: object) -> messages.MeasuredMemoryReply:
-        """Return the measured memory; runs on the control thread, also during a cell."""
-        return messages.MeasuredMemoryReply(figures=memory_probe.get_measurements())
-
     def describe_prepared_model(self, request: messages.ModelRequest) -> messages.ModelReply:
         """Describe the prepared model; runs on the control thread, also during training.
 
@@ -414,25 +414,14 @@ class RankKernel(IPythonKernel):
         request["name"], request["quick"] = None, True
         return model_description.model_reply(request, {})
 
-    def report_current_line(self, _: object) -> messages.RankActivityReply:
-        """Return the line that a cell is executing; runs on the control thread."""
-        return stacks.current_line_reply(
-            self.shell.compile.format_code_name, self.main_thread_monitor.sample()
-        )
-
     def release_collectives(
         self, request: messages.AbortCollectivesRequest
     ) -> messages.AbortCollectivesReply:
         """Abort the collective that the main thread waits in; runs on the control thread."""
         if self.collective_barrier is not None:
             self.collective_barrier.abort()
-        closed = abort_collectives.abort_collectives(request["pids"], request["id"])
+        closed = process_group.abort_collectives(request["pids"], request["id"])
         return messages.AbortCollectivesReply(closed=closed)
-
-    def stacks(self, _: object) -> messages.StacksReply:
-        """Return the stacks of all threads; runs on the control thread."""
-        text = stacks.format_stacks(self.shell.compile.format_code_name)
-        return messages.StacksReply(text=text)
 
     def start_profile(self, request: messages.ProfileRequest) -> messages.ProfileStartReply:
         """Start to record steps of a cell; runs on the control thread, also during the cell."""
@@ -482,11 +471,10 @@ class RankApp(IPKernelApp):
         """
         super().load_connection_file(connection_file)
         if self.transport != "ipc" or len(self.session.key) < 2 * KEY_BYTES:
-            msg = (
+            raise StartError(
                 f"Invalid connection file {self.connection_file}:"
                 " expected ipc transport and a signing key."
             )
-            raise StartError(msg)
 
     def _session_default(self) -> MessageSigner:
         return MessageSigner(parent=self)
@@ -535,7 +523,3 @@ def _shorten(bundle: dict[str, Any]) -> None:
 def _with_shorter_text(message: Message) -> Message:
     _shorten(message["content"]["data"])
     return message
-
-
-def _ignore_signal() -> None:
-    return None

@@ -1,9 +1,10 @@
 """Every patch of torch, accelerate, deepspeed, transformers and peft on a rank.
 
 A patch replaces one attribute of a library, where the library has no hook for what a session needs.
-``PATCHES`` says for each which version was read, why the patch exists and where upstream discusses
-it. When a library does the same by itself, delete the entry and the call of ``patch``. An attribute
-that is not in the table cannot be patched, and a unit test fails if one is assigned elsewhere.
+``PATCHES`` says for each why the patch exists and where upstream discusses it, ``VERSIONS`` which
+version was read. When a library does the same by itself, delete the entry and the call of
+``patch``. An attribute that is not in the table cannot be patched, and a unit test fails if one is
+assigned elsewhere. ``when_imported`` delays patches of a library until a cell imports it.
 
 Not in the table are patches that are undone after a few steps or made in a child process: the
 instrumentation of a running profile (`worker.profiling`), and tracing (`planner.tracing`).
@@ -13,21 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.abc
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
-ACCELERATE, DEEPSPEED, PEFT = "accelerate 1.15", "deepspeed 0.19", "peft 0.21"
-TORCH, TRANSFORMERS = "torch 2.13", "transformers 5.23"
+VERSIONS = {
+    "accelerate": "1.15",
+    "deepspeed": "0.19",
+    "peft": "0.21",
+    "torch": "2.13",
+    "transformers": "5.23",
+}
+"""Library -> version whose source was read for the reasons."""
 
 
 class LibraryPatch(NamedTuple):
     """Reason for a patch."""
 
-    version: str
-    """Library and version whose source was read."""
     reason: str
     upstream: str = ""
     """Issue or pull request; empty if none is known."""
@@ -36,231 +45,206 @@ class LibraryPatch(NamedTuple):
 PATCHES: Mapping[str, LibraryPatch] = {
     # -- the session's engine, for an Accelerator of a cell or of a Trainer
     "accelerate.accelerator:Accelerator.__init__": LibraryPatch(
-        ACCELERATE,
         "use the session's options; a second Accelerator silently keeps the first one's engine",
         "https://github.com/huggingface/accelerate/issues/47",
     ),
     "accelerate.accelerator:Accelerator.prepare": LibraryPatch(
-        ACCELERATE,
         "record what is needed to rebuild a model; FSDP2 refuses a model without its optimizer",
         "https://github.com/huggingface/accelerate/pull/3394",
     ),
     "accelerate.accelerator:Accelerator.prepare_model": LibraryPatch(
-        ACCELERATE, "a model prepared for evaluation counts as prepared for training"
+        "a model prepared for evaluation counts as prepared for training"
     ),
     "accelerate.accelerator:Accelerator.clip_grad_norm_": LibraryPatch(
-        ACCELERATE,
         "with two models FSDP compares lists of tensors by value; DeepSpeed's norm is not returned",
         "https://github.com/huggingface/accelerate/pull/4294",
     ),
     "accelerate.accelerator:Accelerator.free_memory": LibraryPatch(
-        ACCELERATE,
         "destroys DeepSpeed's engine at the start of a Trainer's second train()",
         "https://github.com/huggingface/transformers/issues/35073",
     ),
-    "accelerate.accelerator:Accelerator.clear": LibraryPatch(ACCELERATE, "an alias of free_memory"),
+    "accelerate.accelerator:Accelerator.clear": LibraryPatch("an alias of free_memory"),
     "accelerate.accelerator:Accelerator.backward": LibraryPatch(
-        ACCELERATE, "count micro-batches, detect an interrupted pass; there is no hook"
+        "count micro-batches, detect an interrupted pass; there is no hook"
     ),
     "accelerate.accelerator:Accelerator.save_state": LibraryPatch(
-        ACCELERATE, "release models of earlier runs of a cell before they are saved"
+        "release models of earlier runs of a cell before they are saved"
     ),
     "accelerate.accelerator:Accelerator.load_state": LibraryPatch(
-        ACCELERATE, "release models of earlier runs of a cell before they are loaded"
+        "release models of earlier runs of a cell before they are loaded"
     ),
     "accelerate.optimizer:AcceleratedOptimizer.step": LibraryPatch(
-        ACCELERATE, "stop all ranks after the same step, measure a step; there is no hook"
+        "stop all ranks after the same step, measure a step; there is no hook"
     ),
     "accelerate.optimizer:AcceleratedOptimizer.zero_grad": LibraryPatch(
-        ACCELERATE, "reset the count of micro-batches that wait for a step"
+        "reset the count of micro-batches that wait for a step"
     ),
     "accelerate.data_loader:DataLoaderShard.__iter__": LibraryPatch(
-        ACCELERATE,
         "the position within an epoch is not saved",
         "https://github.com/huggingface/accelerate/issues/2016",
     ),
     "accelerate.data_loader:DataLoaderDispatcher.__iter__": LibraryPatch(
-        ACCELERATE,
         "as for DataLoaderShard",
         "https://github.com/huggingface/accelerate/issues/2016",
     ),
     "accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy": LibraryPatch(
-        ACCELERATE, "accepts only its two named policies; the size-based one wraps ModuleLists"
+        "accepts only its two named policies; the size-based one wraps ModuleLists"
     ),
     # -- accelerate on CPU ranks
     "accelerate.state:PartialState.__init__": LibraryPatch(
-        ACCELERATE, 'CPU ranks: sets the device "cpu:0", which FSDP1 rejects'
+        'CPU ranks: sets the device "cpu:0", which FSDP1 rejects'
     ),
     "accelerate.state:AcceleratorState.__init__": LibraryPatch(
-        ACCELERATE, "CPU ranks: silently ignores an FSDP or DeepSpeed plugin"
+        "CPU ranks: silently ignores an FSDP or DeepSpeed plugin"
     ),
     "torch.distributed.fsdp._flat_param:FlatParamHandle.to_cpu": LibraryPatch(
-        TORCH,
         "CPU ranks: frees a gathered parameter that is on the CPU already, and reading the state"
         " dict then ends the process",
     ),
     # -- deepspeed
     "accelerate.accelerator:DeepSpeedEngineWrapper": LibraryPatch(
-        ACCELERATE,
         "steps inside backward(), before the cell can clip. deepspeed's"
         " managed_gradient_accumulation=false does not help: accelerate then raises, stage 1"
         " refuses overlap_comm, and the norm is known only after the step",
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
     "accelerate.accelerator:DeepSpeedOptimizerWrapper": LibraryPatch(
-        ACCELERATE,
         "step() does nothing",
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
     "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(
-        DEEPSPEED,
         "gradient hooks keep an engine alive, because torch hides them from garbage collection",
         "https://github.com/deepspeedai/DeepSpeed/issues/4856",
     ),
     "deepspeed.runtime.zero.stage_1_and_2:register_grad_hook": LibraryPatch(
-        DEEPSPEED, "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
+        "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
     ),
     "deepspeed.runtime.zero.stage3:register_grad_hook": LibraryPatch(
-        DEEPSPEED, "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
+        "as for bf16", "https://github.com/deepspeedai/DeepSpeed/issues/4856"
     ),
     "deepspeed.runtime.zero.partitioned_param_coordinator:"
     "PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release": (
-        LibraryPatch(DEEPSPEED, "an lru_cache of the class keeps every ZeRO-3 engine alive")
+        LibraryPatch("an lru_cache of the class keeps every ZeRO-3 engine alive")
     ),
     "deepspeed.runtime.swap_tensor.optimizer_utils:"
     "OptimizerSwapper._adjust_for_misaligned_lengths": LibraryPatch(
-        DEEPSPEED,
         "with gradients on NVMe, about half of the elements of a large weight move in the wrong"
         " direction at the first step (measured; the cause is unknown)",
     ),
     "deepspeed.accelerator.cuda_accelerator:pynvml": LibraryPatch(
-        DEEPSPEED,
         "parses CUDA_VISIBLE_DEVICES as integers, which fails for the UUID of a MIG instance",
         "https://github.com/deepspeedai/DeepSpeed/issues/5278",
     ),
     "deepspeed.comm:broadcast": LibraryPatch(
-        DEEPSPEED, "while a model without weights is prepared: broadcasts each parameter"
+        "while a model without weights is prepared: broadcasts each parameter"
     ),
     "deepspeed.runtime.zero.partition_parameters:Init._all_gather": LibraryPatch(
-        DEEPSPEED, "while a model without weights is prepared: gathers each parameter"
+        "while a model without weights is prepared: gathers each parameter"
     ),
     # -- transformers
     "transformers.trainer:Trainer.create_accelerator_and_postprocess": LibraryPatch(
-        TRANSFORMERS, "take clipping, accumulation and precision from the session"
+        "take clipping, accumulation and precision from the session"
     ),
     "transformers.training_args:TrainingArguments.__new__": LibraryPatch(
-        TRANSFORMERS, "nothing records which arguments the user wrote and which are defaults"
+        "nothing records which arguments the user wrote and which are defaults"
     ),
     "transformers.training_args:TrainingArguments.__post_init__": LibraryPatch(
-        TRANSFORMERS,
         "CPU ranks: bf16=True is refused without use_cpu=True; deepspeed= builds a plugin and"
         " makes from_pretrained() partition parameters before the session's backend is compared",
     ),
     "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
-        TRANSFORMERS,
         "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError; FSDP1 and"
         " ZeRO-3: a later train() has no optimizer",
     ),
     "transformers.trainer:Trainer.save_model": LibraryPatch(
-        TRANSFORMERS,
         "FSDP with SHARDED_STATE_DICT: writes nothing, and load_best_model_at_end then misses the"
         " checkpoint or hangs",
         "https://github.com/huggingface/transformers/issues/30491",
     ),
     "transformers.trainer:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": LibraryPatch(
-        TRANSFORMERS,
         "FSDP2 renames the model's class, so that label smoothing does not shift the labels",
         "https://github.com/huggingface/transformers/issues/27161",
     ),
     "transformers.trainer:load_fsdp_optimizer": LibraryPatch(
-        TRANSFORMERS,
         "FSDP1 with SHARDED_STATE_DICT: accelerate 1.15 loads nothing into an optimizer that has"
         " not stepped, without a message",
     ),
     "transformers.trainer:DEFAULT_PROGRESS_CALLBACK": LibraryPatch(
-        TRANSFORMERS, "the progress table of notebooks is displayed by every rank"
+        "the progress table of notebooks is displayed by every rank"
     ),
     "transformers.trainer:get_fsdp_ckpt_kwargs": LibraryPatch(
-        TRANSFORMERS, "FSDP1: a resume loads an adapter alone into flat parameters incompletely"
+        "FSDP1: a resume loads an adapter alone into flat parameters incompletely"
     ),
     "transformers.trainer:deepspeed_init": LibraryPatch(
-        TRANSFORMERS,
         "a second train() creates a new optimizer for an engine that has one, and"
         " Trainer(optimizers=...) is silently replaced",
         "https://github.com/huggingface/transformers/issues/35073",
     ),
     "transformers.generation.utils:GenerationMixin.generate": LibraryPatch(
-        TRANSFORMERS,
         "ZeRO-3: synced_gpus is off, and ranks whose texts end earlier hang the others; FSDP1: the"
         " root's parameters are not gathered",
         "https://github.com/huggingface/transformers/pull/22242",
     ),
     "transformers.modeling_utils:PreTrainedModel._load_pretrained_model": LibraryPatch(
-        TRANSFORMERS, "record the files of from_pretrained, to load them as shards"
+        "record the files of from_pretrained, to load them as shards"
     ),
     "transformers.modeling_utils:PreTrainedModel.save_pretrained": LibraryPatch(
-        TRANSFORMERS, "ZeRO-3: writes empty tensors; every rank writes to the same file"
+        "ZeRO-3: writes empty tensors; every rank writes to the same file"
     ),
     "transformers.core_model_loading:_materialize_copy": LibraryPatch(
-        TRANSFORMERS,
         "every rank casts the whole model in host memory",
         "https://github.com/huggingface/transformers/issues/43749",
     ),
     "transformers.core_model_loading:set_param_for_module": LibraryPatch(
-        TRANSFORMERS, "copies a weight that is read later to make it a parameter"
+        "copies a weight that is read later to make it a parameter"
     ),
     # -- peft
     "peft.peft_model:PeftModel.named_modules": LibraryPatch(
-        PEFT,
         "FSDP1: the names of modules in nested units do not match those of the state dict, and an"
         " adapter is saved without its tensors",
     ),
     "peft.peft_model:PeftModel.save_pretrained": LibraryPatch(
-        PEFT, "ZeRO-3: writes empty tensors; FSDP2: RuntimeError"
+        "ZeRO-3: writes empty tensors; FSDP2: RuntimeError"
     ),
     "peft.tuners.tuners_utils:BasePromptEncoder._get_adapter_state_dict": LibraryPatch(
-        PEFT,
         "ignores the gathered state dict and runs the prompt encoder on rank 0, which fails under"
         " FSDP and hangs under ZeRO-3",
     ),
     "peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge": LibraryPatch(
-        PEFT, "ZeRO-3: drops the adapter without a message, since the base's tensors are empty"
+        "ZeRO-3: drops the adapter without a message, since the base's tensors are empty"
     ),
     "peft.tuners.tuners_utils:BaseTuner.merge_adapter": LibraryPatch(
-        PEFT, "as for _unload_and_optionally_merge"
+        "as for _unload_and_optionally_merge"
     ),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(
-        TORCH, "scripts call it at their start; the session's group exists already"
+        "scripts call it at their start; the session's group exists already"
     ),
     "torch.distributed.distributed_c10d:init_process_group": LibraryPatch(
-        TORCH, "as for torch.distributed"
+        "as for torch.distributed"
     ),
     "torch.distributed:destroy_process_group": LibraryPatch(
-        TORCH, "scripts call it at their end; the session's groups stay"
+        "scripts call it at their end; the session's groups stay"
     ),
     "torch.distributed.distributed_c10d:destroy_process_group": LibraryPatch(
-        TORCH, "as for torch.distributed"
+        "as for torch.distributed"
     ),
     "torch.distributed.distributed_c10d:_get_default_timeout": LibraryPatch(
-        TORCH, "collectives of the other ranks time out while one is stopped in the debugger"
+        "collectives of the other ranks time out while one is stopped in the debugger"
     ),
     "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": LibraryPatch(
-        TORCH,
         "freeing a gloo group in C++ while holding the GIL can deadlock",
         "https://github.com/pytorch/pytorch/issues/56297",
     ),
     # -- collectives; those of CPU ranks are compared
     "torch.distributed:ProcessGroup.*": LibraryPatch(
-        TORCH,
         "a collective hangs in a cell on some ranks; gloo: a mismatched one may end the process",
         "https://github.com/pytorch/gloo/issues/227",
     ),
     "torch.distributed.distributed_c10d:_new_group_with_tag": LibraryPatch(
-        TORCH, "gloo: blocks in C++ for 30 minutes if a rank does not call it"
+        "gloo: blocks in C++ for 30 minutes if a rank does not call it"
     ),
     "torch.distributed:Work.wait": LibraryPatch(
-        TORCH,
         "gloo: a wait cannot be interrupted",
         "https://github.com/pytorch/gloo/issues/227",
     ),
@@ -313,3 +297,39 @@ def _wrapped(original: Any, wrap: Callable[[Any], Any]) -> Any:
     replacement = wrap(original)
     is_function = callable(replacement) and not isinstance(replacement, type | staticmethod)
     return functools.update_wrapper(replacement, original) if is_function else replacement
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` after the module `name` is imported, or now if it is imported already."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _PostImportHook(name, action))
+
+
+class _PostImportHook(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """Find the module with the other finders, and call the function after its execution."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            self._action()
+
+        loader.exec_module = exec_module
+        return spec

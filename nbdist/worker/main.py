@@ -11,7 +11,7 @@ import signal
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -91,7 +91,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     set_num_threads(launch)
     log = None
     if not on_gpu and launch.nodes == 1:  # the collective log needs shared memory
-        log = CollectiveLog(Path(launch.run_dir), rank=rank, world_size=launch.world_size)
+        log = CollectiveLog(Path(launch.run_dir), rank=rank)
     barrier = collective_check.patch_collectives(log)
     if on_gpu:
         memory_probe.before_context(torch.device("cuda", local_rank))
@@ -100,14 +100,17 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     hardware = strategies.Hardware.from_json(launch.hardware)
     nodes = discovery.nodes_from_json(launch.machines)
     chooser = None if launch.auto is None else AutoStrategy(launch.auto, options, hardware, nodes)
-    names = namespace.initial_names(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=launch.world_size,
-        accelerator=accelerator_patch.patch_accelerator(
-            options, hardware, nodes=nodes, chooser=chooser
-        ),
+    accelerator = accelerator_patch.patch_accelerator(
+        options, hardware, nodes=nodes, chooser=chooser
     )
+    names: dict[str, Any] = {
+        "accelerator": accelerator,
+        "rank": rank,
+        "local_rank": local_rank,
+        "world_size": launch.world_size,
+        "device": accelerator.device,
+        "torch": torch,
+    }
     run_dir = Path(launch.run_dir)
     app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, barrier=barrier)
     if chooser is not None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from IPython.display import display
 
 from nbdist.errors import OptionError
 from nbdist.protocol import messages, serialization
-from nbdist.worker.engines import accelerator_patch
-from nbdist.worker.memory import memory_probe, oom_advice
 from nbdist.worker.operations import RankContext
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.profiling import kineto, profile_window
@@ -21,28 +18,8 @@ from nbdist.worker.report import Reporter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from accelerate import Accelerator
-
-    from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
     from nbdist.worker.kernel import RankKernel
-
-FLUSH_S = 10.0
-"""Time that the end of a cell waits for copies of reported device tensors."""
-
-
-def initial_names(
-    *, rank: int, local_rank: int, world_size: int, accelerator: Accelerator
-) -> dict[str, Any]:
-    """Return the predefined names of a rank; the user may overwrite any of them."""
-    return {
-        "accelerator": accelerator,
-        "rank": rank,
-        "local_rank": local_rank,
-        "world_size": world_size,
-        "device": accelerator.device,
-        "torch": torch,
-    }
 
 
 def add_kernel_functions(
@@ -54,11 +31,16 @@ def add_kernel_functions(
     checkpoints: str,
     cwd: Path,
 ) -> None:
-    """Add `report`, `send` and `save` to the namespace and set the kernel's callbacks."""
+    """Add `report`, `send` and `save` to the namespace, and what the kernel needs for them."""
+
+    def publish_rows(rows: list[dict[str, float]]) -> None:
+        encoded = [{k: messages.to_json_number(v) for k, v in row.items()} for row in rows]
+        kernel.publish(messages.METRICS_REPORT, messages.MetricsReport(rows=encoded))
+
     kineto.quiet()
-    reporter = Reporter(MessagePublisher(kernel).report)
-    kernel.before_reply = functools.partial(reporter.flush, FLUSH_S)
-    kernel.on_cell_end = _after_code
+    reporter = Reporter(publish_rows)
+    publish_save = functools.partial(kernel.publish, messages.SAVE_STATUS)
+    kernel.saver = saver = CheckpointSaver(checkpoints, cwd, publish_save, kernel.warn_async)
     kernel.profile_context = profile_window.ProfileContext(
         rank=kernel.shell.user_ns["rank"],
         folder=run_dir,
@@ -66,11 +48,9 @@ def add_kernel_functions(
         publish=functools.partial(kernel.publish, messages.PROFILE_RESULT),
         show_progress=kernel.publish_phase,
     )
-    kernel.oom_advice_for = oom_advice.advice_for
-    sender = Sender(kernel, [bulk, spare])
-    saver = CheckpointSaver(checkpoints, cwd, MessagePublisher(kernel).saved, kernel.warn_async)
-    kernel.set_checkpoint_root = saver.set_root
-    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": saver.save})
+    kernel.shell.push(
+        {"report": reporter.report, "send": Sender(kernel, [bulk, spare]).send, "save": saver.save}
+    )
     kernel.operation_context = RankContext(
         variables=kernel.shell.user_ns,
         predefined=dict(kernel.shell.user_ns),
@@ -83,47 +63,23 @@ def add_kernel_functions(
     )
 
 
-def _after_code() -> None:
-    accelerator_patch.restore_shared_states()
-    memory_probe.on_cell_end()
-    profile_window.on_cell_end()
-
-
 def publish_auto_choice(kernel: RankKernel, chooser: AutoStrategy) -> None:
     """Display the decision of `auto` below the cell and send it to the notebook's kernel."""
-
-    def show(text: str, page: str) -> None:
-        display({"text/plain": text, "text/html": page}, raw=True)
-
-    def tell(chosen: Options) -> None:
-        kernel.publish(messages.AUTO_DECISION, messages.AutoDecision(options=chosen.to_json()))
-
-    chooser.show, chooser.tell = show, tell
-
-
-class MessagePublisher:
-    """Publisher of nbdist's own messages on iopub; thread-safe."""
-
-    def __init__(self, kernel: RankKernel) -> None:
-        self._kernel = kernel
-
-    def report(self, rows: list[dict[str, float]]) -> None:
-        """Send rows of metrics; the reporter never calls this concurrently."""
-        encoded = [{k: messages.to_json_number(v) for k, v in row.items()} for row in rows]
-        self._kernel.publish(messages.METRICS_REPORT, messages.MetricsReport(rows=encoded))
-
-    def saved(self, content: messages.SaveStatus) -> None:
-        """Send the status of a save."""
-        self._kernel.publish(messages.SAVE_STATUS, content)
+    chooser.show = lambda text, page: display({"text/plain": text, "text/html": page}, raw=True)
+    chooser.tell = lambda chosen: kernel.publish(
+        messages.AUTO_DECISION, messages.AutoDecision(options=chosen.to_json())
+    )
 
 
 class Sender:
-    """Implementation of the user's `send`."""
+    """Implementation of the user's `send`.
+
+    Args:
+        folders: candidates for payload files; the first one with enough space is used.
+    """
 
     def __init__(self, kernel: RankKernel, folders: list[Path]) -> None:
-        """Create a sender that writes to the first folder with enough space."""
-        self._kernel = kernel
-        self._folders = folders
+        self._kernel, self._folders = kernel, folders
 
     def send(self, name: str, value: object) -> None:
         """Set the notebook variable `name` to `value` while the cell is still running.
@@ -136,7 +92,8 @@ class Sender:
             PayloadError: the value cannot be transferred; the message names the part.
         """
         if not str(name).isidentifier():
-            msg = f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
-            raise OptionError(msg)
+            raise OptionError(
+                f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
+            )
         path = serialization.write_payload_to_free_folder({name: value}, self._folders)
         self._kernel.publish(messages.SENT_VALUE, messages.SentValue(name=name, path=str(path)))

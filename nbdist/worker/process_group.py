@@ -4,6 +4,19 @@ The default process group and those of the engines belong to nbdist. Scripts oft
 `accelerator.end_training()` or `destroy_process_group()` and start with `init_process_group()`.
 In a cell these calls keep the session's groups and destroy only the groups created by cells, so
 that the next cell can communicate and train.
+
+A collective that waits for a rank that never calls it ends only when its process group is aborted.
+The procedure is the same on CPU and GPU ranks: abort all process groups, then close the
+connections between the ranks.
+
+    NCCL (torch 2.13)   `abort` ends its kernels and closes its connections; all ranks must call it
+    gloo (torch 2.13)   has no `abort`: the call does nothing, and closing its sockets ends its
+                        collectives within milliseconds
+
+The order matters: NCCL's watchdog reports a connection closed before the abort as an error. The
+groups stay in torch's registry, because FSDP2 and DeepSpeed look them up by name and rank while
+`worker.operations.recover` detaches their engines and creates new groups. A second abort is
+harmless.
 """
 
 from __future__ import annotations
@@ -11,11 +24,15 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import inspect
+import json
 import os
+import socket
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -25,18 +42,23 @@ from torch.distributed.tensor import debug
 from nbdist import rank_sets
 from nbdist.errors import OptionError, SessionError
 from nbdist.worker import rendezvous_store
-from nbdist.worker.interrupt import abort_collectives
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.nn.parallel import DistributedDataParallel
 
 Group = distributed.ProcessGroup
+Address = tuple[str, int]
 
 _MEET = dt.timedelta(seconds=30)
 """Timeout for all ranks to recreate the group, when none of them has other work to do."""
+PEER_REPLY_S = dt.timedelta(seconds=1.5)
+"""Timeout for the other ranks to publish their connections. A suspended rank does not publish
+them; a late rank closes the connections from its side."""
+ABORT_S = 20.0
+"""Timeout of NCCL's abort, which waits for its kernels; torch's default is the group's timeout."""
 _PROMPT_TIMEOUT = dt.timedelta(days=7)
 """Timeout of collectives while a user can stop ranks at a prompt."""
 _NAMES_APART = 10_000
@@ -99,12 +121,11 @@ def require_all_ranks(action: str, advice: str = "", group: Group | None = None)
         return
     members = distributed.get_process_group_ranks(group)
     if not set(members) <= set(_cell_ranks):
-        message = (
+        raise OptionError(
             f"{action} communicates with {rank_sets.describe_ranks(members)}, but this cell runs on"
             f" {rank_sets.describe_ranks(_cell_ranks)} only and would wait forever. Run the cell"
             f" without --ranks{advice}."
         )
-        raise OptionError(message)
 
 
 def known_groups() -> list[Group]:
@@ -155,12 +176,11 @@ def _check_init(*args: Any, **kwargs: Any) -> None:
     if any(part not in config for part in backend.split(",")):
         wrong.append(f"backend={backend!r}")
     if wrong:
-        message = (
+        raise SessionError(
             f"The session already has a process group ({config}, rank {own['rank']} of"
             f" {own['world_size']}), but init_process_group() got {wrong[0]}. Remove the call or"
             " create a group with torch.distributed.new_group()."
         )
-        raise SessionError(message)
 
 
 def _destroy_groups_of_cells(group: Group | None = None) -> None:
@@ -235,7 +255,7 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     """
     # Abort first: NCCL would run the verification on a stream that may wait for a collective
     # which another rank has never started.
-    abort_collectives.abort_on_all_ranks(f"era{era}")
+    abort_on_all_ranks(f"era{era}")
     old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
@@ -273,8 +293,7 @@ def verify_group(*, on_gpu: bool = False) -> None:
         distributed.all_reduce(total)
         world_size = distributed.get_world_size()
         if total.item() != world_size:
-            message = f"all_reduce of ones over {world_size} ranks returned {total}."
-            raise RuntimeError(message)
+            raise RuntimeError(f"all_reduce of ones over {world_size} ranks returned {total}.")
 
 
 def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
@@ -282,3 +301,137 @@ def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
     for group in groups:
         if group in known_groups():
             _destroy(group)
+
+
+# -- abort; on the control thread, except for `abort_on_all_ranks`
+
+
+def abort_collectives(pids: Iterable[int], name: str) -> int:
+    """Abort all collectives of this rank; return the number of closed connections.
+
+    Args:
+        pids: process ids of all ranks.
+        name: name of this abort, the same on all ranks.
+
+    Raises:
+        RuntimeError: a group was not aborted; the connections are closed nevertheless.
+    """
+    try:
+        abort_groups()
+    finally:
+        closed = _close_connections(_peer_addresses(pids, name))
+    return closed
+
+
+def abort_on_all_ranks(name: str) -> None:
+    """Abort all collectives, called by all ranks on their main threads.
+
+    Args:
+        name: name of this abort, the same on all ranks.
+
+    Raises:
+        RuntimeError: a group was not aborted.
+    """
+    abort_groups()
+    _close_connections(_exchange_addresses(rendezvous_store.get_store(), name))
+
+
+def abort_groups() -> None:
+    """Abort every process group without removing it from torch's registry.
+
+    Raises:
+        RuntimeError: aborting a group failed or timed out.
+    """
+    names: dict[Any, str] = dict(distributed_c10d._world.pg_names)  # noqa: SLF001
+    # the same order as in torch 2.13's _abort_process_group
+    groups = sorted(names, key=names.__getitem__, reverse=True)
+    errors: list[BaseException] = []
+
+    def abort() -> None:
+        try:
+            with _nccl_calls_grouped(groups):
+                for group in groups:
+                    group.abort()
+        except Exception as error:  # noqa: BLE001 - raised again on the thread that waits
+            errors.append(error)
+
+    # In a thread: NCCL's abort may hang, and this rank must reply nevertheless.
+    thread = threading.Thread(target=abort, name="nbdist-abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
+    if thread.is_alive():
+        raise RuntimeError(f"aborting the process groups takes more than {ABORT_S:.0f} s")
+    if errors:
+        raise RuntimeError(f"the process groups could not be aborted: {errors[0]}") from errors[0]
+
+
+@contextlib.contextmanager
+def _nccl_calls_grouped(groups: Iterable[distributed.ProcessGroup]) -> Iterator[None]:
+    """Abort several NCCL communicators without waiting for each other.
+
+    https://github.com/pytorch/pytorch/issues/119797
+    """
+    backend: Any = None
+    for group in groups:
+        with contextlib.suppress(RuntimeError):  # CPU ranks have no NCCL backend
+            backend = group._get_backend(torch.device("cuda"))  # noqa: SLF001
+        if hasattr(backend, "_group_start"):
+            break
+    else:
+        yield
+        return
+    backend._group_start()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        backend._group_end()  # noqa: SLF001
+
+
+def _peer_addresses(pids: Iterable[int], name: str) -> set[Address]:
+    store = rendezvous_store.get_store()
+    if not isinstance(store, rendezvous_store.NodeAgentStore):
+        with contextlib.suppress(psutil.AccessDenied):  # /proc may be mounted with hidepid
+            others = [pid for pid in pids if pid != os.getpid()]
+            return {local for pid in others for local, _, _ in _connections(pid)}
+    return _exchange_addresses(store, name)
+
+
+def _exchange_addresses(store: Store, name: str) -> set[Address]:
+    """Exchange the local addresses through the store: a pid is only valid on its node."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keys = [f"release/{name}/{number}" for number in range(world_size)]
+    addresses = [local for local, _, _ in _connections(os.getpid())]
+    store.set(keys[rank], json.dumps(addresses))
+    with contextlib.suppress(RuntimeError):  # some ranks do not publish: use what is available
+        store.wait(keys, PEER_REPLY_S)
+    others = [key for key in keys if key != keys[rank] and store.check([key])]
+    return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
+
+
+def _close_connections(peer_addresses: set[Address]) -> int:
+    """Close this rank's connections to these addresses; return their number."""
+    closed = 0
+    for _, remote, fd in _connections(os.getpid()):
+        # A duplicate of torch's descriptor; OSError if the connection is already closed.
+        with contextlib.suppress(OSError):
+            if remote in peer_addresses:
+                with socket.socket(fileno=os.dup(fd)) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+                closed += 1
+    return closed
+
+
+def _connections(pid: int) -> list[tuple[Address, Address, int]]:
+    """Return the TCP connections of a process: local address, remote address, descriptor."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        connections: list[Any] = psutil.Process(pid).net_connections("tcp")
+        return [
+            (_address(connection.laddr), _address(connection.raddr), connection.fd)
+            for connection in connections
+            if connection.raddr
+        ]
+    return []
+
+
+def _address(end: Any) -> Address:
+    return end.ip.removeprefix("::ffff:"), end.port  # IPv4 on an IPv6 socket

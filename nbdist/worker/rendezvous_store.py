@@ -38,19 +38,18 @@ _opened: list[Store] = []
 
 def open_store(launch: messages.LaunchRanksRequest) -> Store:
     """Open the store and return it; ``get_store()`` returns it from then on."""
-    _opened[:] = [NodeAgentStore(launch.store) if launch.store else _file(launch)]
+    if launch.store:
+        _opened[:] = [NodeAgentStore(launch.store)]
+    else:
+        path = Path(launch.run_dir) / _NAME
+        path.touch(mode=0o600)
+        _opened[:] = [FileStore(str(path), launch.world_size)]
     return get_store()
 
 
 def get_store() -> Store:
     """Return the store of these ranks."""
     return _opened[0]
-
-
-def _file(launch: messages.LaunchRanksRequest) -> FileStore:
-    path = Path(launch.run_dir) / _NAME
-    path.touch(mode=0o600)
-    return FileStore(str(path), launch.world_size)
 
 
 class NodeAgentStore(Store):
@@ -110,7 +109,6 @@ class NodeAgentStore(Store):
 
     @property
     def _limit_s(self) -> float:
-        """Return the default timeout in seconds."""
         timeout: dt.timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
@@ -134,24 +132,22 @@ class NodeAgentStore(Store):
             reason = (
                 answer.error if isinstance(answer, protocol.KeyValueMessage) else "invalid reply"
             )
-            message = f"{op} {', '.join(keys)}: {reason}"
-            raise DistStoreError(message)
+            raise DistStoreError(f"{op} {', '.join(keys)}: {reason}")
         return answer.number, payload[0] if payload else b""
 
     def _exchange(
         self, frames: list[bytes], seconds: float
     ) -> tuple[protocol.Message, list[bytes]]:
-        """Send a request and wait for the reply."""
         socket = self._socket()
         socket.send_multipart(frames)
         timeout_s = seconds + _MARGIN_S if seconds else _SHORT_S
         if not socket.poll(int(1000 * timeout_s)):
-            message = f"the store of the process groups did not reply within {timeout_s:.0f} s"
-            raise DistStoreError(message)
+            raise DistStoreError(
+                f"the store of the process groups did not reply within {timeout_s:.0f} s"
+            )
         return protocol.unpack_message(socket.recv_multipart())
 
     def _socket(self) -> zmq.Socket[bytes]:
-        """Return this thread's socket."""
         socket: zmq.Socket[bytes] | None = vars(self._own).get("socket")
         if socket is None:
             socket = self._own.socket = self._context.socket(zmq.REQ)

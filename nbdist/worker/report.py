@@ -82,11 +82,13 @@ class Reporter:
         step = self.next_step if step is None else _checked_step(step)
         row: dict[str, float] = {"step": step, "time": time.time()}
         if not scalars:
-            message = "report() got no scalars. Pass them by name, as in report(loss=loss)."
-            raise OptionError(message)
+            raise OptionError(
+                "report() got no scalars. Pass them by name, as in report(loss=loss)."
+            )
         if not _OWN_NAMES.isdisjoint(scalars):
-            message = "report(time=...) is reserved for the time of the row. Use another name."
-            raise OptionError(message)
+            raise OptionError(
+                "report(time=...) is reserved for the time of the row. Use another name."
+            )
         distant: dict[str, torch.Tensor] = {}
         for name, value in scalars.items():
             if type(value) is float:
@@ -161,11 +163,10 @@ class PinnedScalarPool:
     def copy_async(self, tensors: Mapping[str, torch.Tensor]) -> PendingScalarCopies:
         """Start the copies and return immediately."""
         if torch.cuda.is_current_stream_capturing():
-            message = (
+            raise OptionError(
                 "report() was called during CUDA graph capture, where tensors have no values"
                 " yet. Call it after the replay."
             )
-            raise OptionError(message)
         slots: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if not self._free:
@@ -245,7 +246,6 @@ def _event_behind(device: torch.device) -> torch.cuda.Event:
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a scalar to float."""
     if isinstance(value, torch.Tensor):
         # A plain tensor is checked only if it has no item: the check has a more precise error.
         tensor = value if type(value) is torch.Tensor else _one_element(name, value)
@@ -284,11 +284,10 @@ def _checked_step(step: Any) -> int:
         number = -1
     if 0 <= number < _MAX_STEP:
         return number
-    message = (
+    raise OptionError(
         f"step of report() must be an integer >= 0 and < 2**62, got {_describe(step)}."
         " Pass scalars by name, as in report(loss=loss)."
     )
-    raise OptionError(message)
 
 
 def _no_scalar(name: str, description: str) -> OptionError:

@@ -117,8 +117,7 @@ def export(folder: str) -> None:
 
 def _accelerator() -> Accelerator:
     if not _accelerators:
-        message = "No model is prepared yet. Call accelerator.prepare(model, ...) before."
-        raise RuntimeError(message)
+        raise RuntimeError("No model is prepared yet. Call accelerator.prepare(model, ...) before.")
     return _accelerators[-1]
 
 

@@ -6,22 +6,21 @@ counters and ``CollectiveBarrier.pending`` are read.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
-import os
 import re
 import sys
 import threading
 import time
 import traceback
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch.distributed import distributed_c10d
 
 from nbdist.protocol import messages
 from nbdist.worker import collective_check
-from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
+from nbdist.worker.operations.collective_phases import deferred_interrupts
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ _SERVANTS = re.compile(
     r"/(?:threading|selectors|asyncio/\w+|(?:ipykernel|zmq|tornado|nbdist)/.*)\.py$"
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
+_SLEEPING = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE)
 _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
 """Last parts of the path of torch's module whose public functions are the collectives."""
 
@@ -161,18 +161,8 @@ class MainThreadMonitor:
             waits_for=pending.description if pending else "",
             missing=list(pending.missing_ranks) if pending else [],
             still_s=(now - (pending.since if pending else self._since)) // ROUND_TO_S * ROUND_TO_S,
-            sleeps=_is_sleeping(),
+            sleeps=psutil.Process().status() in _SLEEPING,  # Linux: that of the main thread
             failed=deferred_interrupts.failed,
             counts=counts,
             midway=prepared_models.interrupted_pass(),
         )
-
-
-def _is_sleeping() -> bool:
-    """Return whether the main thread is sleeping; its thread id on Linux is the pid."""
-    with contextlib.suppress(OSError):  # no /proc on macOS
-        text = Path(f"/proc/self/task/{os.getpid()}/stat").read_text(errors="replace")
-        # The state follows the name, which is in parentheses and may contain any character.
-        states = re.findall(r"\) ([A-Z])", text)
-        return bool(states) and states[-1] in "SDI"
-    return False

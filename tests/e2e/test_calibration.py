@@ -12,7 +12,7 @@ from nbdist import PlanError, Session, SessionBusy, SessionError
 from nbdist.operations import calibrate
 from nbdist.planner import measurement_store, step_time, target_devices
 from nbdist.session import planner
-from nbdist.worker.benchmarks import calibration
+from nbdist.worker.operations import calibrate as calibration
 from tests.conftest import eventually
 
 if TYPE_CHECKING:

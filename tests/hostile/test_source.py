@@ -33,7 +33,7 @@ ALLOWED = {
     ("worker/operations/namespace_pickle.py", "import pickle"),
     ("worker/operations/namespace_pickle.py", "import cloudpickle"),
     # An expression of the user's, signed as the code of a cell is.
-    ("worker/inspection.py", "eval"),
+    ("worker/main_thread_requests.py", "eval"),
     # A function of the notebook, which may run any code on its ranks; never the other way.
     ("session/distributed_function.py", "import cloudpickle"),
     ("worker/distributed_function.py", "import cloudpickle"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist.worker.interrupt import abort_collectives
+from nbdist.worker import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,18 +37,14 @@ class Group:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(
-        abort_collectives, "_close_connections", lambda _: found.append(CLOSED) or 1
-    )
-    monkeypatch.setattr(abort_collectives, "_peer_addresses", lambda *_: set())
+    monkeypatch.setattr(process_group, "_close_connections", lambda _: found.append(CLOSED) or 1)
+    monkeypatch.setattr(process_group, "_peer_addresses", lambda *_: set())
     return found
 
 
 def with_groups(monkeypatch: pytest.MonkeyPatch, *groups: Group) -> dict[Group, str]:
     names = {group: group.name for group in groups}
-    monkeypatch.setattr(
-        abort_collectives.distributed_c10d, "_world", SimpleNamespace(pg_names=names)
-    )
+    monkeypatch.setattr(process_group.distributed_c10d, "_world", SimpleNamespace(pg_names=names))
     return names
 
 
@@ -57,10 +53,10 @@ def test_nccl_is_aborted_in_one_group_before_any_socket_is_closed(
 ) -> None:
     groups = [Group(name, noted, lambda: None) for name in ("0", "1")]
     names = with_groups(monkeypatch, *groups)
-    assert abort_collectives.abort_collectives([], "first") == 1
+    assert process_group.abort_collectives([], "first") == 1
     assert noted == ["group start", "abort 1", "abort 0", "group end", CLOSED]
     assert list(names) == groups  # engines still look them up
-    abort_collectives.abort_collectives([], "second")
+    process_group.abort_collectives([], "second")
     assert noted[5:] == noted[:5]
 
 
@@ -72,19 +68,19 @@ def test_an_abort_that_fails_is_told_and_sockets_are_closed(
 
     with_groups(monkeypatch, Group("0", noted, fail))
     with pytest.raises(RuntimeError, match=r"could not be aborted: NCCL error: unhandled"):
-        abort_collectives.abort_collectives([], "failing")
+        process_group.abort_collectives([], "failing")
     assert noted == ["group start", "group end", CLOSED]
 
 
 def test_an_abort_that_hangs_is_told_in_time(
     monkeypatch: pytest.MonkeyPatch, noted: list[str]
 ) -> None:
-    monkeypatch.setattr(abort_collectives, "ABORT_S", 0.05)
+    monkeypatch.setattr(process_group, "ABORT_S", 0.05)
     go_on = threading.Event()
     with_groups(monkeypatch, Group("0", noted, lambda: go_on.wait(30)))
     try:
         with pytest.raises(RuntimeError, match="takes more than"):
-            abort_collectives.abort_collectives([], "hanging")
+            process_group.abort_collectives([], "hanging")
         assert noted == ["group start", CLOSED]
     finally:
         go_on.set()

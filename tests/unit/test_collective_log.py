@@ -25,7 +25,7 @@ OTHER = LoggedCollective.from_signature("all_reduce|8", "all_reduce of float32[8
 
 @pytest.fixture
 def boards(tmp_path: Path) -> list[CollectiveLog]:
-    return [CollectiveLog(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    return [CollectiveLog(tmp_path, rank=rank) for rank in range(2)]
 
 
 def test_a_call_is_seen_by_the_other_rank(boards: list[CollectiveLog]) -> None:
@@ -89,7 +89,7 @@ def test_groups_that_are_gone_leave_their_slots(boards: list[CollectiveLog]) -> 
 
 
 def test_a_page_belongs_to_its_user_alone(tmp_path: Path) -> None:
-    CollectiveLog(tmp_path, rank=0, world_size=1)
+    CollectiveLog(tmp_path, rank=0)
     (page,) = tmp_path.iterdir()
     assert page.stat().st_mode & 0o777 == 0o600
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.worker.engines.lazy_weights import LazyWeight
+from nbdist.worker.engines.sharded_load import LazyWeight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

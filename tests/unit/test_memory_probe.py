@@ -11,7 +11,7 @@ from torch import nn
 
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.worker import main
-from nbdist.worker.memory import memory_probe, model_description, oom_advice
+from nbdist.worker.memory import memory_advice, memory_probe, model_description
 
 
 def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
@@ -99,7 +99,7 @@ def test_recorded_arguments_are_given_by_name_or_by_place() -> None:
     ],
 )
 def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: bool) -> None:
-    assert oom_advice.is_out_of_memory(error) is of_memory
+    assert memory_advice.is_out_of_memory(error) is of_memory
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_errors_of_memory_are_known(error: BaseException | None, *, of_memory: b
 def test_what_was_asked_for_is_read_off_the_error(said: str, size: float | None) -> None:
     outer = ValueError("the step failed")
     outer.__cause__ = RuntimeError(said)
-    assert oom_advice.requested_bytes(outer) == size
+    assert memory_advice.requested_bytes(outer) == size
 
 
 def test_other_models_and_their_optimizers_are_counted_beside_one() -> None:
@@ -133,6 +133,6 @@ def test_other_models_and_their_optimizers_are_counted_beside_one() -> None:
 def test_an_error_raised_from_one_of_memory_is_one() -> None:
     outer = ValueError("the step failed")
     outer.__cause__ = MemoryError()
-    assert oom_advice.is_out_of_memory(outer)
+    assert memory_advice.is_out_of_memory(outer)
     outer.__cause__ = outer
-    assert not oom_advice.is_out_of_memory(outer)
+    assert not memory_advice.is_out_of_memory(outer)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbdist.worker.interrupt import optimizer_step_gate as optimizer_step_gate_module
-from nbdist.worker.interrupt.optimizer_step_gate import OptimizerStepGate, optimizer_step_gate
+from nbdist.worker import optimizer_step_gate as optimizer_step_gate_module
+from nbdist.worker.optimizer_step_gate import OptimizerStepGate, optimizer_step_gate
 from nbdist.worker.training import prepared_models
 
 

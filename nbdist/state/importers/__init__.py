@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbdist.errors import CheckpointError
-from nbdist.state.importers import dcp, deepspeed, safe_unpickler, safetensors
-from nbdist.state.importers.safetensors import RenamedTensors
+from nbdist.state.importers import dcp, deepspeed, safe_unpickler
 from nbdist.state.layouts.base import bare_name
-from nbdist.state.tensor_index import ForeignCheckpoint
+from nbdist.state.tensor_index import (
+    ForeignCheckpoint,
+    RenamedTensors,
+    add_safetensors,
+    find_safetensors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,9 +94,9 @@ def _find(
         for folder in folders:
             dcp.add_tensors(found, folder, trust=trust)
         return
-    files = safetensors.find_files(path)
+    files = find_safetensors(path)
     if files:
-        safetensors.add_tensors(found, files, names)
+        add_safetensors(found, files, names)
     elif (path / _WEIGHTS).is_file():
         _add_file(found, path / _WEIGHTS, names, trust=trust)
     if (path / _OPTIMIZER).is_file():
@@ -101,9 +105,8 @@ def _find(
 
 
 def _add_file(found: ForeignCheckpoint, path: Path, names: RenamedTensors, *, trust: bool) -> None:
-    """Index the weights in one file."""
     if path.suffix == ".safetensors":
-        safetensors.add_tensors(found, [path], names)
+        add_safetensors(found, [path], names)
         return
     found.kind = "torch.save"
     state = safe_unpickler.load_torch_file(path, trust=trust)

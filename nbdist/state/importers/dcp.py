@@ -43,7 +43,6 @@ def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
     """Add the tensors of a folder to an index.
 
     Args:
-        found: index to add to.
         folder: folder with a `.metadata` file.
         trust: allow code in the files to run.
 
@@ -102,7 +101,6 @@ def _tensors(
 def _loader(
     folder: Path, where: ByteRange, dtype: torch.dtype, *, trust: bool
 ) -> Callable[[], torch.Tensor]:
-    """Return a function that reads one chunk."""
     name, offset, length = where
     if not _FILE.fullmatch(name) or offset < 0 or length < 0:
         raise CheckpointError(

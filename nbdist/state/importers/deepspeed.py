@@ -49,8 +49,6 @@ def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
     """Add the tensors of a folder to an index.
 
     Args:
-        found: index to add to.
-        folder: folder with DeepSpeed's files.
         trust: allow code in the files to run.
 
     Raises:
@@ -62,9 +60,6 @@ def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
         states = [safe_unpickler.load_torch_file(path, trust=trust) for path in optim]
         described = [safe_unpickler.load_torch_file(path, trust=trust) for path in models]
         first = described[0]
-        found.aliases |= {
-            bare_name(a): bare_name(b) for a, b in (first.get("shared_params") or {}).items()
-        }
         ranks = [state["optimizer_state_dict"] for state in states]
         groups = [
             {bare_name(name): tuple(map(int, shape)) for name, shape in group.items()}
@@ -76,7 +71,12 @@ def add_tensors(found: ForeignCheckpoint, folder: Path, *, trust: bool) -> None:
         else:
             found.kind = "DeepSpeed ZeRO-1 or 2"
             _add_stage_2(found, groups, ranks)
-        _add_frozen(found, described)
+        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+            fragments = [of_rank["frozen_param_fragments"][name] for of_rank in described]
+            # Whole on all ranks under ZeRO-1 and 2; the last part of ZeRO-3 is padded.
+            parts = _parts(fragments, 0, math.prod(shape))
+            key = f"model.{bare_name(name)}"
+            found.add_tensor(key, tuple(shape), fragments[0].dtype, *parts)
         for name in first.get("buffer_names") or ():
             if name in first["module"]:
                 found.add_whole_tensor(f"model.{bare_name(name)}", first["module"][name])
@@ -109,7 +109,6 @@ def _by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 def _add_stage_2(
     found: ForeignCheckpoint, groups: Sequence[ParameterShapes], ranks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Add parameters that are concatenated by group and partitioned over the ranks."""
     states = [rank["base_optimizer_state"]["state"] for rank in ranks]
     if any(of_rank.keys() != states[0].keys() for of_rank in states):
         raise CheckpointError(
@@ -135,7 +134,6 @@ def _add_stage_2(
 def _add_stage_3(
     found: ForeignCheckpoint, groups: Sequence[ParameterShapes], ranks: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Add parameters that are partitioned one by one; a rank's partitions are concatenated."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     states = [rank["optimizer_state_dict"]["state"] for rank in ranks]
     numbers = sorted(states[0])
@@ -167,7 +165,6 @@ def _parts(
     """Yield the parts of an interval of concatenated tensors.
 
     Args:
-        flats: the tensors.
         start: first element of the interval in the concatenated tensors.
         size: number of elements.
         first: index of the first element in the parameter.
@@ -180,15 +177,6 @@ def _parts(
             load = partial(torch.Tensor.detach, flat)
             yield part_of(load, position, position + high - low, offset=low - begin)
         begin += flat.numel()
-
-
-def _add_frozen(found: ForeignCheckpoint, described: Sequence[Mapping[str, Any]]) -> None:
-    """Add frozen parameters: whole, or with ZeRO-3 a part per rank."""
-    for name, shape in (described[0].get("frozen_param_shapes") or {}).items():
-        fragments = [of_rank["frozen_param_fragments"][name] for of_rank in described]
-        # All ranks have the whole parameter under ZeRO-1 and 2; the last part is padded.
-        parts = _parts(fragments, 0, math.prod(shape))
-        found.add_tensor(f"model.{bare_name(name)}", tuple(shape), fragments[0].dtype, *parts)
 
 
 def _key(name: str, state: str) -> str:

@@ -110,7 +110,6 @@ def load_torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = 
     """Load a `torch.save` file onto the CPU; large files are memory-mapped.
 
     Args:
-        path: path or open file.
         trust: allow code in the file to run.
         name: path for messages if `path` is an open file.
 
@@ -125,7 +124,7 @@ def load_torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = 
             " run code (CVE-2026-24747). Install torch 2.10 or newer."
         )
     allowed = [
-        (type(full_name.rpartition(".")[2], (_InertClass,), {}), full_name)
+        (type(full_name.rpartition(".")[2], (InertObject,), {}), full_name)
         for full_name in _STAND_INS
     ]
     mapped: Sequence[bool] = (True, False) if isinstance(path, Path) else (False,)
@@ -138,19 +137,6 @@ def load_torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = 
             if number + 1 == len(mapped) or isinstance(error, pickle.UnpicklingError):
                 _refuse(shown, error, trust=trust)
     raise AssertionError
-
-
-class _InertClass:
-    """Replacement for DeepSpeed objects; accepts and ignores all values."""
-
-    def __new__(cls, *_: object) -> Any:
-        return super().__new__(cls)
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __setstate__(self, state: object) -> None:
-        pass
 
 
 def _refuse(path: Path, error: Exception, *, trust: bool) -> NoReturn:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 ScalarState = dict[str, dict[str, float]]
 """Parameter -> name of scalar optimizer state -> value."""
 
-_TESTED: Mapping[str, str] = {"torch": "2.13", "deepspeed": "0.19"}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Name components that torch.compile, activation checkpointing and FSDP1 insert."""
 _SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -90,11 +88,6 @@ class Layout(ABC):
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
-    @abstractmethod
-    def is_layout_of(cls, model: nn.Module) -> bool:
-        """Return whether a model (not compiled) uses this engine."""
-
-    @classmethod
     def full_parameters(cls, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG003
         """Return a context in which every rank has all parameters, and a forward is local.
 
@@ -113,14 +106,19 @@ class Layout(ABC):
 
     @abstractmethod
     def placements(self) -> Iterator[ParameterPlacement]:
-        """Yield the placement of each parameter; tied ones once, including frozen ones."""
+        """Yield the placement of each parameter; tied ones once, including frozen ones.
 
-    @abstractmethod
-    def required_attributes(self) -> Iterator[tuple[object, str]]:
-        """Yield objects of the engine with the space-separated names of required attributes."""
+        Raises:
+            SwitchError: the sharding is not supported.
+            AttributeError: the library has another version.
+        """
 
     def refresh(self) -> None:  # noqa: B027 - optional
         """Update what the engine derives from the written tensors; a collective."""
+
+    def used_by_refresh(self) -> tuple[str, ...]:
+        """Return the methods of DeepSpeed's optimizer that ``refresh`` calls."""
+        return ()
 
     # -- public
 
@@ -215,13 +213,12 @@ class Layout(ABC):
             scalars = dict(counts[place.name])
             others = counts_of_tensor.setdefault(id(place.optimizer_tensor), scalars)
             if others != scalars:
-                message = (
+                raise SwitchError(
                     f"{place.name} was stepped {scalars.get('step', 0):g} times and others of its"
                     f" parameter group {others.get('step', 0):g} times, but DeepSpeed keeps one"
                     " step count per group. Use ddp, fsdp2 or fsdp1, or put it in its own parameter"
                     " group."
                 )
-                raise SwitchError(message)
             for name, value in scalars.items():
                 _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
@@ -319,14 +316,6 @@ class Layout(ABC):
             self._staged[id(tensor)] = (tensor, staged)
         return staged
 
-    def refuse_version(self, owner: str, missing: str) -> NoReturn:
-        """Raise the error for a missing attribute of a library."""
-        message = (
-            f"Cannot read the training state of {self.library} {version(self.library)}: {owner} has"
-            f" no {missing}. Install {self.library} {_TESTED[self.library]}, the tested version."
-        )
-        raise SwitchError(message)
-
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper."""
@@ -405,43 +394,31 @@ def _set_scalar(
 
 
 def _refuse_state(parameter: str, name: str, value: object) -> NoReturn:
-    """Raise the error for optimizer state that is not element-wise."""
     form = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-    message = (
+    raise SwitchError(
         f"Optimizer state {name!r} of {parameter} is {form} and not element-wise, so it cannot be"
         " resharded. Use an element-wise optimizer such as AdamW or SGD."
     )
-    raise SwitchError(message)
 
 
 def check_group_size(group_size: int, owner: str) -> None:
     """Raise if a model is sharded over fewer ranks than the world size.
 
-    Args:
-        group_size: number of ranks that the model is sharded over.
-        owner: name of the engine for the message.
-
     Raises:
         SwitchError: the sizes differ.
     """
     if group_size != collectives.group_size():
-        message = (
+        raise SwitchError(
             f"{owner} shards this model over {group_size} of {collectives.group_size()} ranks and"
             " replicates it on the others. nbdist can only reshard state that is sharded over all"
             " ranks: remove that option."
         )
-        raise SwitchError(message)
 
 
 class DdpLayout(Layout):
     """Layout of DDP: parameters and state are whole; each rank owns an even part of each."""
 
     is_replicated = True
-
-    @classmethod
-    def is_layout_of(cls, model: nn.Module) -> bool:  # noqa: ARG003 - accepts any model
-        """Return True: the layout fits any model that no other engine has wrapped."""
-        return True
 
     @classmethod
     @contextmanager
@@ -464,7 +441,3 @@ class DdpLayout(Layout):
         """Yield the parameters of the module as whole placements."""
         for name, parameter in self.named_parameters():
             yield self.whole_placement(name, parameter)
-
-    def required_attributes(self) -> Iterator[tuple[object, str]]:
-        """Yield nothing: only public attributes of torch are used."""
-        yield from ()

@@ -21,7 +21,6 @@ to at that time, and written back afterwards.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +32,6 @@ from nbdist.state.layouts.base import (
     Layout,
     ParameterPlacement,
     check_group_size,
-    is_deepspeed_engine,
 )
 
 if TYPE_CHECKING:
@@ -42,15 +40,14 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_WITH_ORDER = "DeepSpeedZeroOptimizer"
-_ATTRIBUTES: Mapping[str, tuple[str, str]] = {
-    _WITH_ORDER: ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+ZERO12_ATTRIBUTES: Mapping[str, tuple[str, str]] = {
+    "DeepSpeedZeroOptimizer": ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
     "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
 }
 """Class of the engine's optimizer -> attributes with parameters and master weights per group."""
 
-_WITH_OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
-_WITHOUT_OPTIMIZER = "DeepSpeedZeRoOffload"
+ZERO3_WITH_OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
+ZERO3_WITHOUT_OPTIMIZER = "DeepSpeedZeRoOffload"
 """Class of the engine's optimizer if the model was prepared without an optimizer."""
 
 
@@ -75,84 +72,66 @@ class DeepSpeedLayout(Layout):
 class Zero12Layout(DeepSpeedLayout):
     """Layout of ZeRO-1 and 2: the optimizer steps this rank's part of a group's flat master."""
 
-    @classmethod
-    def is_layout_of(cls, model: nn.Module) -> bool:
-        """Return whether a model is a DeepSpeed engine of stage 1 or 2."""
-        return is_deepspeed_engine(model) and type(model.optimizer).__name__ in _ATTRIBUTES
+    def _groups(self) -> Iterator[tuple[dict[int, int], torch.Tensor, int]]:
+        """Yield the parameter groups.
 
-    def _groups(self) -> Iterator[_FlatParamGroup]:
-        """Yield the parameter groups with this rank's part of each."""
-        names = _ATTRIBUTES[type(self.zero_optimizer).__name__]
+        Each has the index of the first element of each parameter by its id(), this rank's part of
+        the flat master, and the index of the first element of that part.
+        """
+        names = ZERO12_ATTRIBUTES[type(self.zero_optimizer).__name__]
         ordered, masters = (getattr(self.zero_optimizer, name) for name in names)
         processes = self.zero_optimizer.real_dp_process_group
-        offsets = getattr(self.zero_optimizer, "round_robin_bit16_offsets", None)
+        has_order = type(self.zero_optimizer).__name__ == "DeepSpeedZeroOptimizer"
+        offsets = self.zero_optimizer.round_robin_bit16_offsets if has_order else None
         for index, (parameters, master) in enumerate(zip(ordered, masters, strict=True)):
             check_group_size(collectives.group_size(processes[index]), "DeepSpeed")
             sizes = [parameter.numel() for parameter in parameters]
             starts = [0, *accumulate(sizes)][:-1] if offsets is None else offsets[index]
             first = collectives.rank(processes[index]) * master.numel()
-            yield _FlatParamGroup(
-                dict(zip(map(id, parameters), starts, strict=True)), master, first
-            )
+            yield dict(zip(map(id, parameters), starts, strict=True)), master, first
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield placements: trainable parameters in the master weights, others in the module."""
-        groups = {parameter_id: group for group in self._groups() for parameter_id in group.starts}
+        groups = {parameter_id: group for group in self._groups() for parameter_id in group[0]}
         for name, parameter in self.named_parameters():
-            if id(parameter) in groups:
-                yield groups[id(parameter)].place(name, parameter)
-            else:
+            if id(parameter) not in groups:
                 yield self.whole_placement(name, parameter)
+                continue
+            starts, master, first = groups[id(parameter)]
+            begin = starts[id(parameter)]
+            low = max(begin, first)
+            high = min(begin + parameter.numel(), first + master.numel())
+            if low >= high:
+                low = high = first
+            yield ParameterPlacement(
+                name=name,
+                shape=tuple(parameter.shape),
+                weight=master.detach().narrow(0, low - first, high - low),
+                start=low - begin if low < high else 0,
+                optimizer_tensor=master,
+                optimizer_offset=low - first,
+            )
 
     def refresh(self) -> None:
         """Update weights from the master weights, and the parameters' references to state."""
         # deepspeed 0.19.8, stage_1_and_2.py: _lazy_init_hp_params_optimizer_state runs once, right
         # after the step of group 0, when the state of later groups does not exist.
-        ordered = getattr(self.zero_optimizer, _ATTRIBUTES[type(self.zero_optimizer).__name__][0])
+        ordered = getattr(
+            self.zero_optimizer, ZERO12_ATTRIBUTES[type(self.zero_optimizer).__name__][0]
+        )
         if not all(hasattr(parameter, "_hp_mapping") for group in ordered for parameter in group):
             # For its own Adagrad, created with one group, deepspeed links only that group. Grad
             # mode: a view of the master made under no_grad cannot be accessed after a step.
             with torch.enable_grad():
                 self.zero_optimizer._link_all_hp_params()  # noqa: SLF001
         self.zero_optimizer._hp_optimizer_states_linked = False  # noqa: SLF001
-        if all(self.zero_optimizer.optimizer.state.get(group.master) for group in self._groups()):
+        if all(self.zero_optimizer.optimizer.state.get(master) for _, master, _ in self._groups()):
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
         self.zero_optimizer.update_lp_params()
 
-    def required_attributes(self) -> Iterator[tuple[object, str]]:
-        """Yield the required attributes of the engine's optimizer."""
-        yield self.zero_optimizer, "optimizer update_lp_params _lazy_init_hp_params_optimizer_state"
-        yield self.zero_optimizer, " ".join(_ATTRIBUTES[type(self.zero_optimizer).__name__])
-        yield self.zero_optimizer, "real_dp_process_group"
-        if type(self.zero_optimizer).__name__ == _WITH_ORDER:
-            yield self.zero_optimizer, "round_robin_bit16_offsets"
-
-
-@dataclass(frozen=True, slots=True)
-class _FlatParamGroup:
-    """Concatenated parameters of a group, and one rank's part of them."""
-
-    starts: dict[int, int]
-    """id() of a parameter -> index of its first element in the group."""
-    master: torch.Tensor
-    first: int
-    """Index of the master's first element in the group."""
-
-    def place(self, name: str, parameter: torch.Tensor) -> ParameterPlacement:
-        """Return the placement of a parameter in this rank's master weights."""
-        begin = self.starts[id(parameter)]
-        low = max(begin, self.first)
-        high = min(begin + parameter.numel(), self.first + self.master.numel())
-        if low >= high:
-            low = high = self.first
-        return ParameterPlacement(
-            name=name,
-            shape=tuple(parameter.shape),
-            weight=self.master.detach().narrow(0, low - self.first, high - low),
-            start=low - begin if low < high else 0,
-            optimizer_tensor=self.master,
-            optimizer_offset=low - self.first,
-        )
+    def used_by_refresh(self) -> tuple[str, ...]:
+        """Return the methods that ``refresh`` calls."""
+        return "update_lp_params", "_lazy_init_hp_params_optimizer_state"
 
 
 class Zero3Layout(DeepSpeedLayout):
@@ -176,22 +155,14 @@ class Zero3Layout(DeepSpeedLayout):
     def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
         """Yield the optimizers whose state cannot be resharded, with the masters as parameters."""
         # Between steps the groups are empty: deepspeed 0.19.8, stage3.py, _rigid_state_dict.
-        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+        if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
             self.zero_optimizer._set_fp32_optimizer_param_groups()  # noqa: SLF001
         try:
             with super().other_optimizers() as optimizers:
                 yield optimizers
         finally:
-            if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+            if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
                 self.zero_optimizer._clear_fp32_optimizer_param_groups()  # noqa: SLF001
-
-    @classmethod
-    def is_layout_of(cls, model: nn.Module) -> bool:
-        """Return whether a model is a DeepSpeed engine of stage 3."""
-        return is_deepspeed_engine(model) and type(model.optimizer).__name__ in {
-            _WITH_OPTIMIZER,
-            _WITHOUT_OPTIMIZER,
-        }
 
     @classmethod
     @contextlib.contextmanager
@@ -217,7 +188,7 @@ class Zero3Layout(DeepSpeedLayout):
 
     def _groups(self) -> Iterator[tuple[Sequence[Any], torch.Tensor]]:
         """Yield the parameters of each flat master and the master; none without an optimizer."""
-        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+        if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
             yield from zip(
                 self.zero_optimizer.fp16_groups,
                 self.zero_optimizer.fp32_partitioned_groups_flat,
@@ -263,6 +234,11 @@ class Zero3Layout(DeepSpeedLayout):
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield placements: trainable parameters in the masters, frozen ones in `ds_tensor`."""
+        if getattr(self.zero_optimizer, "backup_optimizer", None) is not None:
+            raise SwitchError(
+                "ZeRO-3 keeps part of the optimizer state on the GPU (offload_optimizer.ratio)."
+                " nbdist can only reshard it as a whole: set ratio to 1."
+            )
         self._swap_in()
         masters: dict[int, tuple[torch.Tensor, int]] = {}
         for group, master in self._groups():
@@ -277,7 +253,7 @@ class Zero3Layout(DeepSpeedLayout):
 
     def refresh(self) -> None:
         """Update the compute weights from the master weights, and gather small parameters."""
-        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
+        if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
             self.zero_optimizer._partition_all_parameters()  # noqa: SLF001
             for index in range(len(self.zero_optimizer.fp16_groups)):
                 self.zero_optimizer._reassign_or_swap_out_partitioned_parameters(index)  # noqa: SLF001
@@ -289,47 +265,20 @@ class Zero3Layout(DeepSpeedLayout):
         if small:
             small[0].all_gather(small)
 
-    def required_attributes(self) -> Iterator[tuple[object, str]]:
-        """Yield the required attributes of the engine's optimizer and of all parameters."""
-        yield self.zero_optimizer, "persistent_parameters"
-        if type(self.zero_optimizer).__name__ == _WITH_OPTIMIZER:
-            yield self.zero_optimizer, "optimizer fp16_groups fp32_partitioned_groups_flat"
-            yield self.zero_optimizer, "sub_group_to_group_id invalidate_secondary_tensor"
-            yield self.zero_optimizer, "_partition_all_parameters"
-            yield self.zero_optimizer, "_reassign_or_swap_out_partitioned_parameters"
-            yield self.zero_optimizer, "_swappable_optimizer_subgroup"
-            yield self.zero_optimizer, "_set_fp32_optimizer_param_groups"
-            yield self.zero_optimizer, "_clear_fp32_optimizer_param_groups"
-            if getattr(self.zero_optimizer, "swap_optimizer", False):
-                yield (
-                    self.zero_optimizer,
-                    "_optimizer_states_and_gradient_swap_in _release_swap_buffers",
-                )
-                yield (
-                    self.zero_optimizer.optimizer_swapper,
-                    "swap_buffer_manager largest_numel aio_handle",
-                )
-                yield (
-                    self.zero_optimizer.optimizer_swapper,
-                    "_get_param_swap_info _swap_out_unpinned_tensors",
-                )
-            if getattr(self.zero_optimizer, "backup_optimizer", None) is not None:
-                message = (
-                    "ZeRO-3 keeps part of the optimizer state on the GPU (offload_optimizer.ratio)."
-                    " nbdist can only reshard it as a whole: set ratio to 1."
-                )
-                raise SwitchError(message)
-        else:
-            yield self.zero_optimizer, "partition_all_parameters"
-        for _, parameter in self.named_parameters():
-            yield parameter, "ds_tensor ds_shape ds_numel ds_process_group"
-            yield parameter.ds_tensor, "ds_numel"  # type: ignore[attr-defined]
-        for _ in self.placements():
-            pass
+    def used_by_refresh(self) -> tuple[str, ...]:
+        """Return the methods that ``refresh`` calls."""
+        if type(self.zero_optimizer).__name__ != ZERO3_WITH_OPTIMIZER:
+            return ("partition_all_parameters",)
+        return (
+            "invalidate_secondary_tensor",
+            "_partition_all_parameters",
+            "_reassign_or_swap_out_partitioned_parameters",
+            "_set_fp32_optimizer_param_groups",
+            "_clear_fp32_optimizer_param_groups",
+        )
 
 
 def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) -> ParameterPlacement:
-    """Return the placement of this rank's part of a parameter."""
     group = parameter.ds_process_group
     check_group_size(collectives.group_size(group), "ZeRO-3")
     size = parameter.ds_tensor.ds_numel
@@ -337,11 +286,10 @@ def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) ->
     stop = min(start + size, parameter.ds_numel)
     flat, offset = (parameter.ds_tensor, 0) if master is None else master
     if hasattr(flat, "ds_quant_scale"):
-        message = (
+        raise SwitchError(
             f"ZeRO-3 keeps the frozen parameter {name} quantized, so it cannot be resharded. Remove"
             " zero_quantized_nontrainable_weights."
         )
-        raise SwitchError(message)
     if flat.numel() < offset + stop - start:
         _refuse_swapped()
     return ParameterPlacement(
@@ -355,9 +303,7 @@ def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) ->
 
 
 def _refuse_swapped() -> None:
-    """Raise the error for state that is swapped to NVMe."""
-    message = (
+    raise SwitchError(
         "ZeRO-3 has swapped a part of this model to NVMe, where nbdist cannot read it. Use offload"
         " cpu if you want to switch this model to another backend."
     )
-    raise SwitchError(message)

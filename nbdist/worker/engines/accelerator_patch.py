@@ -40,7 +40,6 @@ from nbdist.worker.training import (
     generation,
     prepared_models,
     release_models,
-    tokenizer_check,
 )
 
 if TYPE_CHECKING:
@@ -114,8 +113,9 @@ def current_config() -> EngineConfig:
         SessionError: this process is not a rank.
     """
     if _current is None:
-        message = "This process is not a rank of a session. Call this in a %%distribute cell."
-        raise SessionError(message)
+        raise SessionError(
+            "This process is not a rank of a session. Call this in a %%distribute cell."
+        )
     return _current
 
 
@@ -162,7 +162,6 @@ def patch_accelerator(
 
     Args:
         options: the session's validated options.
-        hardware: hardware of the ranks.
         nodes: hardware of the nodes; empty if all ranks are on this machine.
         chooser: if given, decides the options at the first `prepare()`.
     """
@@ -233,8 +232,7 @@ class LazyAccelerator(Accelerator):  # type: ignore[misc]
         """Build the engine for attributes that exist only after it is built."""
         of_engine = name in _ENGINE_NAMES or name in vars(Accelerator)
         if self.__dict__.get("_built", True) or not of_engine:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(message)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._build(())
         return getattr(self, name)
 
@@ -370,7 +368,6 @@ def _session_arguments(session: EngineConfig, arguments: dict[str, Any]) -> dict
 
 
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-    """Prepare under any engine, and record and measure the result."""
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
         # accelerate 1.15 treats a model prepared for evaluation as prepared: with DDP, a Trainer
@@ -384,15 +381,14 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     new = [model for model in models if not getattr(model, "_is_accelerate_prepared", False)]
     if args and all(arg is None for arg in args):
         # transformers 5.23: a Trainer that evaluated under FSDP1 has no optimizer
-        message = (
+        raise OptionError(
             "accelerator.prepare() got only None. If a Trainer without train_dataset has evaluated,"
             " create a new model and Trainer for train(), or use backend fsdp2."
         )
-        raise OptionError(message)
     options = self._nbdist_session and self._nbdist_session.options
     unread = sharded_load.UnreadWeights(new, options)
     for model in new:
-        tokenizer_check.warn_of_large_tokenizer(model)
+        generation.warn_of_large_tokenizer(model)
     for arg in args:
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
             if options and (
@@ -432,7 +428,6 @@ def _prepare_with_engine(
     new: Sequence[nn.Module],
     device_placement: list[bool] | None,
 ) -> Any:
-    """Prepare under any engine, with activation checkpointing, FSDP units and clipping."""
     session: EngineConfig | None = self._nbdist_session
     options = session.options if session else None
     kind = self.distributed_type
@@ -443,11 +438,10 @@ def _prepare_with_engine(
             if options.activation_checkpointing and not wrap_policy.add_activation_checkpointing(
                 model, fsdp.find_units(model, config)
             ):
-                message = (
+                raise OptionError(
                     f"Activation checkpointing found no repeated block in {type(model).__name__}."
                     " Group its layers into modules, or remove the option."
                 )
-                raise OptionError(message)
             if options.compile and not options.compile_model:
                 wrap_policy.compile_units(model, fsdp.find_units(model, config))
             if kind == DistributedType.FSDP:
@@ -464,8 +458,6 @@ def _prepare_with_engine(
 
 
 def _release_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it first releases unused models."""
-
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         release_models.release_remaining()
         return original(self, *args, **kwargs)
@@ -512,7 +504,6 @@ def _clip_step(
     *,
     max_norm: float,
 ) -> None:
-    """Clip the gradients that an optimizer is about to use."""
     if accelerator._nbdist_clipped:  # noqa: SLF001
         accelerator._nbdist_clipped = False  # noqa: SLF001
         return

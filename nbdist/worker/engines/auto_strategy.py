@@ -90,10 +90,8 @@ class AutoStrategy:
             given: validated options that are fixed.
             placeholder: options of some backend that agree with them; its NVMe folder is that of
                 this session.
-            hardware: hardware of the ranks.
             nodes: hardware of the nodes; empty if all ranks are on this machine.
         """
-        self.decided: Options | None = None
         self.show: DisplayCallback = lambda text, _: print(text)  # noqa: T201 - outside a notebook
         self.tell: ChoiceCallback = _ignore
         self._given, self._placeholder, self._hardware = given, placeholder, hardware
@@ -106,16 +104,13 @@ class AutoStrategy:
             OptionError: there is no model among them.
             PlanError: nothing fits, or the model cannot be planned; the same on all ranks.
         """
-        if self.decided is not None:
-            return self.decided
         model = next((item for item in objects if isinstance(item, nn.Module)), None)
         if model is None:
-            message = (
+            raise OptionError(
                 "--auto decides at the first accelerator.prepare() with a model, but this cell"
                 " uses the accelerator before it. Prepare the model first, with its optimizer"
                 " and loader."
             )
-            raise OptionError(message)
         optimizer = next(
             (item for item in objects if isinstance(item, torch.optim.Optimizer)), None
         )
@@ -131,7 +126,6 @@ class AutoStrategy:
         """Decide for a model; collective.
 
         Args:
-            model: not yet prepared.
             optimizer: description from ``memory_probe.describe_optimizer``.
             batch: called on rank 0 only.
         """
@@ -152,13 +146,12 @@ class AutoStrategy:
         chosen = Options.from_json(answer["options"])
         # Rank 0 has already built the DeepSpeed ops; the others load them from the cache.
         self._load(chosen)
-        self.decided = chosen
-        if chosen.offload_device == "nvme":  # in this session's folder
-            self.decided = replace(chosen, offload=self._placeholder.offload)
         if distributed.get_rank() == 0:
             self.show(rank_0_answer["text"], rank_0_answer["html"])
             self.tell(chosen)
-        return self.decided
+        if chosen.offload_device == "nvme":  # in this session's folder
+            return replace(chosen, offload=self._placeholder.offload)
+        return chosen
 
     def _answer(
         self,
@@ -300,7 +293,6 @@ def build_cluster_spec(
 
     Args:
         free: free bytes of each rank's device.
-        hardware: hardware of the ranks.
         nodes: hardware of the nodes; empty if all ranks are on this machine.
     """
     nodes = nodes or [

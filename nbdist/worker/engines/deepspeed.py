@@ -90,11 +90,10 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
     def step(self, closure: Callable[[], object] | None = None) -> None:
         """Step if gradients are complete, as Accelerate's other optimizers do."""
         if closure is not None:
-            message = (
+            raise OptionError(
                 "DeepSpeed does not support a closure in optimizer.step()."
                 " Compute the loss before the step."
             )
-            raise OptionError(message)
         if self.engine is None or not self.gradient_state.sync_gradients:
             return
         try:
@@ -233,12 +232,8 @@ def reset_zero3_globals(plugin: DeepSpeedPlugin) -> None:
     Otherwise `from_pretrained` would return partitioned (1-D) parameters when a cell is run a
     second time, but not the first time.
     """
-    from transformers.integrations.deepspeed import (
-        unset_hf_deepspeed_config,
-    )
-
     plugin.dschf = None
-    unset_hf_deepspeed_config()
+    _show_zero3(None)
 
 
 def _show_zero3(config: HfDeepSpeedConfig | None) -> None:
@@ -303,16 +298,12 @@ def prepare(
     args: Sequence[object],
     *,
     options: Options | None,
-    **kwargs: Any,
 ) -> Any:
     """Prepare as Accelerate does, but support several models, one after the other.
 
     Args:
-        accelerator: the built accelerator.
         original: Accelerate's own `prepare`.
-        args: the objects to prepare.
         options: None for a user's own plugin, whose config is not changed.
-        **kwargs: passed to `original`.
     """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
     optimizer = next((arg for arg in args if isinstance(arg, (Optimizer, DummyOptim))), None)
@@ -328,7 +319,7 @@ def prepare(
         # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and then do this.
         accelerator.gradient_accumulation_steps = steps
     if model is None:
-        return original(accelerator, *args, **kwargs)
+        return original(accelerator, *args)
     before = accelerator.deepspeed_engine_wrapped
     # accelerate 1.15 would keep the first engine for backward() when a second one is prepared.
     accelerator.deepspeed_engine_wrapped = None
@@ -337,7 +328,7 @@ def prepare(
     exchange = contextlib.nullcontext() if wrap_policy.has_weights() else _skip_weight_broadcast()
     # deepspeed 0.19.8 formats all parameters for a debug log, 5 ms each.
     with exchange, torch._tensor_str.printoptions(threshold=1, edgeitems=1):  # noqa: SLF001
-        result = original(accelerator, *args, **kwargs)
+        result = original(accelerator, *args)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
     _cast_inputs(engine)
@@ -398,12 +389,11 @@ def _prepare_for_engine(
     """
     engine = find_engine(model)
     if model is not engine or getattr(optimizer, "engine", engine) is not engine:
-        message = (
+        raise OptionError(
             f"This {type(getattr(engine, 'module', engine)).__name__} is already in a DeepSpeed "
             "engine. Build a new model and use one call for both: "
             "model, optimizer = accelerator.prepare(model, optimizer)."
         )
-        raise OptionError(message)
     accelerator.deepspeed_engine_wrapped = BackwardOnlyEngineWrapper(engine)
     if all(known is not engine for known in accelerator._models):  # noqa: SLF001
         # A Trainer's train() has freed the list, and would prepare the model for an evaluation.
@@ -428,11 +418,10 @@ def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: obj
         if model is not None
         else "If a Trainer without train_dataset has evaluated, create it again with a new model"
     )
-    message = (
+    raise OptionError(
         f"accelerator.prepare() got only the {alone}. Under DeepSpeed ZeRO-{stage} use one call"
         f" for both: model, optimizer = accelerator.prepare(model, optimizer). {advice}."
     )
-    raise OptionError(message)
 
 
 @torch.no_grad()
@@ -444,8 +433,7 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     if norm_type != 2:  # noqa: PLR2004
-        message = f"norm_type must be 2 under DeepSpeed, got {norm_type}."
-        raise OptionError(message)
+        raise OptionError(f"norm_type must be 2 under DeepSpeed, got {norm_type}.")
     engine = accelerator.deepspeed_engine_wrapped.engine
     zero = engine.optimizer
     if not accelerator.sync_gradients:

@@ -131,11 +131,10 @@ def sync_and_set_units(
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
     if any(isinstance(module, Fsdp1) for module in model.modules()):  # its parameters are sharded
-        message = (
+        raise OptionError(
             f"This {type(model).__name__} was prepared already. Use the model that "
             "accelerator.prepare() returned, or build a new one."
         )
-        raise OptionError(message)
     fsdp_plugin = accelerator.state.fsdp_plugin
     units = find_units(model, config)
     _check_quantized(model, units, is_fsdp2=accelerator.is_fsdp2)
@@ -146,30 +145,25 @@ def sync_and_set_units(
 
 
 def _check_quantized(model: nn.Module, units: Sequence[nn.Module], *, is_fsdp2: bool) -> None:
-    """Raise OptionError for quantized weights, or units of several dtypes, that FSDP rejects."""
     if is_fsdp2:
         # bitsandbytes 0.50: the scales are attributes of the parameter, which torch 2.13 replaces.
         if any(type(parameter).__name__ == "Int8Params" for parameter in model.parameters()):
-            message = (
+            raise OptionError(
                 "fsdp2 cannot shard 8-bit weights of bitsandbytes: they lose their scales. Use"
                 " load_in_4bit=True, or the backend zero2, zero3 or ddp."
             )
-            raise OptionError(message)
         return
     for unit in units:
         dtypes = {parameter.dtype for parameter in unit.parameters()}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-            message = (
+            raise OptionError(
                 f"fsdp1 flattens the parameters of each {type(unit).__name__}, which have to be of"
                 f" one floating-point dtype, not {names}. Use the backend fsdp2."
             )
-            raise OptionError(message)
 
 
-def prepare(
-    accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], **kwargs: Any
-) -> Any:
+def prepare(accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object]) -> Any:
     """Prepare as Accelerate does; under FSDP2, also model and optimizer in separate calls.
 
     A model that is already prepared is returned unchanged.
@@ -177,7 +171,7 @@ def prepare(
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     optimizers = [arg for arg in args if isinstance(arg, Optimizer)]
     if not accelerator.is_fsdp2:
-        return original(accelerator, *args, **kwargs)
+        return original(accelerator, *args)
     if all(map(_is_sharded, models)) and (models or optimizers):
         # accelerate 1.15 would match parameters by data pointer, which empty shards share.
         known = accelerator._models  # noqa: SLF001
@@ -187,7 +181,7 @@ def prepare(
         for model in models:
             stack.enter_context(keep_tied_embeddings_in_root(model))
         if optimizers or not models:
-            return original(accelerator, *args, **kwargs)
+            return original(accelerator, *args)
         return _prepare_model_only(accelerator, original, args, models[0])
 
 
@@ -217,7 +211,6 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Return whether a model, compiled or not, is prepared under FSDP2."""
     return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
 
 
@@ -258,7 +251,6 @@ def _prepare_model_only(
     args: Sequence[object],
     model: nn.Module,
 ) -> Any:
-    """Prepare a model whose optimizer is prepared later or never."""
     # The prefix of torch.compile may be inside the one of FSDP2 or around it.
     before = {
         name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()
@@ -298,12 +290,11 @@ def _prepare_without_model(
         for group in optimizer.param_groups:
             group["params"] = [shard_of_original.get(old, old) for old in group["params"]]
             if not all(isinstance(parameter, DTensor) for parameter in group["params"]):
-                message = (
+                raise OptionError(
                     "The optimizer's parameters are not those of a prepared model. Under fsdp2 "
                     "build both and use model, optimizer = accelerator.prepare(model, optimizer), "
                     "or build the optimizer from the prepared model."
                 )
-                raise OptionError(message)
     result = list(args)
     for index, arg in enumerate(args):
         if isinstance(arg, Optimizer):

@@ -1,7 +1,8 @@
 """Loads a model of `from_pretrained` as shards: each rank reads its own part of the files.
 
-`from_pretrained` returns a model whose weights are not read until something uses them
-(`lazy_weights`). `prepare()` builds the engine from memory that is not touched, as a switch does,
+`from_pretrained` returns a model whose weights are not read until something uses them: where
+``is_sharded``, transformers assigns a ``LazyWeight`` where it would assign a tensor of a file.
+`prepare()` builds the engine from memory that is not touched, as a switch does,
 and then reads this rank's intervals of the files into the engine's shards. A weight that any rank
 has used before `prepare()` is an ordinary parameter; rank 0 broadcasts it.
 """
@@ -9,28 +10,30 @@ has used before `prepare()` is an ordinary parameter; rank 0 broadcasts it.
 from __future__ import annotations
 
 import contextlib
+import copy
+import ctypes
 import functools
+import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import SwitchError
 from nbdist.number_formatting import format_bytes
 from nbdist.state import collectives, layouts, meta_model
 from nbdist.state.tensor_index import TensorIndex, TensorPart
 from nbdist.worker.engines import wrap_policy
-from nbdist.worker.engines.lazy_weights import LazyWeight, release_pages
-from nbdist.worker.import_hook import when_imported
-from nbdist.worker.library_patches import patch
+from nbdist.worker.library_patches import patch, when_imported
 from nbdist.worker.training import generation
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -40,8 +43,98 @@ if TYPE_CHECKING:
 _MODELS, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+_MADV_DONTNEED = 4
+_T: Any = torch.Tensor
+_NEED_NO_VALUES = frozenset(
+    {
+        *(_T.device.__get__, _T.dtype.__get__, _T.layout.__get__, _T.shape.__get__),
+        *(_T.ndim.__get__, _T.itemsize.__get__, _T.nbytes.__get__),
+        *(_T.is_cpu.__get__, _T.is_cuda.__get__, _T.is_meta.__get__, _T.is_mps.__get__),
+        *(_T.is_nested.__get__, _T.is_quantized.__get__, _T.is_sparse.__get__),
+        *(_T.requires_grad.__get__, _T.requires_grad.__set__, _T.requires_grad_),
+        *(_T.grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.retains_grad.__get__),
+        *(_T._base.__get__, _T._version.__get__),  # noqa: SLF001
+        *(_T.__hash__, _T.__len__, _T.dim, _T.numel, _T.nelement, _T.size, _T.element_size),
+        *(_T.stride, _T.storage_offset, _T.is_contiguous, _T.get_device),
+        *(_T.is_complex, _T.is_floating_point),
+        *(torch.is_complex, torch.is_floating_point, torch.numel),
+    }
+)
+"""Attributes, methods and functions that depend on a tensor's shape, dtype, device and flags."""
+
 _checkpoints: list[str] = []
 """Files that `from_pretrained` is reading; an empty text if their tensors are not to be lazy."""
+
+
+class LazyWeight(torch.Tensor):
+    """Tensor of a safetensors file whose values are read at the first use of any of them.
+
+    Its own memory is allocated and never touched, so it is not resident. Everything outside of
+    ``_NEED_NO_VALUES`` first turns it into the tensor or parameter that it would be without this
+    class: the same object, with the values of the file in its dtype.
+    """
+
+    stored: torch.Tensor
+    """The values, in the dtype of the file: a view of the memory-mapped file."""
+    checkpoint: str
+    """Names and sizes of the files."""
+
+    @classmethod
+    def of_file(cls, stored: torch.Tensor, dtype: torch.dtype, checkpoint: str) -> Self:
+        """Return the lazy tensor for a view of a file."""
+        weight = torch.empty(stored.shape, dtype=dtype).as_subclass(cls)
+        weight.stored, weight.checkpoint = stored, checkpoint
+        return weight
+
+    def make_parameter(self) -> None:
+        """Make it a parameter for `isinstance` and for modules, as ``nn.Parameter(tensor)``."""
+        self._is_param = True  # torch 2.13: the flag of a parameter of another class
+        self.requires_grad_(self.is_floating_point())
+
+    def read(self) -> None:
+        """Turn it into an ordinary tensor or parameter with the values."""
+        dtype = self.dtype
+        self.data = self.detach_values().to(dtype)
+
+    def detach_values(self) -> torch.Tensor:
+        """Turn it into an ordinary tensor or parameter without values; return those of the file."""
+        attributes = self.__dict__
+        is_parameter = attributes.pop("_is_param", False)
+        del attributes["checkpoint"]
+        stored: torch.Tensor = attributes.pop("stored")
+        self.__class__ = nn.Parameter if is_parameter else torch.Tensor  # type: ignore[assignment]
+        return stored
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Read the values first, unless the function does not depend on them."""
+        if func in _NEED_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                return func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, LazyWeight):
+                value.read()
+        return func(*args, **(kwargs or {}))
+
+    # nn.Parameter has its own version of these methods of torch.Tensor.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.read()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.read()
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        self.read()
+        return repr(self)
 
 
 def is_sharded(options: Options) -> bool:
@@ -216,8 +309,9 @@ class UnreadWeights:
             state = ModelAndOptimizerState(prepared)
             targets = state.target_shards(optimizers=False)
         except SwitchError as error:
-            message = f"{error} To load a whole model on each rank, use --no-sharded-load."
-            raise SwitchError(message) from error
+            raise SwitchError(
+                f"{error} To load a whole model on each rank, use --no-sharded-load."
+            ) from error
         dtypes = {
             meta_model.bare_name(name): parameter.dtype
             for name, parameter in prepared.model.named_parameters()
@@ -232,7 +326,7 @@ class UnreadWeights:
             index, size = TensorIndex(), entry.stored.numel()
             index.add_tensor(key, tuple(entry.stored.shape), dtype, TensorPart(0, size, fetch))
             index.read_into({key: targets[key]})
-            release_pages(entry.stored)
+            _release_pages(entry.stored)
         state.finalize_state({})
         if collectives.rank() == 0:
             num_bytes = sum(entry.stored.nbytes for entry in unread.values())
@@ -240,6 +334,20 @@ class UnreadWeights:
                 f"Loaded {len(unread)} of {len(targets)} weights of {title} as shards: each rank"
                 f" read its part of {format_bytes(num_bytes)}."
             )
+
+
+def _release_pages(stored: torch.Tensor) -> None:
+    """Remove the pages of a memory-mapped tensor from this process; a later access maps them again.
+
+    Otherwise the ranks' processes would together hold the whole file, beside their shards.
+    """
+    size = mmap.PAGESIZE
+    start = -(-stored.data_ptr() // size) * size
+    stop = (stored.data_ptr() + stored.nbytes) // size * size
+    if start < stop:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED
+        )
 
 
 def _engine_dtype(accelerator: Accelerator, parameter: nn.Parameter) -> torch.dtype:

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
 
 from nbdist.errors import OptionError
-from nbdist.worker.engines import accelerator_patch, deepspeed, peft_adapters, training_arguments
+from nbdist.strategies import STRATEGIES
+from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
-from nbdist.worker.import_hook import when_imported
-from nbdist.worker.library_patches import patch
+from nbdist.worker.library_patches import patch, when_imported
+from nbdist.worker.training import generation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
@@ -35,6 +36,9 @@ DEFAULT_BATCH_SIZE = 8
 DEFAULT_OPTIMIZER = {"class": "AdamW", "fused": True}
 """Trainer's default, adamw_torch_fused in transformers 5.23."""
 MODULE = "transformers.trainer"
+_PEFT = "peft.peft_model"
+_TUNERS = "peft.tuners.tuners_utils"
+_FSDP1_PREFIX = "_fsdp_wrapped_module."
 _LEFT_OUT = ("epoch", "total_flos", "step")
 _LEFT_OUT_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "train_loss")
 """Logged values that are not reported: summaries of a whole run instead of a step."""
@@ -44,17 +48,13 @@ def install(reporter: Reporter) -> None:
     """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
-
-    Args:
-        reporter: receives the values that Trainers log.
     """
     when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
     when_imported(MODULE, functools.partial(_patch_trainer, reporter))
-    when_imported(peft_adapters.MODULE, peft_adapters.patch_peft)
+    when_imported(_PEFT, _patch_peft)
 
 
 def _patch_trainer(reporter: Reporter) -> None:
-    """Make Trainers use the session's options, and repair what differs between the engines."""
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
@@ -74,8 +74,6 @@ def _patch_trainer(reporter: Reporter) -> None:
 
 
 def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Build a Trainer's Accelerator with the session's options and its arguments."""
-
     def create_accelerator_and_postprocess(self: Any) -> None:
         if training_arguments.has_own_engine(self.args):
             create(self)
@@ -173,13 +171,11 @@ def _keep_optimizer(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
-    """Decide under --auto from the model and batch size of a Trainer."""
     if trainer.model is None:
-        message = (
+        raise OptionError(
             "--auto needs the model, which Trainer creates later from model_init. Pass model="
             " or choose a backend."
         )
-        raise OptionError(message)
     guess = "Assumed seq_len. Set it with nbdist.trainer_arguments(model, seq_len=...)."
     batch_size = trainer.args.per_device_train_batch_size
     batch = MicroBatch(batch_size=batch_size, seq_len=None, assumption=guess)
@@ -206,11 +202,10 @@ def trainer_arguments(
 
     def choice(chooser: AutoStrategy) -> Options:
         if model is None:
-            message = (
+            raise OptionError(
                 "--auto needs the model: use nbdist.trainer_arguments(model=model), with"
                 " batch_size= and seq_len= to decide for your batch."
             )
-            raise OptionError(message)
         arguments = {"batch_size": batch_size, "seq_len": seq_len}
         missing = [name for name, value in arguments.items() if value is None]
         guess = f"Assumed {' and '.join(missing)}. Set them with trainer_arguments(...)."
@@ -294,3 +289,74 @@ def _curves(logs: Mapping[str, Any]) -> dict[str, float]:
         and name not in _LEFT_OUT
         and not name.endswith(_LEFT_OUT_ENDS)
     }
+
+
+# -- peft
+
+
+def _patch_peft() -> None:
+    """Make peft save adapters whose parameters are sharded, and refuse a merge that loses them.
+
+    A Trainer gathers the state dict on all ranks and saves it on rank 0. For most adapters peft
+    saves the tensors of this state dict; for prompt tuning it would compute them.
+    """
+    patch(f"{_PEFT}:PeftModel.named_modules", _without_fsdp1)
+    patch(f"{_PEFT}:PeftModel.save_pretrained", generation.save_from_all_ranks)
+    patch(f"{_TUNERS}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
+    patch(f"{_TUNERS}:BaseTuner._unload_and_optionally_merge", _check_merge)
+    patch(f"{_TUNERS}:BaseTuner.merge_adapter", _check_merge)
+
+
+def _without_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
+    def named_modules(
+        self: Any, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, Any]]:
+        for name, module in original(self, memo, prefix, *args, **kwargs):
+            yield prefix + name[len(prefix) :].replace(_FSDP1_PREFIX, ""), module
+
+    return named_modules
+
+
+def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(hasattr(p, "ds_id") and not p.numel() for p in self.model.parameters()):
+            raise OptionError(
+                "peft cannot merge or unload an adapter whose base is partitioned by ZeRO-3. Save"
+                " the adapter, and merge it into a new copy of the base:"
+                " PeftModel.from_pretrained(base, folder).merge_and_unload()."
+            )
+        return original(self, *args, **kwargs)
+
+    return merge
+
+
+def _save_given_prompt(original: Any) -> Any:
+    def _get_adapter_state_dict(
+        cls: type,
+        model: Any,
+        config: Any,
+        adapter_name: str,
+        state_dict: Mapping[str, Any],
+        unwanted_adapter_names: list[str],
+    ) -> dict[str, Any]:
+        if not state_dict:
+            return {}  # as for other adapters: an export writes only the config this way
+        encoder = f"prompt_encoder.{adapter_name}."
+        of_encoder = [name for name in state_dict if name.startswith(encoder)]
+        if of_encoder == [f"{encoder}embedding.weight"]:
+            return {"prompt_embeddings": state_dict[of_encoder[0]]}
+        options = accelerator_patch.current_config().options
+        if "parameters" in options.strategy.shards:
+            # A forward of the encoder on rank 0 fails under FSDP and hangs under ZeRO-3.
+            whole = [name for name, it in STRATEGIES.items() if "parameters" not in it.shards]
+            raise OptionError(
+                f"peft computes the prompts of {config.peft_type.value} from several parameters,"
+                f" which {options.backend} shards, so rank 0 cannot save them. Use one of the"
+                f" backends {', '.join(whole)}."
+            )
+        saved: dict[str, Any] = original.__func__(
+            cls, model, config, adapter_name, state_dict, unwanted_adapter_names
+        )
+        return saved
+
+    return classmethod(_get_adapter_state_dict)

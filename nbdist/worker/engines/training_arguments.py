@@ -88,7 +88,10 @@ def combine(args: Any, session: EngineConfig) -> Options:
     Raises:
         OptionError: a value of the arguments differs from an option of the session.
     """
-    _restore(args)
+    # Undo what an earlier Trainer has set: the session may have switched since.
+    for name, (value, own) in vars(args).pop("_nbdist_replaced", {}).items():
+        if getattr(args, name) == value:
+            setattr(args, name, own)
     options = _with_engine_config(args, session)
     strategy = options.strategy
     if strategy.is_flat and args.optim == "adafactor" and args.save_strategy != "no":
@@ -122,13 +125,6 @@ def combine(args: Any, session: EngineConfig) -> Options:
         text = ", ".join(f"{name}={value}" for name, value in values.items())
         print(f"Trainer takes from the session's options: {text}.")  # noqa: T201
     return options
-
-
-def _restore(args: Any) -> None:
-    """Undo what an earlier Trainer has set: the session may have switched since."""
-    for name, (value, own) in vars(args).pop("_nbdist_replaced", {}).items():
-        if getattr(args, name) == value:
-            setattr(args, name, own)
 
 
 def _is_written(args: Any, name: str) -> bool:

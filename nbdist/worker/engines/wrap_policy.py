@@ -108,7 +108,6 @@ def broadcast_from_rank_0(model: nn.Module, *, without: Collection[int] = ()) ->
     of different initializations.
 
     Args:
-        model: a model that is not prepared.
         without: id() of parameters that are loaded afterwards.
     """
     if not has_weights():
@@ -122,18 +121,16 @@ def check_weight_types(model: nn.Module) -> None:
     """Raise OptionError for weights that no backend can broadcast and move."""
     for kind in {type(parameter) for parameter in model.parameters()}:
         if kind.__name__ == "DTensor":
-            message = (
+            raise OptionError(
                 f"{type(model).__name__} has DTensor parameters (from tp_plan, parallelize_module"
                 " or fully_shard), which no backend can wrap. Build the model without them; the"
                 " backend shards it."
             )
-            raise OptionError(message)
         # torchao 0.18: Int8Tensor implements neither view nor collectives.
         is_torchao = kind.__module__.partition(".")[0] == "torchao"
         if is_torchao and not hasattr(kind, "fsdp_pre_all_gather"):
-            message = (
+            raise OptionError(
                 f"{type(model).__name__} has weights of torchao's {kind.__name__}, which supports"
                 " no collective operations, so no backend can train it. Quantize with"
                 " BitsAndBytesConfig(load_in_4bit=True) instead."
             )
-            raise OptionError(message)

@@ -35,8 +35,8 @@ from nbdist.hardware import discovery
 from nbdist.planner.measurement_store import record_device_memory
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 from nbdist.state.layouts.base import innermost_optimizer
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.memory import tensor_categories
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,8 +139,11 @@ current_probe = CurrentMemoryProbe()
 
 
 def before_context(device: torch.device) -> None:
-    """Record the used memory of a GPU; call it before NCCL or CUDA is initialized."""
-    current_probe.device_before_bytes = _device_used(device)
+    """Record the memory of a GPU that all processes use, before NCCL or CUDA is initialized."""
+    if (nvml := discovery.import_pynvml()) is not None:
+        # torch 2.13 has no NVML index for a MIG instance (TypeError); a driver may fail at any call
+        with contextlib.suppress(RuntimeError, TypeError, nvml.NVMLError):
+            current_probe.device_before_bytes = int(torch.cuda.device_memory_used(device))
 
 
 def reset_for_prepare(
@@ -150,7 +153,6 @@ def reset_for_prepare(
 
     Args:
         models: the models that are not prepared yet.
-        args: arguments of `prepare()`.
         meta_model: meta copy of the last new model; None if it cannot be copied.
     """
     if not models:
@@ -184,8 +186,6 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
     """Attach the probe to the prepared model and optimizer.
 
     Args:
-        accelerator: the accelerator that prepared them.
-        result: the return value of `prepare()`.
         options: options of the engine; None for a user's own.
     """
     probe = current_probe.probe
@@ -343,9 +343,6 @@ def enter_memory_tracker(
     """Enter a memory tracker that knows the existing tensors.
 
     Args:
-        tracker: the tracker.
-        model: the prepared model.
-        optimizer: the innermost optimizer.
         preexisting: part of the tensors that do not belong to the model.
     """
     tracker.track_tensors(preexisting, tensor_categories.all_tensors())
@@ -356,7 +353,6 @@ def enter_memory_tracker(
 
 
 def _end(probe: MemoryProbe) -> None:
-    """Stop tracking and store the measurements."""
     tracker, model = probe.memory_tracker, probe.prepared_model
     _stop(probe)
     if model is None:
@@ -436,7 +432,6 @@ def other_models_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None
 
 
 def _device_tensors(values: Iterable[object]) -> list[torch.Tensor]:
-    """Return the tensors among values that are on this rank's device."""
     kind = current_probe.device.type
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == kind]
@@ -500,17 +495,6 @@ def _on_gpu(device: torch.device) -> dict[str, int]:
         "device_bytes": total - free - current_probe.device_before_bytes,
         "device_total_bytes": total,
     }
-
-
-def _device_used(device: torch.device) -> int:
-    """Return the bytes of a device in use by all processes, without creating a context."""
-    nvml = discovery.import_pynvml()
-    if nvml is None:
-        return 0
-    # torch 2.13 has no NVML index for a MIG instance (TypeError); a driver may fail at any call
-    with contextlib.suppress(RuntimeError, TypeError, nvml.NVMLError):
-        return int(torch.cuda.device_memory_used(device))
-    return 0
 
 
 def trim_malloc() -> None:

@@ -32,7 +32,6 @@ def model_reply(request: messages.ModelRequest, names: Mapping[str, Any]) -> mes
 
     Args:
         request: the request with the name of the model and the micro-batch.
-        names: the user's variables.
     """
     try:
         model, probe = _select_model(request["name"], names)
@@ -82,14 +81,22 @@ def describe_model(
         kind: kind of the devices to plan for.
         progress: called with the progress of a trace. By default none is shown: the kernel itself
             shows that it waits.
-        quick: without a new trace.
+        quick: without a new trace: analytically, or by the cached trace of an earlier plan.
 
     Raises:
-        PlanError: the model cannot be described.
+        PlanError: the model cannot be described, or `quick` and it needs a trace.
     """
     inputs = meta_inputs(call, model) if call else None
     if quick:
-        spec = quick_spec(model, inputs, batch_size=batch_size, seq_len=seq_len, kind=kind)
+        known = traced.find_known_spec(
+            model, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=(kind,)
+        )
+        if known is None:
+            raise PlanError(
+                f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
+                " seconds."
+            )
+        spec = known
     else:
         spec = traced.spec_from_module(
             model,
@@ -100,31 +107,6 @@ def describe_model(
             kinds=(kind,),
         )
     return with_notes(spec, build_model_spec.seq_len_notes(_config(model), seq_len))
-
-
-def quick_spec(
-    model: nn.Module,
-    inputs: object,
-    *,
-    batch_size: int,
-    seq_len: int,
-    kind: Literal["cuda", "cpu"],
-) -> ModelSpec:
-    """Describe a model in milliseconds: analytically, or by the cached trace of an earlier plan.
-
-    Raises:
-        PlanError: a trace is needed.
-    """
-    spec = traced.find_known_spec(
-        model, batch_size=batch_size, seq_len=seq_len, inputs=inputs, kinds=(kind,)
-    )
-    if spec is None:
-        message = (
-            f"{type(model).__name__} has no analytic description: it needs a trace, which takes"
-            " seconds."
-        )
-        raise PlanError(message)
-    return spec
 
 
 def meta_inputs(
@@ -149,7 +131,6 @@ def default_seq_len(model: nn.Module) -> int:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Return a model's config as a dict; empty if it has none."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return to_dict() if callable(to_dict) else {}
 
@@ -164,29 +145,25 @@ def _select_model(
     """
     probe = memory_probe.current_probe.probe
     if name is None and probe is None:
-        message = (
+        raise PlanError(
             "No model is prepared on the ranks. Call accelerator.prepare() in a %%distribute"
             " cell, or name the model to plan."
         )
-        raise PlanError(message)
     model = None if name is None else names.get(name)
     is_probed = probe is not None and model is not None and probe.prepared_model is model
     if probe is not None and (name is None or is_probed):
         if probe.meta_model is None:
-            message = (
+            raise PlanError(
                 "The prepared model cannot be planned because copy.deepcopy fails for it. Name a"
                 " newly built model."
             )
-            raise PlanError(message)
         return probe.meta_model, probe
     if not isinstance(model, nn.Module):
         kind = f"a {type(model).__name__}" if name in names else "not a variable"
-        message = f"{name} is {kind} on the ranks. Use the name of an nn.Module."
-        raise PlanError(message)
+        raise PlanError(f"{name} is {kind} on the ranks. Use the name of an nn.Module.")
     if getattr(model, "_is_accelerate_prepared", False):
-        message = (
+        raise PlanError(
             f"{name} was prepared before another model. Prepare it last, or name a model that is"
             " not prepared."
         )
-        raise PlanError(message)
     return model, None

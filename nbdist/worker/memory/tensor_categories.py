@@ -48,7 +48,6 @@ def tensors_by_use(model: nn.Module, optimizer: Optimizer | None) -> Iterator[La
     """Yield the parts with their tensors; a tensor belongs to the last part that contains it.
 
     Args:
-        model: the prepared model.
         optimizer: the innermost optimizer, which has the state.
     """
     yield "parameters", (*model.parameters(), *model.buffers())
@@ -77,12 +76,7 @@ def all_tensors() -> list[torch.Tensor]:
 
 
 def tensors_of_other_models(model: nn.Module, optimizer: Optimizer | None) -> list[torch.Tensor]:
-    """Return the tensors of all other modules and optimizers; may include shared tensors.
-
-    Args:
-        model: the prepared model.
-        optimizer: the innermost optimizer.
-    """
+    """Return the tensors of all other modules and optimizers; may include shared tensors."""
     own = set(map(id, (*model.modules(), optimizer)))
     tensors: list[Any] = []
     for item in _objects(Module, TorchOptimizer):
@@ -152,5 +146,4 @@ def _zero_tensors(model: nn.Module, attributes: Iterable[str]) -> list[Any]:
 
 
 def _state(optimizer: Optimizer) -> list[Any]:
-    """Return the leaves of an optimizer's state."""
     return [leaf for state in optimizer.state.values() for leaf in tree_leaves(dict(state))]

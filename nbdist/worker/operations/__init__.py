@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pkgutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
     from pathlib import Path
 
-    from nbdist.protocol.operations import Operation, SaveRequest
+    from nbdist.protocol.operations import SaveRequest
     from nbdist.worker.collective_check import CollectiveBarrier
     from nbdist.worker.report import Reporter
 
@@ -33,16 +32,3 @@ class RankContext:
     """Barrier of CPU ranks before each collective."""
     folder: Path
     """Private folder of this node's ranks."""
-
-
-def run_operation(
-    operation: Operation[Any, Any], content: dict[str, Any], context: RankContext
-) -> dict[str, Any]:
-    """Carry out a request on this rank, a collective; return the content of the reply.
-
-    Raises:
-        NbdistError: of type `operation.raises`: the operation failed.
-    """
-    function = pkgutil.resolve_name(operation.function)
-    report = function(operation.request(**content), context)
-    return {"status": "ok", "report": asdict(report)}

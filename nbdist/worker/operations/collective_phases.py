@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CheckpointError, CollectiveMismatch, NbdistError
+from nbdist.keyboard_interrupt import suppress_interrupt
 from nbdist.state import collectives
-from nbdist.worker.interrupt.deferred_interrupts import deferred_interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +26,69 @@ _NO_ROOM = frozenset({errno.EDQUOT, errno.EFBIG, errno.ENOSPC})
 
 before_phase: list[Callable[[str], object]] = []
 """Called with the name of each phase before it begins; for fault injection in tests."""
+
+
+class DeferredInterrupts:
+    """Defers interrupts during operations that consist of phases, such as load and switch.
+
+    Interrupting such an operation at an arbitrary line would leave a model incomplete. The first
+    interrupt therefore takes effect at the end of a phase, where all ranks synchronize: the
+    operation fails on all ranks and is rolled back. A further interrupt ends the phase immediately,
+    but never the synchronization or the rollback.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_interrupts = 0
+        self._is_interruptible = True
+        """False during a rollback, which cannot be interrupted."""
+        self._is_blocked = False
+        """True while interrupts are blocked."""
+        self.failed = ""
+        """Error with which this rank waits in the synchronization; "" if there is none."""
+
+    @property
+    def is_set(self) -> bool:
+        """True if the operation was interrupted."""
+        return self._is_interruptible and self._num_interrupts > 0
+
+    @contextlib.contextmanager
+    def defer_interrupts(self) -> Iterator[None]:
+        """Defer interrupts in this context; for the main thread."""
+        self._reset()
+        try:
+            with suppress_interrupt(self._on_interrupt):
+                yield
+        finally:
+            self._reset()
+
+    @contextlib.contextmanager
+    def block_interrupts(self, error: BaseException | None = None) -> Iterator[None]:
+        """Block interrupts in this context, during the synchronization of the ranks.
+
+        Args:
+            error: the error with which this rank enters the synchronization.
+        """
+        self._is_blocked, self.failed = True, "" if error is None else type(error).__name__
+        try:
+            yield
+        finally:
+            self._is_blocked, self.failed = False, ""
+
+    def ignore(self) -> None:
+        """Ignore further interrupts: the operation failed and is rolled back."""
+        self._is_interruptible = False
+
+    def _on_interrupt(self) -> None:
+        self._num_interrupts += 1
+        if self._num_interrupts > 1 and self._is_interruptible and not self._is_blocked:
+            raise KeyboardInterrupt
+
+
+deferred_interrupts = DeferredInterrupts()
+"""The flag of this rank."""
 
 
 class CollectivePhases:
@@ -126,13 +189,7 @@ class CollectivePhases:
 
 
 class ByteProgress:
-    """Progress of a transfer as a text with a percentage, at a limited rate.
-
-    Args:
-        on_phase: called with the text.
-        doing: start of the text: "writing".
-        total: bytes of this rank.
-    """
+    """Progress of a transfer as a text with a percentage, at a limited rate."""
 
     def __init__(self, on_phase: Callable[[str], object], doing: str, total: int) -> None:
         self._on_phase, self._doing, self._total = on_phase, doing, total
@@ -172,11 +229,6 @@ def raise_if_any_failed(
     error: Exception | None, raises: type[NbdistError] = CheckpointError, prefix: str = ""
 ) -> None:
     """Raise on all ranks if any rank failed; a collective.
-
-    Args:
-        error: error of this rank.
-        raises: class of the error to raise.
-        prefix: start of its message.
 
     Raises:
         NbdistError: at least one rank failed. The message is the same on all ranks.

@@ -32,7 +32,7 @@ from nbdist.worker.operations.collective_phases import (
     CollectivePhases,
     try_call,
 )
-from nbdist.worker.training.tokenizer_check import too_large_tokenizer
+from nbdist.worker.training.generation import too_large_tokenizer
 from nbdist.worker.training.training_state import ModelTensors, select_model, whole_shard
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ _COMPANIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OutputFile:
-    """Layout of an output file."""
-
     head: bytes
     offsets: Mapping[str, int]
     """Tensor name -> offset of its first byte."""
@@ -136,7 +134,6 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
 def _fill_report(
     report: RankExportReport, model: nn.Module, outline: ExportPlan, target: Path
 ) -> None:
-    """Fill in the planned content and the expression that loads it."""
     name, location = type(model).__name__, repr(str(target))
     report.model, report.tensors = name, len(outline.targets)
     report.size_bytes = sum(output.numel * output.dtype.itemsize for output in outline.targets)
@@ -162,10 +159,8 @@ def _write(
 
     Args:
         places: tensor name -> file and offset.
-        tensors: this rank's shards of the model.
         model: the model on the meta device.
         outline: tensors to write, and how to compute those that are not in the model.
-        on_phase: called with progress texts.
     """
     regions = [
         shared_file_writer.TensorFileRegion(
@@ -230,7 +225,6 @@ def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any
     """Find the variables to save with a model: its tokenizer or processor.
 
     Args:
-        names: the user's variables.
         notes: receives a note if several variables qualify and none is selected.
 
     Returns:

@@ -94,7 +94,6 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
 
 
 def _rename_tied(saved: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
-    """Rename the optimizer state of tied parameters to their first name."""
     for key in [key for key in saved.keys if key.startswith("optim.state.")]:
         parameter, _, state = key.removeprefix("optim.state.").rpartition(".")
         renamed = f"optim.state.{aliases.get(parameter, parameter)}.{state}"
@@ -139,7 +138,7 @@ def _match_keys(
         CheckpointError: tensors are missing or have another shape, or optimizer state is not
             element-wise. The message lists them.
     """
-    weights, buffers = state.target_shards(optimizers=False), state.target_buffers()
+    weights, buffers = state.target_shards(optimizers=False), state.buffers(owned=False)
     aliases_of: dict[str, list[str]] = {}
     for alias, first in aliases.items():
         aliases_of.setdefault(first, []).append(alias)
@@ -177,7 +176,6 @@ def _match_keys(
 def _check_shapes(
     saved: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]
 ) -> None:
-    """Raise if a tensor has another shape, or optimizer state is not element-wise."""
     wrong = [
         f"{printable(stored)} {shapes[key]} (saved {saved.keys[stored].shape})"
         for key, stored in keys.items()
@@ -207,7 +205,7 @@ def _read_into_engine(
     optimizers: bool,
 ) -> int:
     """Read into the engine's tensors; optimizer state that was not saved is set to zero."""
-    targets = state.target_shards(optimizers=optimizers) | state.target_buffers()
+    targets = state.target_shards(optimizers=optimizers) | state.buffers(owned=False)
     target_shards = {stored: targets[key] for key, stored in keys.items()}
     read_bytes = saved.read_into(target_shards)
     optimizer_state = {

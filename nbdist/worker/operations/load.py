@@ -77,8 +77,6 @@ def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
 
 
 class _CheckpointLoad:
-    """Load of one checkpoint."""
-
     def __init__(self, request: LoadRequest, context: RankContext) -> None:
         self._id, self._weights_only = request.id, request.weights_only
         self._reset = request.reset_optimizer
@@ -122,7 +120,11 @@ class _CheckpointLoad:
             if not self._weights_only:
                 self._check_training()
         with self._phase(CHECKING_PHASE):
-            weights = self._weights()
+            weights = {
+                key: shard
+                for state in self._models
+                for key, shard in state.owned_shards(optimizers=False).items()
+            }
             differing = base_model.different_from(self._manifest, weights)
         with self._phase(CHECKING_PHASE):
             self._referenced = {
@@ -188,7 +190,6 @@ class _CheckpointLoad:
     # -- the files
 
     def _open(self) -> list[PreparedModel]:
-        """Open the manifest; return the models to load into."""
         if isinstance(self._location, Url):
             self._download = CheckpointDownload(self._location, self._download_folder)
             self._path = self._download_folder
@@ -233,14 +234,6 @@ class _CheckpointLoad:
 
     # -- checking
 
-    def _weights(self) -> dict[str, Shard]:
-        """Return the owned weights of all models."""
-        return {
-            key: shard
-            for state in self._models
-            for key, shard in state.owned_shards(optimizers=False).items()
-        }
-
     def _stored(self, key: str) -> str:
         """Return the key under which the checkpoint stores a tensor."""
         return self._manifest.aliases.get(key, key)
@@ -250,7 +243,7 @@ class _CheckpointLoad:
         shapes: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
         for state in self._models:
-            targets = state.target_shards(optimizers=False) | state.target_buffers()
+            targets = state.target_shards(optimizers=False) | state.buffers(owned=False)
             shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
         try:
@@ -337,7 +330,7 @@ class _CheckpointLoad:
     def _readable_target(self, state: ModelAndOptimizerState) -> dict[str, Shard]:
         """Return the live shards to read for one model; a collective under FSDP1."""
         if self._weights_only:
-            return state.target_shards(optimizers=False) | state.target_buffers()
+            return state.target_shards(optimizers=False) | state.buffers(owned=False)
         keys = {} if self._reset else self._state_keys(state)
         for key, saved in keys.items():
             if not saved.dtype.startswith(("float", "bfloat", "int", "uint", "bool")):
@@ -354,7 +347,7 @@ class _CheckpointLoad:
         )
         targets = state.target_shards()
         reshard.zero_unsaved(targets, keys)
-        return targets | state.target_buffers() | self._state_dict_target(state)
+        return targets | state.buffers(owned=False) | self._state_dict_target(state)
 
     def _state_dict_target(self, state: ModelAndOptimizerState) -> dict[str, Shard]:
         """Return host memory for the tensors of this rank's state dicts."""
@@ -374,7 +367,6 @@ class _CheckpointLoad:
         return {key: whole_shard(tensor) for key, tensor in tensors.items()}
 
     def _load_state_dicts(self, number: int, state: ModelAndOptimizerState) -> None:
-        """Load the state of optimizers that cannot be resharded."""
         if self._reset:
             state.reset_state_dicts()
         elif by_rank := self._manifest.state_dicts:
@@ -408,7 +400,6 @@ class _CheckpointLoad:
             dataloader_state.seek(loader, position)
 
     def _set_counters(self, number: int, prepared: PreparedModel) -> None:
-        """Set the step count and the loss scale."""
         models = self._manifest.extra.get("models")
         entry = models[number] if isinstance(models, list) and number < len(models) else {}
         fields = entry if isinstance(entry, dict) else {}
@@ -425,7 +416,7 @@ class _CheckpointLoad:
         live: dict[str, Shard] = {}
         for state in self._models:
             live |= state.owned_shards(optimizers=not self._weights_only)
-            live |= state.owned_buffers()
+            live |= state.buffers(owned=True)
             if not self._weights_only and state.state_dict_rank == collectives.rank():
                 _, tensors = state.state_dicts()
                 live |= {key: whole_shard(tensor) for key, tensor in tensors.items()}
@@ -581,7 +572,6 @@ def check_keys(
     """Refuse a checkpoint of another model before reading any tensor.
 
     Args:
-        manifest: manifest of the checkpoint.
         required: key -> shape of the prepared models' weights and buffers.
         aliases: additional keys of tied weights -> a key in `required`.
 

@@ -84,8 +84,6 @@ class PickleStageError(SwitchError):
     """A stage cannot be pickled or unpickled.
 
     Args:
-        reason: error text.
-        stage_index: index of the stage.
         is_too_early: the stage refers to an object of a higher level.
     """
 
@@ -147,7 +145,6 @@ def verify_unpickles(
     """Test that a new process can unpickle the objects; copies no tensor.
 
     Args:
-        pickled: result of ``pickle_stages``.
         external: objects that the new process creates itself; the test uses the current ones.
         initial_namespace: predefined variables of a new process.
 
@@ -263,12 +260,6 @@ def write_namespace(
 ) -> None:
     """Write the pickled objects of a rank, and the blocks that no other rank has written.
 
-    Args:
-        pickled: result of ``pickle_stages``.
-        digests: digest of each block.
-        folder: private folder of all ranks.
-        rank: this rank.
-
     Raises:
         OSError: the disk is full or another write error occurred.
     """
@@ -345,7 +336,6 @@ class NamespaceReader:
             raise SwitchError(reason) from error
 
     def _storage(self, number: int, device_type: str) -> UntypedStorage:
-        """Read the storage of a tensor on first use, to its device."""
         if number not in self._storages:
             content = self._read(number)
             if device_type == "cuda":
@@ -366,7 +356,6 @@ class _NamespaceUnpickler(pickle.Unpickler):
     """Unpickles objects that a rank of this session has pickled.
 
     Args:
-        stream: the pickle.
         buffers: buffers of arrays, in order.
         storage: returns the storage of a tensor by its number and the type of its device.
         known: objects that this process created, by key.

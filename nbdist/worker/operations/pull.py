@@ -17,7 +17,8 @@ from nbdist.worker.operations.collective_phases import (
     ByteProgress,
     CollectivePhases,
 )
-from nbdist.worker.training.training_state import ModelTensors, find_model
+from nbdist.worker.training.prepared_models import find_model
+from nbdist.worker.training.training_state import ModelTensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

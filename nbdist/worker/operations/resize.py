@@ -88,8 +88,6 @@ class _RankBuildState:
 
 @dataclass(slots=True, kw_only=True)
 class _LoaderState:
-    """State of a prepared loader."""
-
     accelerator: int
     given: Any
     """The user's loader."""
@@ -224,8 +222,9 @@ class _ResizeSave:
             except namespace_pickle.PickleStageError as error:
                 name = stages[error.stage_index].name
                 if not name:
-                    message = f"The training state cannot be moved to the new ranks: {error}"
-                    raise SwitchError(message) from error
+                    raise SwitchError(
+                        f"The training state cannot be moved to the new ranks: {error}"
+                    ) from error
                 if error.is_too_early:
                     early.discard(name)
                 else:
@@ -238,7 +237,7 @@ class _ResizeSave:
         owned = state.owned_shards(optimizers=not reset)
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
-        self._shards |= state.owned_buffers()  # makes the files a complete checkpoint
+        self._shards |= state.buffers(owned=True)  # makes the files a complete checkpoint
         scalar_state = {} if reset else state.scalar_state()
         recipe = ModelRecipe.capture(prepared, scalar_state, hooks=False)
         recipe.digests = tensor_digest.global_digests(owned)
@@ -259,7 +258,6 @@ class _ResizeSave:
     def _write(
         self, pickled: namespace_pickle.PickledNamespace, digests: list[str], folder: Path
     ) -> None:
-        """Write the pickles, and the shards of all ranks as a checkpoint."""
         rank, trained = collectives.rank(), prepared_models.all_models()
         draft: checkpoint.PendingCheckpoint | None = None
         with self._phase("opening files"):
@@ -449,7 +447,6 @@ class _ResizeLoad:
         return self.report
 
     def _build(self, plan: _RankBuildState, reader: namespace_pickle.NamespaceReader) -> None:
-        """Create and prepare accelerators, models, optimizers, schedulers and loaders."""
         for place, (is_predefined, arguments, attributes) in enumerate(plan.accelerators):
             if is_predefined:
                 accelerator: Accelerator = self._context.predefined["accelerator"]
@@ -507,7 +504,6 @@ class _ResizeLoad:
         return prepared_models.all_models()[-1]
 
     def _prepare_loader(self, state: _LoaderState) -> Any:
-        """Prepare a loader and resume it at its position."""
         loader = self._built[state.accelerator].prepare_data_loader(state.given)
         prepared_models.register_loader(loader, state.given)
         self._made.append(loader)

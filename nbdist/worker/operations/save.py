@@ -27,14 +27,15 @@ from nbdist.errors import CheckpointError
 from nbdist.protocol import messages
 from nbdist.protocol.operations import RankSaveReport, SaveRequest
 from nbdist.state import base_model, collectives, layouts, shard_io, shards, tensor_digest
+from nbdist.state.optimizer_state_dict import class_name
 from nbdist.worker.engines import accelerator_patch
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.operations.collective_phases import (
     error_text,
     raise_if_any_failed,
     rank_errors_text,
     try_call,
 )
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.training import (
     dataloader_state,
     model_recipe,
@@ -214,8 +215,6 @@ class CheckpointSaver:
 
 
 class _BackgroundSave:
-    """A save in the background thread."""
-
     def __init__(
         self,
         request: SaveRequest,
@@ -419,7 +418,6 @@ def check_savable(
     """Raise if the state of a model is incomplete or cannot be resharded.
 
     Args:
-        prepared: the model.
         optimizers: check the optimizers too.
         micro_batches: refuse a model in the middle of gradient accumulation.
 
@@ -503,7 +501,9 @@ def _take_snapshot(
     optimizers: list[OptimizerMetadata] = []
     aliases: dict[str, str] = {}
     models: list[dict[str, Any]] = []
-    live = [_exclude(state.owned_shards(), stored.keys) | state.owned_buffers() for state in states]
+    live = [
+        _exclude(state.owned_shards(), stored.keys) | state.buffers(owned=True) for state in states
+    ]
     scalars = [state.scalar_state() for state in states]
     for number, state in enumerate(states):  # no collective from here on
         prepared, counts = state.prepared, scalars[number]
@@ -534,7 +534,7 @@ def _take_snapshot(
         steps = [int(values.get("step", 0)) for values in counts.values()]
         models.append(
             {
-                "class": training_metadata.class_name(prepared.meta.model),
+                "class": class_name(type(prepared.meta.model)),
                 "steps": max(prepared.num_steps, *steps) if steps else prepared.num_steps,
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }

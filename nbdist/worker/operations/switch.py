@@ -31,7 +31,7 @@ from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
-from nbdist.worker.memory import memory_fit_check, memory_probe
+from nbdist.worker.memory import memory_advice, memory_probe
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training import prepared_models, rebind_variables, release_models, rng_state
 from nbdist.worker.training.model_recipe import ModelRecipe
@@ -58,8 +58,6 @@ class EngineSwitch:
     """Change of the engine of all prepared models.
 
     Args:
-        new_options: validated new options.
-        context: this rank.
         reset_optimizer: drop the state of the optimizers.
         reason: error message of the replaced objects; default: that the engine was switched.
     """
@@ -128,7 +126,6 @@ class EngineSwitch:
     # -- the old engine
 
     def _capture(self, prepared: PreparedModel) -> ModelRecipe:
-        """Capture the recipe, with copies of this rank's shards in host memory."""
         state = ModelAndOptimizerState(prepared)
         live = state.owned_shards(optimizers=not self._reset)
         needed = shards.total_bytes(live)
@@ -188,7 +185,6 @@ class EngineSwitch:
                 trainer.update_trainer_engine(found_trainer)
 
     def _build(self, number: int, old: PreparedModel, recipe: ModelRecipe) -> None:
-        """Create a model with its optimizers and prepare it."""
         model, raws = recipe.build()
         for place, raw in enumerate(raws):
             self._replaced.add_replacements(
@@ -235,7 +231,6 @@ class EngineSwitch:
             ) from second
 
     def _summarise(self) -> None:
-        """List the carried state in the report."""
         items = [] if self._models else ["no model was prepared yet"]
         for old, recipe in self._models:
             schedulers = [wrapper.scheduler for wrapper in old.live_schedulers]
@@ -260,11 +255,6 @@ def stale_reason(before: Options, now: Options) -> str:
 def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool) -> list[str]:
     """Check that all prepared models can be rebuilt with new options; changes nothing.
 
-    Args:
-        new_options: the new options.
-        world_size: number of ranks with them.
-        reset_optimizer: the state of the optimizers is dropped.
-
     Returns:
         Notes about memory, and about state that is not carried.
 
@@ -276,9 +266,7 @@ def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool
     notes: list[str] = []
     for prepared in prepared_models.all_models():
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
-        notes += memory_fit_check.check_memory(
-            prepared, new_options, hardware, world_size=world_size
-        )
+        notes += memory_advice.check_memory(prepared, new_options, hardware, world_size=world_size)
         named = prepared.model.named_parameters()
         if hooked := [name for name, p in named if p._backward_hooks]:  # noqa: SLF001
             notes.append(
@@ -322,9 +310,6 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
 def check_host_memory(needed: int) -> None:
     """Raise if the host does not have enough memory for the copies.
 
-    Args:
-        needed: size of this rank's shards in bytes.
-
     Raises:
         SwitchError: the copies of all ranks on this host exceed its free memory.
     """
@@ -341,7 +326,6 @@ def check_host_memory(needed: int) -> None:
 def _check_optimizer(
     owned: PreparedOptimizer, prepared: PreparedModel, new_options: Options
 ) -> None:
-    """Raise if the new engine cannot represent the optimizer state."""
     refusal = optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class)
     if refusal:
         raise SwitchError(
@@ -364,9 +348,18 @@ def _check_optimizer(
 
 def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, object]:
     """Return the objects of a prepared model that variables may hold, by key."""
-    replaceable = rebind_variables.replaceable_objects(
-        number, prepared.model, prepared.user_model()
-    )
+    replaceable: dict[object, object] = {}
+    for name, module in meta_model.named_modules(prepared.model):
+        # A wrapper comes before the wrapped module, and both have the same plain name.
+        replaceable.setdefault((number, "module", name), module)
+        replaceable[number, "inside", name] = module
+    for name, parameter in prepared.model.named_parameters():
+        replaceable[number, "parameter", meta_model.bare_name(name)] = parameter
+    for name, buffer in prepared.model.named_buffers():
+        replaceable[number, "buffer", meta_model.bare_name(name)] = buffer
+    if (user_model := prepared.user_model()) is not None:
+        replaceable[number, "bare"] = user_model
+    replaceable[number, "prepared"] = prepared.model
     for place, owned in enumerate(prepared.live_optimizers):
         replaceable[number, "optimizer", place] = owned.wrapper()
         replaceable[number, "raw", place] = owned.inner_optimizer

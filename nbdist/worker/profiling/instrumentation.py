@@ -26,14 +26,14 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
 from torch.utils.data import dataloader
 
-from nbdist.profiler.measurements import LineProfile
+from nbdist.profiler.measurements import DataLoaderStats, LineProfile
 from nbdist.worker import collective_check, stacks
 from nbdist.worker.engines import deepspeed
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
     from nbdist.worker.profiling.step_breakdown import Span
@@ -64,15 +64,13 @@ class PhaseSpans:
         self.spans: dict[str, list[Span]] = defaultdict(list)
         self.collective_calls: list[CollectiveCall] = []
         self.wait_spans: list[Span] = []
-        self.loader_stats: dict[int, LoaderStats] = {}
-        """id() of an iterator -> its statistics. Holds no reference to the iterator."""
+        self.loader_stats: dict[int, DataLoaderStats] = {}
+        """id() of an iterator -> totals of its batches. Holds no reference to the iterator."""
         self.forward_counts: Counter[torch.nn.Module] = Counter()
         """Number of forwards with gradients of each prepared model."""
         self.has_model_hooks = False
         """Whether hooks on the prepared models are installed, rather than only patches of modules
         returned by torch.compile."""
-        self.pending_bytes = 0
-        """Bytes of the collective that is about to be called."""
         self.idle_times: list[tuple[int, int]] = []
         """For each gap between phases: its end, and the nanoseconds in it in which the main thread
         did not run, because it slept or was preempted."""
@@ -130,36 +128,6 @@ class PhaseSpans:
         """End all open phases, which an interrupted forward or backward leaves open."""
         while self._open:
             self.end(self._open[-1][0])
-
-
-@dataclass(slots=True, kw_only=True)
-class LoaderStats:
-    """Statistics of a DataLoader iterator."""
-
-    num_workers: int
-    pin_memory: bool
-    batch_size: int | None
-    is_sharded: bool
-    num_batches: int = 0
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    """CPU time of the main thread in `seconds`."""
-
-    @classmethod
-    def from_iterator(cls, iterator: Any) -> LoaderStats:
-        """Read the configuration of an iterator."""
-        sampler = iterator._index_sampler  # noqa: SLF001
-        base = getattr(sampler, "sampler", None)
-        kinds = (sampler, base, getattr(base, "sampler", None), iterator._dataset)  # noqa: SLF001
-        return cls(
-            num_workers=iterator._num_workers,  # noqa: SLF001
-            pin_memory=bool(iterator._pin_memory),  # noqa: SLF001
-            batch_size=getattr(sampler, "batch_size", None),
-            # Accelerate's BatchSamplerShard and IterableDatasetShard, torch's DistributedSampler
-            is_sharded=any(
-                part in type(item).__name__ for item in kinds for part in ("Shard", "Distributed")
-            ),
-        )
 
 
 class TemporaryPatches(ExitStack):
@@ -222,25 +190,33 @@ def _mark_loaders(marks: PhaseSpans, patches: TemporaryPatches) -> None:
             batch = original(iterator)
         stats = marks.loader_stats.get(id(iterator))
         if stats is None:
-            stats = marks.loader_stats[id(iterator)] = LoaderStats.from_iterator(iterator)
-        stats.num_batches += 1
-        stats.seconds += time.perf_counter() - start_time
-        stats.cpu_seconds += time.thread_time() - computed
+            stats = marks.loader_stats[id(iterator)] = _describe_loader(iterator)
+        stats.batches += 1
+        stats.fetch_s += time.perf_counter() - start_time
+        stats.fetch_cpu_s += time.thread_time() - computed
         return batch
 
     patches.around(dataloader._BaseDataLoaderIter, "__next__", take)  # noqa: SLF001
 
 
-def _mark_collectives(marks: PhaseSpans, patches: TemporaryPatches) -> None:
-    def describe(
-        original: Callable[..., Any], name: str, args: Sequence[Any], options: object
-    ) -> Any:
-        # The size of a collective is the larger of its input and output.
-        tensors = [collective_check.tensors_of(argument) for argument in args[:2]]
-        sizes = [sum(item.numel() * item.element_size() for item in some) for some in tensors]
-        marks.pending_bytes = max(sizes, default=0)
-        return original(name, args, options)
+def _describe_loader(iterator: Any) -> DataLoaderStats:
+    sampler = iterator._index_sampler  # noqa: SLF001
+    base = getattr(sampler, "sampler", None)
+    kinds = (sampler, base, getattr(base, "sampler", None), iterator._dataset)  # noqa: SLF001
+    return DataLoaderStats(
+        num_workers=iterator._num_workers,  # noqa: SLF001
+        pin_memory=bool(iterator._pin_memory),  # noqa: SLF001
+        batch_size=getattr(sampler, "batch_size", None),
+        # Accelerate's BatchSamplerShard and IterableDatasetShard, torch's DistributedSampler
+        sharded=any(
+            part in type(item).__name__ for item in kinds for part in ("Shard", "Distributed")
+        ),
+        batches=0,
+        fetch_s=0.0,
+    )
 
+
+def _mark_collectives(marks: PhaseSpans, patches: TemporaryPatches) -> None:
     def meet(
         original: Callable[..., Any], barrier: Any, group: Any, call: Any, *, wait: bool
     ) -> None:
@@ -250,7 +226,7 @@ def _mark_collectives(marks: PhaseSpans, patches: TemporaryPatches) -> None:
         if threading.current_thread() is threading.main_thread():
             name = distributed_c10d._world.pg_names.get(group, str(group.group_name))  # noqa: SLF001
             span = (start_time, time.time_ns())
-            marks.collective_calls.append(CollectiveCall(name, span, marks.pending_bytes))
+            marks.collective_calls.append(CollectiveCall(name, span, call.size_bytes))
 
     def wait(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         start_time = time.time_ns()
@@ -260,7 +236,6 @@ def _mark_collectives(marks: PhaseSpans, patches: TemporaryPatches) -> None:
         finally:
             marks.wait_spans.append((start_time, time.time_ns()))
 
-    patches.around(collective_check, "_describe_call", describe)
     patches.around(collective_check.CollectiveBarrier, "__call__", meet)
     patches.around(Work, "wait", wait)
 

@@ -167,12 +167,7 @@ class KinetoRecorder:
     """Records one window with the PyTorch profiler."""
 
     def __init__(self, device: torch.device, *, shapes: bool) -> None:
-        """Prepare to record the CPU, and the device if it is a GPU.
-
-        Args:
-            device: device of the rank.
-            shapes: whether to record input shapes, for an exported trace.
-        """
+        """Prepare to record the CPU, and the device if it is a GPU."""
         self._on_gpu = device.type == "cuda"
         self._device = device
         activities = [ProfilerActivity.CPU]
@@ -233,7 +228,6 @@ class KinetoRecorder:
         Args:
             window: events outside of it are ignored.
             main_thread: native ID of the main thread.
-            steps: number of steps in the window.
         """
         result = TraceEvents()
         by_thread: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
@@ -286,7 +280,6 @@ def _operator_table(
     Args:
         by_thread: begin, negative end and name of the operators of each thread.
         device: kernels; if there are any, they are counted instead.
-        steps: number of steps in the window.
     """
     spent: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -314,12 +307,7 @@ def _operator_table(
 def merge_collectives(
     events: TraceEvents, calls: Iterable[CollectiveCall]
 ) -> list[CollectiveSpans]:
-    """Combine the events of c10d, gloo and the collective check for each collective.
-
-    Args:
-        events: events of the profiler.
-        calls: calls recorded by the collective check.
-    """
+    """Combine the events of c10d, gloo and the collective check for each collective."""
     # gloo executes collectives in the order of the calls.
     moved, meetings = iter(sorted(events.moved)), sorted(calls, key=lambda call: call.span)
     moving, k = next(moved, None), 0
@@ -352,7 +340,6 @@ def split_device_events(
     """Split the events of a GPU into collectives, computation by phase, and copies.
 
     Args:
-        events: events of the profiler.
         marks: spans of the main thread by phase.
         offloads: whether copies inside of a phase are offload traffic.
     """

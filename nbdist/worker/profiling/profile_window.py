@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist.protocol import messages
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.memory import memory_probe
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.profiling import kineto
 from nbdist.worker.profiling.recorder import StepRecorder
 from nbdist.worker.profiling.step_memory import CpuStepMemory, GpuStepMemory
@@ -80,8 +80,6 @@ def start_profile(
     """Arm a profile of the steps of a cell. Called on the control thread.
 
     Args:
-        request: the cell and the options of the profile.
-        context: context of this rank.
         running: request ID of the running cell, if any.
         over: request ID of the last finished cell.
     """
@@ -98,12 +96,6 @@ def start_profile(
         timer.daemon = True
         timer.start()
     return messages.ProfileStartReply(status="ok")
-
-
-def on_cell_end() -> None:
-    """Publish the measurements at the end of a cell."""
-    if optimizer_step_gate.listener is not None:
-        optimizer_step_gate.listener.on_cell_end()
 
 
 class SharedStepFiles:
@@ -287,7 +279,6 @@ class ProfileWindow:
             self._close()
 
     def _begin_memory(self, figures: RankProfile) -> None:
-        """Measure the memory of the next step."""
         probe = memory_probe.current_probe.probe
         model = probe.prepared_model if probe is not None else None
         if probe is None or model is None:
@@ -352,7 +343,6 @@ class ProfileWindow:
 
 @contextlib.contextmanager
 def _note_errors(figures: RankProfile) -> Iterator[None]:
-    """Catch errors of the memory measurement and add a note to `figures`."""
     try:
         yield
     except Exception:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.profiler.measurements import WindowEndReason
     from nbdist.worker.memory.memory_probe import MemoryProbe
-    from nbdist.worker.profiling.instrumentation import CellLine, LoaderStats
+    from nbdist.worker.profiling.instrumentation import CellLine
     from nbdist.worker.profiling.step_breakdown import CollectiveSpans
 
 MAX_COMPILED_STEPS = 5
@@ -49,7 +49,7 @@ class StepCounts:
     """Counters at the end of a step."""
 
     seconds_by_line: Mapping[CellLine, float] = field(default_factory=dict)
-    loader_stats: Sequence[LoaderStats] = ()
+    loader_stats: Sequence[DataLoaderStats] = ()
     num_updates: int = 0
     """Steps of all prepared optimizers."""
     forward_counts: Mapping[nn.Module, int] = field(default_factory=dict)
@@ -71,7 +71,6 @@ class StepRecorder:
 
         Args:
             cell_of: IPython's `compile.format_code_name`.
-            rank: this rank.
             trace: folder for the trace file, or "".
             give_way: called when the cell starts its own profiler; must end this recording.
         """
@@ -214,14 +213,19 @@ class StepRecorder:
             hidden_s=breakdown.overlapped_s,
             begins=breakdown.collective_begins,
             lines=instrumentation.slowest_lines(counts.seconds_by_line, self.num_steps),
-            loaders=summarize_loaders(counts.loader_stats, self.num_steps),
+            loaders=average_loaders(counts.loader_stats, self.num_steps),
             operators=events.operator_table,
             ended=ended,
         )
         probe = current_probe.probe
         if probe is not None and (model := probe.prepared_model) is not None:
             num_backwards = len(intersection([window], spans["backward"]))
-            micro_batches = _num_micro_batches(model, counts, self.num_steps, num_backwards)
+            micro_batches = 0
+            if num_backwards:
+                # A loss may need two forwards, and one forward may have two losses: the minimum.
+                backwards = num_backwards / max(1, counts.num_updates)
+                forwards = counts.forward_counts.get(model, 0) / max(1, self.num_steps)
+                micro_batches = max(1, round(min(backwards, forwards or backwards)))
             profile.model = _describe_model(probe, model, micro_batches)
             if profile.model.accumulate < probe.accumulate:
                 profile.notes.append(
@@ -241,7 +245,6 @@ class StepRecorder:
         return profile
 
     def _write_trace(self, profile: RankProfile) -> None:
-        """Write the trace file. A failure is added to the notes."""
         stamp = self.step_ends_ns[0] // 1_000_000
         path = Path(self._trace) / f"rank{self._rank}.{stamp}.pt.trace.json.gz"
         try:
@@ -256,11 +259,6 @@ def _set_ddp_sizes(collectives: list[CollectiveSpans], passed: list[Any], steps:
     """Set the sizes of collectives that DDP calls from C++, which cannot be observed.
 
     DDP reduces all gradients once per step and broadcasts buffers at a forward.
-
-    Args:
-        collectives: collectives of the window.
-        passed: models with a forward in the window.
-        steps: number of steps in the window.
     """
     models = [
         model
@@ -284,20 +282,7 @@ def _set_ddp_sizes(collectives: list[CollectiveSpans], passed: list[Any], steps:
 # ------------------------------------------------------------------ the model and its loaders
 
 
-def _num_micro_batches(
-    prepared: nn.Module, counts: StepCounts, steps: int, num_backwards: int
-) -> int:
-    """Return the number of micro-batches of a model per step; 0 if there is no backward."""
-    if not num_backwards:
-        return 0
-    # A loss may need two forwards, and one forward may have two losses: use the minimum.
-    backwards = num_backwards / max(1, counts.num_updates)
-    forwards = counts.forward_counts.get(prepared, 0) / max(1, steps)
-    return max(1, round(min(backwards, forwards or backwards)))
-
-
 def _describe_model(probe: MemoryProbe, prepared: nn.Module, micro_batches: int) -> ProfiledModel:
-    """Return the properties of the measured model."""
     # Not `probe.meta_model or prepared`: len() of a compiled model raises.
     whole = probe.meta_model if probe.meta_model is not None else prepared
     options = probe.options
@@ -332,25 +317,19 @@ def fsdp_unit_numels(prepared: nn.Module) -> list[int]:
     return [size for size in sizes if size]
 
 
-def summarize_loaders(loaders: Iterable[LoaderStats], steps: int) -> list[DataLoaderStats]:
-    """Return the statistics per DataLoader. Iterators with equal settings are merged."""
-    kinds: dict[tuple[object, ...], list[LoaderStats]] = {}
-    for loader in loaders:
-        kind = (loader.num_workers, loader.pin_memory, loader.batch_size, loader.is_sharded)
-        kinds.setdefault(kind, []).append(loader)
-    merged = []
-    for same in kinds.values():
-        first, batches = same[0], sum(loader.num_batches for loader in same)
-        each = 1 / batches if batches and not first.num_workers else 0.0
-        merged.append(
-            DataLoaderStats(
-                num_workers=first.num_workers,
-                pin_memory=first.pin_memory,
-                batch_size=first.batch_size,
-                sharded=first.is_sharded,
-                batches=batches / max(1, steps),
-                fetch_s=each * sum(loader.seconds for loader in same),
-                fetch_cpu_s=each * sum(loader.cpu_seconds for loader in same),
-            )
-        )
-    return merged
+def average_loaders(totals: Iterable[DataLoaderStats], steps: int) -> list[DataLoaderStats]:
+    """Return batches per step and seconds per batch. Iterators with equal settings are merged."""
+    merged: dict[tuple[object, ...], DataLoaderStats] = {}
+    for loader in totals:
+        kind = (loader.num_workers, loader.pin_memory, loader.batch_size, loader.sharded)
+        empty = replace(loader, batches=0, fetch_s=0.0, fetch_cpu_s=0.0)
+        total = merged.setdefault(kind, empty)
+        total.batches += loader.batches
+        total.fetch_s += loader.fetch_s
+        total.fetch_cpu_s += loader.fetch_cpu_s
+    for total in merged.values():
+        each = 1 / total.batches if total.batches and not total.num_workers else 0.0
+        total.fetch_s *= each
+        total.fetch_cpu_s *= each
+        total.batches /= max(1, steps)
+    return list(merged.values())

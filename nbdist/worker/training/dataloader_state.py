@@ -46,8 +46,6 @@ class LoaderPosition:
 
 @dataclass(slots=True, eq=False)
 class _LoaderState:
-    """State of one loader."""
-
     at: LoaderPosition = field(default_factory=lambda: LoaderPosition(epoch=0))
     """Start of the current epoch; its `batches` were yielded in an earlier process."""
     batches: int = 0
@@ -98,7 +96,6 @@ def rescale_position(
     """Convert a position to another world size.
 
     Args:
-        loader: the current loader.
         position: position of rank 0 when it was saved.
         world_size: world size when it was saved.
 
@@ -244,7 +241,6 @@ def _sampler(loader: Any) -> Any:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return a loader's generators by owner."""
     owners = {
         _SAMPLER: _sampler(loader),
         "loader": loader.base_dataloader,

@@ -1,6 +1,7 @@
 """Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
 
 `save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too.
+``too_large_tokenizer`` compares the user's tokenizers with the embedding of a model.
 
 transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
 ZeRO-3 each forward is a collective, so all ranks have to call it equally often, also when some have
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from IPython import get_ipython
 from torch import distributed, nn
 
 from nbdist.errors import OptionError
@@ -49,7 +52,8 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         return generate_together(self, *args, **kwargs)
 
     def generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        prepared = prepared_models.find_owner(self)
+        reference = prepared_models.find_model(self)
+        prepared = reference and reference.prepared
         if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
             return original(self, *args, **kwargs)
         is_local = prepared.model in _gathered
@@ -72,7 +76,8 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
     """Make `save_pretrained()` of a sharded model write all parameters, from rank 0."""
 
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        prepared = prepared_models.find_owner(self)
+        reference = prepared_models.find_model(self)
+        prepared = reference and reference.prepared
         if (
             prepared is None
             or kwargs.get("state_dict") is not None  # a Trainer has gathered it
@@ -95,7 +100,8 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
 def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
     """Gather all parameters of a prepared model; see `nbdist.full_parameters`."""
     process_group.require_all_ranks("nbdist.full_parameters()")
-    prepared = prepared_models.find_owner(model)
+    reference = prepared_models.find_model(model)
+    prepared = reference and reference.prepared
     if prepared is None or prepared.model in _gathered:
         yield _bare(model)
         return
@@ -126,14 +132,15 @@ def generate(
     process_group.require_all_ranks("nbdist.generate()")
     bare: Any = unwrap_engine(model)
     if not hasattr(bare, "generate"):
-        message = f"nbdist.generate() needs a model with generate(), got {type(bare).__name__}."
-        raise OptionError(message)
+        raise OptionError(
+            f"nbdist.generate() needs a model with generate(), got {type(bare).__name__}."
+        )
     if options.get("return_dict_in_generate"):
-        message = "nbdist.generate() returns sequences only. Use model.generate() for the rest."
-        raise OptionError(message)
+        raise OptionError(
+            "nbdist.generate() returns sequences only. Use model.generate() for the rest."
+        )
     if batch_size is not None and batch_size < 1:
-        message = f"nbdist.generate() needs a batch_size of 1 or more, got {batch_size}."
-        raise OptionError(message)
+        raise OptionError(f"nbdist.generate() needs a batch_size of 1 or more, got {batch_size}.")
     tensors = _as_tensors(inputs, tokenizer, is_decoder=not bare.config.is_encoder_decoder)
     num_inputs = len(next(iter(tensors.values())))
     rank, share = distributed.get_rank(), -(-num_inputs // distributed.get_world_size())
@@ -175,12 +182,11 @@ def _as_tensors(inputs: Any, tokenizer: Any, *, is_decoder: bool) -> dict[str, t
     is_texts = isinstance(inputs, (list, tuple)) and all(isinstance(text, str) for text in inputs)
     if not is_texts or tokenizer is None or not inputs:
         given = type(inputs).__name__ if inputs or not is_texts else "no texts"
-        message = (
+        raise OptionError(
             "nbdist.generate() takes a list of texts with tokenizer=..., or the tensors that the"
             f" tokenizer returns, got {given}"
             f"{' without a tokenizer' if tokenizer is None else ''}."
         )
-        raise OptionError(message)
     side = "left" if is_decoder else "right"
     tokens = tokenizer(list(inputs), return_tensors="pt", padding=True, padding_side=side)
     return _Tokenized(tokens)
@@ -205,3 +211,39 @@ def _pad_token(config: Any, options: Mapping[str, Any]) -> int:
     ]
     token = next((token for token in tokens if token is not None), 0)
     return token[0] if isinstance(token, list) else token
+
+
+# -- tokenizers
+
+
+def warn_of_large_tokenizer(model: nn.Module) -> None:
+    """Warn if the variables have tokenizers and none of them fits a model."""
+    shell = get_ipython()
+    if shell is not None and (problem := too_large_tokenizer(model, shell.user_ns)):
+        warnings.warn(problem, stacklevel=2)
+
+
+def too_large_tokenizer(model: nn.Module, names: Mapping[str, Any]) -> str:
+    """Return a sentence if all tokenizers have more tokens than the embedding has rows.
+
+    On a GPU a token without a row ends the process, on the CPU it is an IndexError.
+    """
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        rows = getattr(find(), "num_embeddings", None) if callable(find) else None
+    except (AttributeError, NotImplementedError):  # transformers 5.23: not a model of text
+        rows = None
+    sizes = {
+        name: len(value)
+        for name, value in names.items()
+        if not name.startswith("_")
+        and any(base.__name__ == "PreTrainedTokenizerBase" for base in type(value).__mro__)
+    }
+    if not isinstance(rows, int) or not sizes or min(sizes.values()) <= rows:
+        return ""
+    name = min(sizes, key=lambda name: sizes[name])
+    return (
+        f"The tokenizer {name!r} has {sizes[name]:,} tokens, but the embedding of"
+        f" {type(model).__name__} has {rows:,} rows. Call"
+        f" model.resize_token_embeddings(len({name})) before prepare()."
+    )

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from nbdist.state.layouts.base import ScalarState
     from nbdist.state.meta_model import MetaModel
     from nbdist.state.optimizer_recipes import OptimizerRecipe
     from nbdist.state.shards import Shard, ShardMap
     from nbdist.worker.training.prepared_models import PreparedModel
-    from nbdist.worker.training.training_state import ScalarState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +62,6 @@ class ModelRecipe:
         """Capture the recipe of a prepared model, without tensors.
 
         Args:
-            prepared: the model.
             scalar_state: scalar state of its optimizers; empty to drop their state.
             hooks: include optimizer hooks, which may not be picklable.
         """
@@ -168,13 +167,15 @@ class ModelRecipe:
         actual = tensor_digest.global_digests(live)
         wrong = [key for key, value in expected.items() if actual.get(key) != value]
         if wrong:
-            message = f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
-            raise SwitchError(message)
+            raise SwitchError(
+                f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
+            )
         scalars = state.scalar_state()
         for name, count in self.scalar_state.items():
             if count.items() - scalars.get(name, {}).items():
-                message = f"Scalar state of {name} is {scalars.get(name)}, expected {dict(count)}."
-                raise SwitchError(message)
+                raise SwitchError(
+                    f"Scalar state of {name} is {scalars.get(name)}, expected {dict(count)}."
+                )
         return len(expected)
 
     def describe(self, schedulers: Sequence[Any], *, reset_optimizer: bool) -> list[str]:
@@ -189,7 +190,6 @@ class ModelRecipe:
 
 
 def _buffers(prepared: PreparedModel) -> dict[str, torch.Tensor]:
-    """Copy this rank's buffers to host memory."""
     before = dict(prepared.meta.model.named_buffers())
     copies = {}
     for name, live in prepared.model.named_buffers():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -29,10 +29,11 @@ from nbdist.state.layouts.base import (
     is_deepspeed_engine,
     unwrap_compiled,
 )
+from nbdist.state.optimizer_state_dict import optimizer_parameters
 from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
-from nbdist.worker.interrupt.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.memory import memory_probe, tensor_categories
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,8 +90,7 @@ class PreparedModel:
         """The prepared model."""
         prepared = None if self.wrapper is None else self.wrapper()
         if prepared is None:
-            message = "A prepared model was deleted. Run the cell that prepares it again."
-            raise SwitchError(message)
+            raise SwitchError("A prepared model was deleted. Run the cell that prepares it again.")
         return prepared
 
     @property
@@ -98,8 +98,9 @@ class PreparedModel:
         """The Accelerator that prepared it."""
         accelerator = self.accelerator()
         if accelerator is None:
-            message = "The accelerator of a prepared model was deleted. Prepare the model again."
-            raise SwitchError(message)
+            raise SwitchError(
+                "The accelerator of a prepared model was deleted. Prepare the model again."
+            )
         return accelerator
 
     @property
@@ -246,13 +247,22 @@ class PrepareCall:
         return [model for model in self._new.values() if model.is_alive]
 
 
-def find_owner(module: nn.Module) -> PreparedModel | None:
-    """Return the prepared model that a module is, or is a part of; None if there is none."""
-    for prepared in all_models():
-        if any(part is module for part in unwrap_compiled(prepared.model).modules()):
-            return prepared
-        if prepared.model is module:
-            return prepared
+class ModelReference(NamedTuple):
+    """Reference to a prepared model or one of its modules."""
+
+    prepared: PreparedModel
+    prefix: str
+    """Prefix of the module's parameters: "" or "transformer.h."."""
+
+
+def find_model(value: object) -> ModelReference | None:
+    """Find the prepared model that a value is or is a module of."""
+    for prepared in all_models() if isinstance(value, nn.Module) else ():
+        if value is prepared.user_model() or value is prepared.model:
+            return ModelReference(prepared, "")
+        for name, module in meta_model.named_modules(prepared.model):
+            if module is value:
+                return ModelReference(prepared, f"{name}." if name else "")
     return None
 
 
@@ -328,12 +338,6 @@ def hook_forward(prepared: PreparedModel) -> None:
     if isinstance(model, DistributedDataParallel) and hasattr(model.module, "generate"):
         # The wrappers of the other engines pass on the attributes of the model.
         vars(prepared.model)["generate"] = model.module.generate
-
-
-def optimizer_parameters(optimizer: Optimizer) -> Iterator[Any]:
-    """Yield the parameters of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def clear() -> None:

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
-from nbdist.state import meta_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, MutableMapping
@@ -52,33 +51,6 @@ class ReplacementMap:
         for name in bound:
             names[name] = successors[id(names[name])]
         return sorted(name for name in bound if not name.startswith("_"))
-
-
-def replaceable_objects(
-    number: int, prepared: nn.Module, bare: nn.Module | None
-) -> dict[object, object]:
-    """Return the objects of a model that a variable may hold, by key.
-
-    These are the model itself, its modules, parameters and buffers.
-
-    Args:
-        number: index of the model.
-        prepared: the result of `prepare()`.
-        bare: the argument of `prepare()`, if it still exists.
-    """
-    objects: dict[object, object] = {}
-    for name, module in meta_model.named_modules(prepared):
-        # A wrapper comes before the wrapped module, and both have the same plain name.
-        objects.setdefault((number, "module", name), module)
-        objects[number, "inside", name] = module
-    for name, parameter in prepared.named_parameters():
-        objects[number, "parameter", meta_model.bare_name(name)] = parameter
-    for name, buffer in prepared.named_buffers():
-        objects[number, "buffer", meta_model.bare_name(name)] = buffer
-    if bare is not None:
-        objects[number, "bare"] = bare
-    objects[number, "prepared"] = prepared
-    return objects
 
 
 def invalidate(olds: Iterable[object], reason: str) -> None:

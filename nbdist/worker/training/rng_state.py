@@ -85,8 +85,7 @@ def from_tensors_and_json(numbers: dict[str, torch.Tensor], rest: Any) -> RngSta
         )
         set_rng_state(combined)  # raises if it is not valid
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        message = f"Cannot restore the checkpoint's random generators ({error})"
-        raise ValueError(message) from error
+        raise ValueError(f"Cannot restore the checkpoint's random generators ({error})") from error
     else:
         return combined
     finally:

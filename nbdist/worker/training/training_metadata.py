@@ -15,22 +15,17 @@ from nbdist.checkpoint.manifest import to_json_value
 from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.state import optimizer_recipes
+from nbdist.state.optimizer_state_dict import class_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nbdist.state.layouts.base import ScalarState
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
-    from nbdist.worker.training.training_state import ScalarState
 
 _STARTS_AT_ONE = frozenset({"mu", "mu_product"})
 """Scalar state that is 1 before the first step; all other scalars are 0."""
 _LEFT_OUT = object()
-
-
-def class_name(value: object) -> str:
-    """Return the name of a value's class: "torch.optim.adamw.AdamW"."""
-    cls = value if isinstance(value, type) else type(value)
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 # -- optimizers
@@ -42,9 +37,6 @@ def optimizer_metadata(
     """Return the metadata of a model's optimizers, without tensors.
 
     Args:
-        prefix: prefix of their keys.
-        prepared: the model.
-        counts: scalar state of its parameters.
         left_out: receives the names of options that are not JSON values.
     """
     saved = []
@@ -153,12 +145,11 @@ def scheduler_states(prepared: PreparedModel, left_out: list[str]) -> list[dict[
     """Return the state of a model's schedulers.
 
     Args:
-        prepared: the model.
         left_out: receives the names of values that are not JSON values, such as functions.
     """
     return [
         {
-            "kind": class_name(wrapper.scheduler),
+            "kind": class_name(type(wrapper.scheduler)),
             "state": to_json_mapping(
                 wrapper.scheduler.state_dict(), type(wrapper.scheduler).__name__, left_out
             ),
@@ -180,7 +171,7 @@ def check_schedulers(saved: Sequence[Any], prepared_model: PreparedModel) -> Non
         for item in saved
     )
     expected = [item["kind"] for item in saved] if valid else ["?"]
-    prepared = [class_name(wrapper.scheduler) for wrapper in prepared_model.live_schedulers]
+    prepared = [class_name(type(wrapper.scheduler)) for wrapper in prepared_model.live_schedulers]
     if expected != prepared:
         before, after = (_kinds(names, "no scheduler") for names in (expected, prepared))
         raise CheckpointError(
@@ -201,7 +192,6 @@ def to_json_mapping(value: Mapping[str, Any], where: str, left_out: list[str]) -
     """Return the part of a mapping that can be saved in a manifest.
 
     Args:
-        value: values by name.
         where: name of their owner, for `left_out`.
         left_out: receives the names of all other values.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,11 +24,9 @@ from nbdist.worker.training import prepared_models, release_models
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from nbdist.state.layouts.base import ScalarState
     from nbdist.state.shards import ShardMap
     from nbdist.worker.training.prepared_models import PreparedModel
-
-ScalarState = dict[str, dict[str, float]]
-"""Parameter -> scalar state of the optimizer: "step"."""
 
 
 class ModelAndOptimizerState:
@@ -131,26 +129,20 @@ class ModelAndOptimizerState:
     def _own_prefix(self, number: int) -> str:
         return f"{self.state_dict_prefix}{number}."
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return this rank's persistent buffers by key, without copying."""
+    def buffers(self, *, owned: bool) -> dict[str, Shard]:
+        """Return this rank's persistent buffers as shards, without copying.
+
+        Args:
+            owned: if True rank 0 owns them all, otherwise all ranks need all of them.
+        """
+        is_owner = not owned or torch.distributed.get_rank() == 0
         meta = self.prepared.meta_or_none
         names = set(meta.model.state_dict(keep_vars=True)) if meta is not None else set()
         return {
-            self.model_prefix + meta_model.bare_name(name): buffer
+            self.model_prefix + meta_model.bare_name(name): whole_shard(buffer, is_owner=is_owner)
             for name, buffer in self.prepared.model.named_buffers()
             if meta_model.bare_name(name) in names
         }
-
-    def owned_buffers(self) -> dict[str, Shard]:
-        """Return the buffers as shards, all owned by rank 0."""
-        is_owner = torch.distributed.get_rank() == 0
-        return {
-            key: whole_shard(buffer, is_owner=is_owner) for key, buffer in self.buffers().items()
-        }
-
-    def target_buffers(self) -> dict[str, Shard]:
-        """Return the buffers as shards; every rank needs all of them."""
-        return {key: whole_shard(buffer) for key, buffer in self.buffers().items()}
 
     def scalar_state(self) -> ScalarState:
         """Return the scalar state of the optimizers."""
@@ -204,12 +196,13 @@ class ModelTensors:
         state = ModelAndOptimizerState(prepared)
         self._prefix = state.model_prefix
         weights = state.owned_shards(optimizers=False)
-        self.owned_shards: dict[str, Shard] = weights | state.owned_buffers()
+        buffers = state.buffers(owned=True)
+        self.owned_shards: dict[str, Shard] = weights | buffers
         before = {
             self._prefix + name: buffer.dtype for name, buffer in self.meta.model.named_buffers()
         }
         # DeepSpeed casts buffers to its compute dtype; they are saved in the original one.
-        original = {key: before.get(key, buffer.dtype) for key, buffer in state.buffers().items()}
+        original = {key: before.get(key, buffer.dtype) for key, buffer in buffers.items()}
         self.dtypes = {key: shard.dtype for key, shard in weights.items()} | original
         """Key -> dtype in which its values are saved."""
 
@@ -227,11 +220,7 @@ class ModelTensors:
     def state_dict_keys(self) -> Iterator[tuple[str, str]]:
         """Yield the names in the state dict with their keys; tied tensors have the same key."""
         model = self.meta.model
-        first = {
-            id(tensor): name
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, tensor in named
-        }
+        first = meta_model.first_names(model)
         for name, tensor in model.state_dict(keep_vars=True).items():
             key = self._prefix + first.get(id(tensor), "")
             if key in self.dtypes:
@@ -252,25 +241,6 @@ class ModelTensors:
         return max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
 
 
-class ModelReference(NamedTuple):
-    """Reference to a prepared model or one of its modules."""
-
-    prepared: PreparedModel
-    prefix: str
-    """Prefix of the module's parameters: "" or "transformer.h."."""
-
-
-def find_model(value: object) -> ModelReference | None:
-    """Find the prepared model that a value is or is a module of."""
-    for prepared in prepared_models.all_models() if isinstance(value, nn.Module) else ():
-        if value is prepared.user_model() or value is prepared.model:
-            return ModelReference(prepared, "")
-        for name, module in meta_model.named_modules(prepared.model):
-            if module is value:
-                return ModelReference(prepared, f"{name}." if name else "")
-    return None
-
-
 def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
     """Return the prepared model that a variable holds, or the only one.
 
@@ -278,13 +248,12 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
         CheckpointError: there is none, or there are several and no name is given.
     """
     if name is not None:
-        reference = find_model(names.get(name))
+        reference = prepared_models.find_model(names.get(name))
         if reference is None or reference.prefix:
-            message = (
+            raise CheckpointError(
                 f"{name!r} is not a prepared model on the ranks. Use a variable that holds what"
                 " accelerator.prepare() returned for a whole model."
             )
-            raise CheckpointError(message)
         return reference.prepared
     models = prepared_models.all_models()
     if len(models) > 1 or not _models_in_variable(models, names):
@@ -293,14 +262,14 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
     if len(models) > 1:
         models = _models_in_variable(models, names)
     if not models:
-        message = "No model is prepared on the ranks. Run a cell with accelerator.prepare(model)."
-        raise CheckpointError(message)
+        raise CheckpointError(
+            "No model is prepared on the ranks. Run a cell with accelerator.prepare(model)."
+        )
     if len(models) > 1:
-        message = (
+        raise CheckpointError(
             f"{len(models)} models are prepared. Choose one with --model NAME, the variable that"
             " holds it."
         )
-        raise CheckpointError(message)
     return models[0]
 
 

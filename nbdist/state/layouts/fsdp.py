@@ -1,18 +1,33 @@
-"""Layout of FSDP1: the parameters of a unit are concatenated in a flat parameter, split evenly.
+"""Layouts of FSDP1, which flattens parameters, and FSDP2, which shards each by rows.
 
-Source: torch 2.13, torch/distributed/fsdp/_flat_param.py: `FlatParameter` lists its original
-parameters, `_ShardParamInfo` has the part of each that is in this rank's shard. The shard is
-`_local_shard` from the first forward on, and the flat parameter's own data before it.
+FSDP1: the parameters of a unit are concatenated in a flat parameter, split evenly. Source: torch
+2.13, torch/distributed/fsdp/_flat_param.py: `FlatParameter` lists its original parameters,
+`_ShardParamInfo` has the part of each that is in this rank's shard. The shard is `_local_shard`
+from the first forward on, and the flat parameter's own data before it.
+
+FSDP2: each parameter is a DTensor, sharded by rows. The device mesh has one dimension, or two with
+HSDP: shards within a node, replicas across nodes. Replicas are bitwise equal, since they start
+equal and reduce gradients together; each owns an even part. Source: torch 2.13,
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`: `torch.chunk` of
+dimension 0; the last ranks have fewer rows or none.
+
+Both layouts reshard all units first. Evaluation leaves the root unit gathered. An error or
+interrupt within a forward or backward pass leaves any unit gathered and its training state not
+IDLE.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as Fsdp2TrainingState
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardedDim
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
@@ -22,7 +37,6 @@ from nbdist.state.layouts.base import (
     ScalarState,
     bare_name,
     check_group_size,
-    unwrap_engine,
 )
 from nbdist.state.shards import Shard
 
@@ -31,6 +45,10 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
+
+_CUTS = ((ShardedDim(0),), (Replicate(), ShardedDim(0)))
+"""Supported placements of FSDP2 per mesh dimension: over all ranks, or within a node and
+replicated."""
 
 
 class Fsdp1Layout(Layout):
@@ -44,18 +62,8 @@ class Fsdp1Layout(Layout):
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reshard all units first."""
-        # Evaluation leaves the root unit gathered. An error or interrupt within a forward or
-        # backward pass leaves any unit gathered and its training state not IDLE.
         super().__init__(model, optimizers)
         self._reshard()
-
-    @classmethod
-    def is_layout_of(cls, model: nn.Module) -> bool:
-        """Return whether any module is wrapped by FSDP1."""
-        return any(
-            isinstance(module, FullyShardedDataParallel)
-            for module in unwrap_engine(model).modules()
-        )
 
     @classmethod
     @contextlib.contextmanager
@@ -149,18 +157,15 @@ class Fsdp1Layout(Layout):
                 handle._prefetched = False  # noqa: SLF001
 
     def _units(self) -> Iterator[Any]:
-        """Yield the FSDP1 units that have parameters."""
         for module in self.model.modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:  # noqa: SLF001
                 yield module
 
     def _handles(self) -> Iterator[Any]:
-        """Yield FSDP1's handle of each flat parameter."""
         for unit in self._units():
             yield unit._handle  # noqa: SLF001
 
     def _original_placements(self, handle: Any) -> Iterator[ParameterPlacement]:
-        """Yield the placements of the original parameters of a flat parameter."""
         flat = handle.flat_param
         if handle.uses_sharded_strategy:
             check_group_size(handle.process_group.size(), "FSDP1")
@@ -170,16 +175,14 @@ class Fsdp1Layout(Layout):
         for index, info in enumerate(flat._param_infos):  # noqa: SLF001
             name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
             if not flat._contiguities[index]:  # noqa: SLF001
-                message = (
+                raise SwitchError(
                     f"{name} is not in row-major memory order, which FSDP1 preserves in its flat"
                     " parameter. Call model.to(memory_format=torch.contiguous_format) before"
                     " prepare()."
                 )
-                raise SwitchError(message)
             yield self._part(handle, index, name, shard)
 
     def _part(self, handle: Any, index: int, name: str, shard: torch.Tensor) -> ParameterPlacement:
-        """Return the placement of an original parameter in this rank's shard."""
         flat = handle.flat_param
         shape, part = tuple(flat._shapes[index]), flat._shard_param_infos[index]  # noqa: SLF001
         originals = flat._params  # noqa: SLF001
@@ -201,16 +204,110 @@ class Fsdp1Layout(Layout):
             optimizer_offset=offset,
         )
 
-    def required_attributes(self) -> Iterator[tuple[object, str]]:
-        """Yield the required attributes of the handles; iterating also checks the sharding."""
-        for handle in self._handles():
-            yield (
-                handle,
-                "_training_state _prefetched flat_param uses_sharded_strategy process_group",
+
+class Fsdp2Layout(Layout):
+    """Layout of FSDP2: the optimizer steps the DTensor, whose local tensor has this rank's rows."""
+
+    shards_parameters: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Reshard all units first."""
+        super().__init__(model, optimizers)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()  # noqa: SLF001
+                if state._is_root and state._training_state != Fsdp2TrainingState.IDLE:  # noqa: SLF001
+                    module.reset_iter_state()
+                module.reshard()
+
+    @classmethod
+    @contextlib.contextmanager
+    def full_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather all units, and keep them gathered after a forward."""
+        units = _units(model)
+        groups = [group for unit in units for group in _initialized(unit)._fsdp_param_groups]  # noqa: SLF001
+        before = [group.post_forward_mesh_info for group in groups]
+        try:
+            for group in groups:
+                group.post_forward_mesh_info = None  # as torch's set_reshard_after_forward(False)
+            for unit in units:
+                unit.unshard()
+            yield
+        finally:
+            for group, mesh in zip(groups, before, strict=True):
+                group.post_forward_mesh_info = mesh
+                # torch 2.13: the backward prefetches in this order, which a forward on one rank
+                # would make different from that of the others.
+                group.comm_ctx.post_forward_order.clear()
+                group._post_forward_indices.clear()  # noqa: SLF001
+            for unit in units:
+                unit.reshard()
+
+    @classmethod
+    @contextlib.contextmanager
+    def root_parameters(cls, model: nn.Module) -> Iterator[None]:
+        """Gather the root unit."""
+        root = _units(model)[0]
+        _initialized(root)
+        try:
+            root.unshard()
+            yield
+        finally:
+            root.reshard()
+
+    def placements(self) -> Iterator[ParameterPlacement]:
+        """Yield the placement of this rank's rows of each parameter; ignored ones are whole."""
+        for name, parameter in self.named_parameters():
+            if isinstance(parameter, DTensor):
+                yield self._row_placement(name, parameter)
+            else:
+                yield self.whole_placement(name, parameter)
+
+    def _row_placement(self, name: str, parameter: DTensor) -> ParameterPlacement:
+        _check_row_sharding(name, parameter)
+        mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+        cut = mesh.ndim - 1  # the mesh dimension that shards
+        with torch.no_grad():
+            local = parameter.to_local().detach()
+        rows = -(-shape[0] // mesh.size(cut))
+        first = min(shape[0], mesh.get_local_rank(cut) * rows)
+        local_rows = min(shape[0], first + rows) - first
+        if local.shape != (local_rows, *shape[1:]) or not local.is_contiguous():
+            raise SwitchError(
+                f"Cannot read the training state of torch {torch.__version__}: DTensor has no rows"
+                f" {first} to {first + local_rows} of {name} here. Install torch 2.13, the tested"
+                " version."
             )
-            yield (
-                handle.flat_param,
-                "_contiguities _param_infos _params _shapes _shard_param_infos",
-            )
-            for _ in self._original_placements(handle):
-                pass
+        return ParameterPlacement(
+            name=name,
+            shape=shape,
+            weight=local.view(-1),
+            start=first * math.prod(shape[1:]),
+            replica_index=mesh.get_local_rank(0) if cut else 0,
+            num_replicas=mesh.size(0) if cut else 1,
+            optimizer_tensor=self.optimizer_tensor_or_none(parameter),
+        )
+
+
+def _check_row_sharding(name: str, parameter: DTensor) -> None:
+    mesh = parameter.device_mesh
+    if tuple(parameter.placements) not in _CUTS:
+        cut = ", ".join(map(str, parameter.placements))
+        raise SwitchError(
+            f"{name} has placements ({cut}) over {mesh.ndim} mesh dimensions. nbdist supports FSDP2"
+            " models whose parameters are all sharded along dimension 0 over the last mesh"
+            " dimension, and replicated over at most one dimension before it."
+        )
+    check_group_size(mesh.size(), "FSDP2")
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """Return the units of a model, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _initialized(unit: Any) -> Any:
+    """Return the state of a unit; torch 2.13 takes the first one that is used as the root."""
+    state = unit._get_fsdp_state()  # noqa: SLF001
+    state._lazy_init()  # noqa: SLF001
+    return state

@@ -1,4 +1,8 @@
-"""Advice after an out-of-memory error: memory by use, and configurations that would fit.
+"""Checks whether a model fits into memory under other options, and advises when memory has run out.
+
+``check_memory`` is called before a switch. If weights and optimizer state exceed the device memory,
+the switch would fail, so it is rejected before anything changes. The peak of a step is only an
+estimate: if it exceeds the device memory, the switch proceeds with a note.
 
 ``advice_for`` measures while the frames of the failed cell still hold their tensors; the function
 it returns runs the planner after they are released. Nothing here waits for other ranks: this may
@@ -16,7 +20,7 @@ import psutil
 import torch
 from torch import distributed
 
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, PlanError, SwitchError
 from nbdist.number_formatting import GIB, format_bytes, format_gib
 from nbdist.planner import measured_comparison, search
 from nbdist.planner.plan_types import PlanInput
@@ -28,12 +32,17 @@ from nbdist.worker.memory import memory_probe, model_description
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nbdist.planner.memory.timeline import MemoryUsage
     from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
+    from nbdist.strategies import Hardware, Options
     from nbdist.worker.memory.memory_probe import MemoryProbe
+    from nbdist.worker.training.prepared_models import PreparedModel
 
 log = logging.getLogger(__name__)
 
+_STATE = ("parameters", "master", "optimizer")
+"""Parts that are always allocated; engines on a CPU never touch some of the buffers."""
 _COMPARED = ("backend", "offload", "offload_params", "activation_checkpointing", "replicate_across")
 """Options that distinguish the rows of a plan."""
 MAX_SUGGESTIONS = 3
@@ -54,6 +63,81 @@ _ASKED = re.compile(rf"\ballocate (\d+\.?\d*) ?({'|'.join(_UNITS)})\b", re.IGNOR
 """Matches the messages of torch 2.13 for a CPU and a GPU, and of NumPy 2."""
 
 
+def check_memory(
+    prepared: PreparedModel, new_options: Options, hardware: Hardware, *, world_size: int
+) -> list[str]:
+    """Compare the planner's prediction for these options with this rank's device memory.
+
+    Checks only models with an analytic spec or a cached trace, which takes milliseconds; a trace
+    would take seconds, and a switch that runs out of memory is rolled back anyway.
+
+    Returns:
+        A note that a step may not fit, or an empty list.
+
+    Raises:
+        SwitchError: weights and optimizer state do not fit.
+    """
+    peak = _peak(prepared, new_options, hardware, world_size)
+    if peak is None:
+        return []
+    free = auto_strategy.available_bytes()
+    if hardware.kind == "cpu":  # the ranks share the host's memory
+        free = free * distributed.get_world_size() // world_size
+    resting = sum(peak.parts.get(name, 0) for name in _STATE)
+    if resting > free:
+        raise SwitchError(
+            f"Not enough memory under {new_options.describe()}: a rank needs"
+            f" {format_bytes(resting)} for weights and optimizer state, but its device has"
+            f" {format_bytes(free)}. Run %nbdist plan to see what fits."
+        )
+    if peak.device_bytes > free:
+        note = (
+            f"a step under {new_options.describe()} is predicted to take"
+            f" {format_bytes(peak.device_bytes)} on a rank, but its device has"
+            f" {format_bytes(free)}: it may run out of memory; run %nbdist plan to see what fits"
+        )
+        return [note]
+    return []
+
+
+def _peak(
+    prepared: PreparedModel, new_options: Options, hardware: Hardware, world_size: int
+) -> MemoryUsage | None:
+    """Return the predicted peak of a step; None if that would need a trace."""
+    probe = memory_probe.current_probe.probe
+    if probe is None or probe.meta_model is None or probe.prepared_model is not prepared.model:
+        return None
+    model = probe.meta_model
+    samples, tokens = probe.batch_shape or (1, model_description.default_seq_len(model))
+    micro_batch = measured_comparison.MeasuredMemory(
+        kind=hardware.kind,
+        step=0,
+        batch_size=samples,
+        seq_len=tokens,
+        accumulate=probe.accumulate,
+        keep_outputs=probe.keep_outputs,
+        optimizer=probe.optimizer_description,
+    )
+    try:
+        spec = model_description.describe_model(
+            model,
+            batch_size=samples,
+            seq_len=tokens,
+            call=probe.forward_inputs,
+            kind=hardware.kind,
+            quick=True,
+        )
+        setup = measured_comparison.setup_from_measurement(
+            new_options, world_size, micro_batch, nodes=hardware.nodes
+        )
+        return measured_comparison.predict_peak(spec, setup, micro_batch)
+    except PlanError:  # the model needs a trace, or the optimizer is unknown to the planner
+        return None
+
+
+# -- after an out-of-memory error
+
+
 def advice_for(error: BaseException | None) -> Callable[[], messages.OomAdvice] | None:
     """Return a function that makes the advice; None if it is not an out-of-memory error."""
     if not is_out_of_memory(error):
@@ -62,7 +146,6 @@ def advice_for(error: BaseException | None) -> Callable[[], messages.OomAdvice] 
 
 
 def _advice(held_bytes: dict[str, int], requested: int | None) -> messages.OomAdvice:
-    """Return the advice to show below the traceback."""
     probe = memory_probe.current_probe.probe
     total = sum(held_bytes.values())
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
@@ -139,7 +222,6 @@ def _fitting_configurations(probe: MemoryProbe, requested: int) -> list[str]:
     """Return suggested configurations, or the reason why there are none.
 
     Args:
-        probe: the probe of the prepared model.
         requested: bytes of the failed allocation; 0 if unknown.
     """
     try:
@@ -162,7 +244,12 @@ def _fitting_configurations(probe: MemoryProbe, requested: int) -> list[str]:
     free_bytes = plan.question.cluster.smallest_device.free_bytes
     if present is not None and present.fits:
         return [_other_memory_advice(present, free_bytes, requested)]
-    if rows := _fitting_rows(plan):
+    # the best row, then the fastest rows of other backends that fit
+    fitting = sorted((row for row in plan.rows if row.fits), key=lambda row: -row.tokens_per_s)
+    first_of_backend: dict[str, PlanRow] = {}
+    for row in [plan.best, *fitting] if plan.best else fitting:
+        first_of_backend.setdefault(row.backend, row)
+    if rows := list(first_of_backend.values())[:MAX_SUGGESTIONS]:
         free = format_gib(free_bytes, unit=True)
         return ["These would fit (%nbdist plan shows all):"] + [
             f"  {row.command}   # predicted {format_gib(row.device_bytes)} of {free}"
@@ -183,7 +270,6 @@ def _other_memory_advice(present: PlanRow, free: int, requested: int) -> str:
 
 
 def _plan(probe: MemoryProbe) -> Plan:
-    """Plan the prepared model for its last micro-batch."""
     session = current_config()
     options, hardware = session.options, session.hardware
     assert probe.meta_model is not None  # noqa: S101 - checked by the caller
@@ -212,12 +298,3 @@ def _plan(probe: MemoryProbe) -> Plan:
             keep_outputs=probe.keep_outputs,
         )
     )
-
-
-def _fitting_rows(plan: Plan) -> list[PlanRow]:
-    """Return the best row, then the fastest rows of other backends that fit."""
-    rows = sorted((row for row in plan.rows if row.fits), key=lambda row: -row.tokens_per_s)
-    first_of_backend: dict[str, PlanRow] = {}
-    for row in [plan.best, *rows] if plan.best else rows:
-        first_of_backend.setdefault(row.backend, row)
-    return list(first_of_backend.values())[:MAX_SUGGESTIONS]

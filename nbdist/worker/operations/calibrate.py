@@ -1,4 +1,4 @@
-"""Benchmarks collectives, matrix products, memory bandwidth and host-device copies.
+"""Benchmarks collectives, matrix products, memory bandwidth, host-device copies and disks.
 
 Runs on the main thread of all ranks between cells and takes a few seconds. Collectives use the
 default process group: it is connected, engines use it, and another group would need memory for
@@ -9,9 +9,15 @@ changed and memory is released at the end.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import mmap
+import os
+import shutil
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,7 +28,6 @@ from nbdist.errors import SessionError
 from nbdist.planner.measurement_store import COLLECTIVES
 from nbdist.protocol.operations import RankCalibrateReport
 from nbdist.state import collectives
-from nbdist.worker.benchmarks import disk as benchmarks_disk
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations.collective_phases import raise_if_any_failed, try_call
 
@@ -52,6 +57,14 @@ _ELEMENTWISE = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes, larger than the caches."""
 _COPIED = 256 << 20
 """Bytes per copy between host and device."""
+CHUNK_BYTES = 8 << 20
+MAX_WRITE_BYTES = 256 << 20
+"""Maximum bytes that one rank writes."""
+MAX_WRITE_S = 1.0
+"""Maximum duration of writing to a slow disk."""
+FREE_SPACE_DIVISOR = 32
+"""One rank writes at most 1/32 of the free space."""
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -83,7 +96,6 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
 
 @contextlib.contextmanager
 def _release_memory_after(device: torch.device) -> Iterator[None]:
-    """Release the memory that the benchmarks reserve to the device and the system."""
     before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     try:
         yield
@@ -106,7 +118,7 @@ def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
 
 def _disk(folder: str) -> dict[str, Any]:
     """Return this rank's bandwidth to a disk in bytes/s, while all ranks use it."""
-    trial = benchmarks_disk.DiskBenchmark(folder)
+    trial = DiskBenchmark(folder)
     try:
         _raise_if_any_failed(trial.open)
         return {
@@ -130,18 +142,17 @@ def _collectives(device: torch.device) -> dict[str, list[tuple[int, float]]]:
     sizes = [size // (4 * world) * 4 * world for size in MESSAGE_BYTES if 2 * size <= limit]
     if not sizes:
         return {}
-    full, shard = _raise_if_any_failed(lambda: _buffers(max(sizes), world, device))
+    # the largest full tensor and one rank's shard; filled, so they are allocated
+    full, shard = _raise_if_any_failed(
+        lambda: [
+            torch.ones(max(sizes) // 4 // parts, dtype=torch.float32, device=device)
+            for parts in (1, world)
+        ]
+    )
     return {
         name: [(size, _collective(name, full, shard, size, world)) for size in sizes]
         for name in COLLECTIVES
     }
-
-
-def _buffers(size: int, world: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest full tensor and one rank's shard; filled, so they are allocated."""
-    full = torch.ones(size // 4, dtype=torch.float32, device=device)
-    shard = torch.ones(size // 4 // world, dtype=torch.float32, device=device)
-    return full, shard
 
 
 def _collective(
@@ -235,17 +246,13 @@ def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def _measure_seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
     """Return the seconds of several calls, including their work on the device."""
-    _synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(times):
         call()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -253,3 +260,82 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // distributed.get_world_size()
+
+
+# -------------------------------------------------------------------------------- disk
+
+
+class DiskBenchmark:
+    """Benchmark of one rank: open, write, read and close a file.
+
+    All ranks call each step at the same time.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder).expanduser()
+        self._chunk = mmap.mmap(-1, CHUNK_BYTES)  # aligned, which direct I/O requires
+        self._chunk.write(os.urandom(CHUNK_BYTES))  # some file systems compress
+        self._direct = False
+        self._written = 0
+
+    def open(self) -> None:
+        """Create the file, with direct I/O if the file system supports it.
+
+        Raises:
+            OSError: the folder cannot be written to or has too little free space.
+        """
+        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by `close`
+        limit = shutil.disk_usage(self._folder).free // FREE_SPACE_DIVISOR
+        self._size = min(MAX_WRITE_BYTES, limit // CHUNK_BYTES * CHUNK_BYTES)
+        if not self._size:
+            raise OSError(
+                f"Not enough free space in {self._folder} to benchmark its disk. Free some."
+            )
+        fd = self._file.fileno()
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
+            self._direct = bool(_DIRECT)
+        except OSError:
+            self._direct = False  # not supported here: fsync and fadvise are used instead
+
+    def measure_write(self) -> float:
+        """Return the bytes/s of writing, including fsync.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        fd, start = self._file.fileno(), time.perf_counter()
+        while self._written < self._size and time.perf_counter() - start < MAX_WRITE_S:
+            self._written += os.write(fd, self._chunk)
+        os.fsync(fd)
+        return self._written / (time.perf_counter() - start)
+
+    def measure_read(self) -> float:
+        """Return the bytes/s of reading the written file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        fd, left = self._file.fileno(), self._written
+        os.lseek(fd, 0, os.SEEK_SET)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while left > 0 and (size := os.readv(fd, [self._chunk])):
+            left -= size
+        return self._written / (time.perf_counter() - start)
+
+    def close(self) -> None:
+        """Close and so delete the file."""
+        if hasattr(self, "_file"):
+            self._file.close()
+        self._chunk.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return the file system, such as "ext4 on /dev/nvme0n1p1", and if direct I/O is used."""
+        folder = self._folder.resolve()
+        partitions = psutil.disk_partitions(all=True)
+        around = [mount for mount in partitions if folder.is_relative_to(mount.mountpoint)]
+        around.sort(key=lambda mount: len(mount.mountpoint))  # of two at one place, the later
+        name = f"{around[-1].fstype} on {around[-1].device}" if around else "unknown"
+        return {"filesystem": name, "direct": self._direct}

@@ -1,1 +1,0 @@
-"""Short benchmarks of collectives, devices and disks."""
