@@ -37,8 +37,7 @@ if TYPE_CHECKING:
         SwitchError,
     )
     from nbdist.operations.export import ExportReport
-    from nbdist.operations.import_checkpoint import ForeignReport
-    from nbdist.operations.load import LoadReport
+    from nbdist.operations.load import ForeignReport, LoadReport
     from nbdist.operations.switch import SwitchReport
     from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
@@ -84,7 +83,7 @@ _HOMES = {
     "Checkpoint": "nbdist.session.checkpoints",
     "Diagnosis": "nbdist.doctor.diagnosis",
     "ExportReport": "nbdist.operations.export",
-    "ForeignReport": "nbdist.operations.import_checkpoint",
+    "ForeignReport": "nbdist.operations.load",
     "LoadReport": "nbdist.operations.load",
     "Profile": "nbdist.profiler.profile",
     "Save": "nbdist.session.checkpoints",

@@ -38,10 +38,10 @@ from nbdist.errors import (
     SessionError,
 )
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, json_documents, plan
+from nbdist.magics import arguments, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.rank_sets import format_ranks
-from nbdist.session import cell_history, status
+from nbdist.session import cell_history
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.progress import suppress_status_lines
@@ -407,9 +407,9 @@ class NbDist(Magics):
     def status_command(self, options: argparse.Namespace) -> None:
         """Print the state of the session and of each rank."""
         if options.json:
-            print(json_documents.status_document(self.require_session()))
+            print(documents.status_document(self.require_session()))
             return
-        for line in status.status_lines(self.require_session()):
+        for line in documents.status_lines(self.require_session()):
             print(line)
 
     @command("pull")
@@ -565,7 +565,7 @@ class NbDist(Magics):
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
-        print(json_documents.checkpoints_document(found) if options.json else found)
+        print(documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
     def plan_command(self, options: argparse.Namespace) -> None:
@@ -573,7 +573,7 @@ class NbDist(Magics):
         with suppress_status_lines() if options.json else contextlib.nullcontext():
             planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
-            print(json_documents.plan_document(cast("Plan", planned)))
+            print(documents.plan_document(cast("Plan", planned)))
         else:
             display(planned)
 
@@ -590,7 +590,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(json_documents.profile_document(session.profiles[-1].to_json()))
+            print(documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:
@@ -615,7 +615,7 @@ class NbDist(Magics):
             display(diagnosis)
 
 
-MATCHER = completion.make_matcher(
+MATCHER = arguments.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
@@ -664,7 +664,7 @@ def transform_distribute_comment(lines: list[str]) -> list[str]:
 
     An IPython input transformer. A type checker, a linter and jupytext read such a cell as Python.
     """
-    first = [completion.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
+    first = [arguments.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
     return first + lines[1:]
 
 

@@ -96,7 +96,7 @@ def make_export_request(
     )
 
 
-def export(workers: WorkerGroup, world_size: int, request: ExportRequest) -> ExportReport:
+def export(workers: WorkerGroup, request: ExportRequest) -> ExportReport:
     """Export the model to a folder that all ranks write together.
 
     Raises:
@@ -106,7 +106,7 @@ def export(workers: WorkerGroup, world_size: int, request: ExportRequest) -> Exp
     atomic_folder.check_target(Path(request.folder), overwrite=request.overwrite)
     with StatusLine() as line:
         reports = CollectiveRequest(
-            workers, EXPORT, world_size, lambda text: line.show(f"nbdist: export: {text}")
+            workers, EXPORT, lambda text: line.show(f"nbdist: export: {text}")
         ).run(request)
         line.show("nbdist: export: done")
     first = reports[0]

@@ -90,11 +90,11 @@ def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str
 
 def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, str]:
     """Render a snapshot as HTML and as text."""
-    from nbdist.display import panel_html, panel_text
+    from nbdist.display import panel
 
     return {
-        "text/html": str(panel_html.render_page(drawn, curves)),
-        "text/plain": panel_text.render_page(drawn, curves),
+        "text/html": str(panel.render_html(drawn, curves)),
+        "text/plain": panel.render_text(drawn, curves),
     }
 
 

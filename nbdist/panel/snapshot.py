@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
+    from nbdist.session.metrics import TrainingEvent
     from nbdist.session.session import Session
-    from nbdist.session.training_events import TrainingEvent
     from nbdist.strategies import Options
 
 log = logging.getLogger(__name__)

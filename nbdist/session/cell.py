@@ -20,8 +20,8 @@ from nbdist import rank_sets
 from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.output.ansi import strip_ansi
+from nbdist.output.sink import RankComms
 from nbdist.protocol import messages, serialization
-from nbdist.session.rank_comms import RankComms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -144,9 +144,7 @@ class CellRunner:
 
     def send(self, cell: Cell, note: messages.CellMetadata, *, allow_stdin: bool) -> InputPrompts:
         """Send a cell to its ranks; return its prompts."""
-        self.escalation = InterruptEscalation(
-            cell, self._workers, self._rank_activity, world_size=self._workers.world_size
-        )
+        self.escalation = InterruptEscalation(cell, self._workers, self._rank_activity)
         with self._lock:
             self.running_cell, self.changed_at = cell, time.time()
             self._recent_cells.append(cell)
@@ -265,9 +263,7 @@ class CellRunner:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:
             return ""
-        problem = collective_request.resync_ranks(
-            self.escalation, self._workers, world_size=self._workers.world_size
-        )
+        problem = collective_request.resync_ranks(self.escalation, self._workers)
         self.escalation = None
         return problem
 

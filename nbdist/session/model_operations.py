@@ -14,7 +14,6 @@ from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
 from nbdist.errors import CheckpointError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
-from nbdist.operations import import_checkpoint, resize
 from nbdist.operations import load as operations_load
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
@@ -24,13 +23,12 @@ from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import lifecycle, push_pull
 from nbdist.session.config import SessionConfig
 from nbdist.session.locking import exclusive_for_current_ranks
+from nbdist.session.metrics import TrainingEvent
 from nbdist.session.progress import StatusLine
-from nbdist.session.training_events import TrainingEvent
 
 if TYPE_CHECKING:
     from nbdist.operations.export import ExportReport
-    from nbdist.operations.import_checkpoint import ForeignReport
-    from nbdist.operations.load import LoadReport
+    from nbdist.operations.load import ForeignReport, LoadReport
     from nbdist.session.checkpoints import Save
 
 
@@ -70,9 +68,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
-        values = push_pull.pull_variables(
-            names, chosen, self._workers, world_size=self.world_size, as_numpy=as_numpy
-        )
+        values = push_pull.pull_variables(names, chosen, self._workers, as_numpy=as_numpy)
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
     # -- switching the backend
@@ -120,7 +116,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
     def _switch(
         self, new_config: SessionConfig, requested: dict[str, Any], *, reset_optimizer: bool
     ) -> SwitchReport:
-        if resize.needs_new_ranks(self._choice, new_config):
+        if operations_switch.needs_new_ranks(self._choice, new_config):
             report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
             self._requested_options = requested
             return report
@@ -146,7 +142,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             RankDied("The ranks were replaced; output that was still pending is lost.")
         )
         with StatusLine() as line:
-            change = resize.RankReplacement(
+            change = operations_switch.RankReplacement(
                 workers=self._workers,
                 before=self._choice,
                 after=new_config,
@@ -229,7 +225,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             full=full,
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
-            save = self._saves.start_save(request, self._workers, self.world_size)
+            save = self._saves.start_save(request, self._workers)
             if wait:
                 save.wait_shown()
         self.history.add_command("save", name)
@@ -274,7 +270,6 @@ class ModelOperations(lifecycle.SessionLifecycle):
         with self.operation.track("loading", f"loading {last}"):
             report = operations_load.load_checkpoint(
                 self._workers,
-                self.world_size,
                 last,
                 root,
                 weights_only=weights_only,
@@ -341,7 +336,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            report = operations_export.export(self._workers, self.world_size, request)
+            report = operations_export.export(self._workers, request)
         self.history.add_command("export", request.folder)
         return report
 
@@ -369,8 +364,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         self.start()
         with self.operation.track("loading", f"loading {path}"):
-            report = import_checkpoint.import_checkpoint(
-                self._workers, self.world_size, path, trust=trust, model=model
+            report = operations_load.import_checkpoint(
+                self._workers, path, trust=trust, model=model
             )
         self.history.add_command("load", str(path))
         return report

@@ -34,7 +34,7 @@ from nbdist.planner.model_spec import num_trainable_params
 from nbdist.protocol.messages import TERMINATION_GRACE_S
 from nbdist.protocol.operations import SaveRequest
 from nbdist.session.rank_polling import PreparedModelPoller
-from nbdist.termination_signal import TerminationSignal
+from nbdist.signals import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +179,7 @@ class RunTermination:
             name=f"ended-{datetime.now().astimezone():%Y%m%d-%H%M%S}",
             ended=self.cause,
         )
-        save = self._saves.start_save(request, self._workers, self._workers.world_size)
+        save = self._saves.start_save(request, self._workers)
         return save.wait(max(self._remaining_s(), 1.0))
 
     def _wait_for_background_cell(self) -> None:

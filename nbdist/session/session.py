@@ -438,7 +438,6 @@ class Session(ModelOperations):
         with self.operation.track("calibrating", "measuring links and devices"):
             return operations_calibrate.calibrate(
                 self._workers,
-                self.world_size,
                 options=self.options,
                 hardware=self.hardware,
                 cluster=planner.cluster_spec(self),
