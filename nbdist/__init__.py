@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 # The packages `nbdist.doctor` and `nbdist.session` share their names with public functions. The
 # import system binds a package to its name on first import, so import them before the functions.
+import nbdist.session as _session  # noqa: F401
 from nbdist._version import __version__ as __version__
 from nbdist.doctor import doctor
 from nbdist.planner import plan
-from nbdist.session import panel_loader as _panel_loader
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -200,15 +200,6 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     from nbdist.magics import magics
 
     magics.unregister_magics(ipython)
-
-
-def _load_panel() -> Any:
-    from nbdist import panel
-
-    return panel
-
-
-_panel_loader.append(_load_panel)
 
 
 def __getattr__(name: str) -> Any:

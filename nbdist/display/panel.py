@@ -337,11 +337,12 @@ def profile_blocks(profile: ProfileView) -> list[Block]:
         style="width:100%",
     )
     used = {span["part"] for rank in ranks for span in rank["parts"]}
+    bars: list[Block] = [table, Rich(legend(STEP_COLORS, used), "")]
     return [
         Rich(element("div", element("b", profile["verdict"])), profile["verdict"]),
         profile["facts"],
         profile["gained"],
-        *([table, Rich(legend(STEP_COLORS, used), "")] if ranks else []),
+        *(bars if ranks else []),
         _list(map(_advice, profile["advice"])),
         *profile["notes"],
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import GpuReading, NodeUsage
+    from nbdist.hardware.telemetry import NodeUsage
     from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.session.checkpoints import Checkpoints
@@ -43,7 +43,11 @@ def status_lines(session: Session) -> Iterator[str]:
     for member in report["ranks"]:
         if node := first.get(member["rank"]):
             yield f"  {_node(node, usages.get(node.name))}" if is_running else f"  node {node.name}"
-        yield f"  {_rank(member, readings.get(member['rank']))}"
+        reading = readings.get(member["rank"])
+        life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
+        used = None if reading is None else reading.used_bytes
+        holds = "" if used is None else f", {format_gib(used, unit=True)}"
+        yield f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}{holds}"
 
 
 def _node(node: SessionNode, now: NodeUsage | None) -> str:
@@ -53,13 +57,6 @@ def _node(node: SessionNode, now: NodeUsage | None) -> str:
     whole = node.machine.memory_bytes
     used = f"{format_gib(whole - now.host_free_bytes)} of {format_gib(whole, unit=True)}"
     return f"node {node.name}: {node.describe()}, host memory {used}"
-
-
-def _rank(member: Mapping[str, Any], reading: GpuReading | None) -> str:
-    life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
-    used = None if reading is None else reading.used_bytes
-    holds = "" if used is None else f", {format_gib(used, unit=True)}"
-    return f"rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}{holds}"
 
 
 def status_document(session: Session) -> str:

@@ -86,16 +86,7 @@ def take_snapshot(
     queue: Sequence[QueuedCommand] = (),
     notice: NoticeView | None = None,
 ) -> PanelState:
-    """Return a snapshot of the session.
-
-    Args:
-        session: the session to show.
-        devices: its devices.
-        predicted: the plan.
-        profiled: the profile.
-        queue: waiting commands.
-        notice: a message to show.
-    """
+    """Return a snapshot of the session."""
     ended = session.state in {"stopped", "dead"}
     return PanelState(
         header=header_view(session),

@@ -27,10 +27,9 @@ from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
-from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import InterruptEscalation, InterruptStage, release_request
 from nbdist.session.progress import StatusLine
-from nbdist.session.rank_polling import RankActivityPoller
+from nbdist.session.rank_activity import RankActivityPoller, have_collectives_diverged
 from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:

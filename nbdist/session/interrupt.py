@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbdist import rank_sets
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import (
+from nbdist.session.rank_activity import (
     HANG_AFTER_S,
     described,
     detect_hang,
@@ -42,8 +42,7 @@ from nbdist.session.hang_detection import (
 if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
-    from nbdist.session.hang_detection import Hang
-    from nbdist.session.rank_polling import RankActivityPoller
+    from nbdist.session.rank_activity import Hang, RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3

@@ -49,14 +49,7 @@ def pull_variables(
     *,
     as_numpy: bool,
 ) -> dict[str, Any]:
-    """Fetch variables of one rank, by name; of a prepared model, its state dict.
-
-    Args:
-        names: names of the variables.
-        rank: rank to fetch from.
-        workers: the worker group.
-        as_numpy: return arrays instead of tensors.
-    """
+    """Fetch variables of one rank, by name; of a prepared model, its state dict."""
     values: dict[str, Any] = {}
     while others := [name for name in names if name not in values]:
         request = messages.PullRequest(

@@ -21,7 +21,7 @@ from nbdist.display.elements import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, NodeUsage
-from nbdist.panel import assets, plan_view, snapshot
+from nbdist.panel import plan_view, protocol, snapshot
 from nbdist.panel.controller import PanelData
 from nbdist.panel.device_sampler import DeviceSampler, DeviceSnapshot
 from nbdist.panel.plan_view import PlanView, view_from_plan
@@ -474,8 +474,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     script = tmp_path / "panel.js"
     script.touch()
     script.with_suffix(".css").touch()
-    monkeypatch.setattr(assets, "SCRIPT", script)
-    monkeypatch.setattr(assets, "STYLE", script.with_suffix(".css"))
+    monkeypatch.setattr(protocol, "SCRIPT", script)
+    monkeypatch.setattr(protocol, "STYLE", script.with_suffix(".css"))
     return script
 
 

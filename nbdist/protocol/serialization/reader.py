@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PayloadError
-from nbdist.protocol.serialization.errors import corrupt_file_error
 from nbdist.protocol.serialization.format import (
     HEADER_BYTES,
     MAGIC,
@@ -29,6 +28,7 @@ from nbdist.protocol.serialization.format import (
     TORCH_DTYPES,
     TORCH_ONLY,
     align_offset,
+    corrupt_file_error,
 )
 from nbdist.signals import defer_interrupt
 
