@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import time
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
@@ -70,7 +71,8 @@ _OnNode = TypeVar("_OnNode", "DeviceView", "RankView")
 CURVE_COLOR = "#2b6fb3"
 NON_FINITE_COLOR = "#c2410c"
 """Colour of the symbols for non-finite values."""
-MAX_CURVES = 12
+MAX_PICTURES, MAX_SPARKLINES = 8, 12
+"""Maximum number of curves in HTML and in a text."""
 MAX_ROWS = 20
 """Maximum number of checkpoints and marks."""
 WIDTH, HEIGHT = 460, 130
@@ -386,11 +388,15 @@ def _list(items: Iterable[str | Rich]) -> Rich:
 
 def _curves(curves: Mapping[str, Points], marks: Sequence[EventMarkView]) -> list[Block]:
     shown = sort_curve_names(name for name in curves if len(curves[name]))
-    num_hidden = len(shown) - MAX_CURVES
-    return [
-        *(_curve(name, curves[name], marks) for name in shown[:MAX_CURVES]),
-        *([f"and {num_hidden} more: nbdist.session().metrics"] if num_hidden > 0 else []),
-    ]
+    blocks: list[Block] = []
+    for index, name in enumerate(shown[:MAX_SPARKLINES]):
+        curve = _curve(name, curves[name], marks)
+        blocks.append(curve if index < MAX_PICTURES else replace(curve, html=Html()))
+    pictures, sparklines = (
+        f"and {len(shown) - number} more: nbdist.session().metrics" if len(shown) > number else ""
+        for number in (MAX_PICTURES, MAX_SPARKLINES)
+    )
+    return [*blocks, Rich(lines([pictures]), sparklines)] if blocks else []
 
 
 def _curve(name: str, points: Points, marks: Sequence[EventMarkView]) -> Rich:
