@@ -212,7 +212,8 @@ class Table:
         rows = []
         for row in self.rows:
             if isinstance(row, str):
-                heading = element("th", row, colspan=7, scope="colgroup", style=_HEADING)
+                colspan = len(self.header)
+                heading = element("th", row, colspan=colspan, scope="colgroup", style=_HEADING)
                 rows.append(element("tr", heading))
             else:
                 cells = [cell.html if isinstance(cell, Rich) else cell for cell in row]
