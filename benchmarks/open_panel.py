@@ -27,7 +27,7 @@ GROWTH = 32 << 20
 """Bytes: all rows are kept in `Session.metrics`, 2 ranks x 1,000/s x 60 s x 28 bytes are 3 MiB."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 BUNDLE = """
-import pathlib, nbdist.panel.assets as bundled
+import pathlib, nbdist.panel.protocol as bundled
 if not bundled.has_built_assets():
     bundled.SCRIPT = pathlib.Path("panel.js")
     bundled.SCRIPT.write_text("export default () => ({})")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 # The packages `nbdist.doctor` and `nbdist.session` share their names with public functions. The
 # import system binds a package to its name on first import, so import them before the functions.
+import nbdist.session as _session  # noqa: F401
 from nbdist._version import __version__ as __version__
 from nbdist.doctor import doctor
 from nbdist.planner import plan
-from nbdist.session import panel_loader as _panel_loader
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
         SwitchError,
     )
     from nbdist.operations.export import ExportReport
-    from nbdist.operations.import_checkpoint import ForeignReport
-    from nbdist.operations.load import LoadReport
+    from nbdist.operations.load import ForeignReport, LoadReport
     from nbdist.operations.switch import SwitchReport
     from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
@@ -84,7 +83,7 @@ _HOMES = {
     "Checkpoint": "nbdist.session.checkpoints",
     "Diagnosis": "nbdist.doctor.diagnosis",
     "ExportReport": "nbdist.operations.export",
-    "ForeignReport": "nbdist.operations.import_checkpoint",
+    "ForeignReport": "nbdist.operations.load",
     "LoadReport": "nbdist.operations.load",
     "Profile": "nbdist.profiler.profile",
     "Save": "nbdist.session.checkpoints",
@@ -201,15 +200,6 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     from nbdist.magics import magics
 
     magics.unregister_magics(ipython)
-
-
-def _load_panel() -> Any:
-    from nbdist import panel
-
-    return panel
-
-
-_panel_loader.append(_load_panel)
 
 
 def __getattr__(name: str) -> Any:

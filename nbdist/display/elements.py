@@ -7,6 +7,7 @@ themes. Text is escaped unless it is of the type `Html`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ MUTED_COLOR = "#7c8694"
 PAGE_STYLE = "font-size:13px;line-height:1.4;max-width:960px"
 _CELL = "padding:2px 8px 2px 0;text-align:left;vertical-align:middle"
 _NUMBER = "padding:2px 8px 2px 0;text-align:right;vertical-align:middle;white-space:nowrap"
+_HEADING = "padding:8px 8px 2px 0;text-align:left;font-weight:normal"
 _TABLE = "border-collapse:collapse;margin:2px 0;font-size:inherit"
 _TRACK = (
     "position:relative;width:100%;border-radius:2px;overflow:hidden;"
@@ -176,6 +178,63 @@ def html_row(
         cell_style += ";width:100%" if column == wide_column else ""
         row.append(element(tag, cell, scope="col" if tag == "th" else "", style=cell_style))
     return element("tr", *row, style=style)
+
+
+@dataclass(frozen=True, slots=True)
+class Rich:
+    """Content that differs in HTML and text; a cell or a part of a page."""
+
+    html: Html
+    text: str
+    """Lines; "" if a text does not have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of formatted cells, which is shown as HTML and as text."""
+
+    header: Sequence[str] = ()
+    """Empty for none."""
+    rows: Sequence[Sequence[str | Rich] | str]
+    """A string is a heading across all columns."""
+    text_columns: Collection[int] = frozenset({0})
+    """Indices of the columns that hold text instead of numbers."""
+    wide_column: int | None = None
+    """As for `html_row`."""
+    caption: str = ""
+    style: str = ""
+    note: str = ""
+    """Line below the table."""
+
+    @property
+    def html(self) -> Html:
+        """The table as HTML."""
+        rows = []
+        for row in self.rows:
+            if isinstance(row, str):
+                colspan = len(self.header)
+                heading = element("th", row, colspan=colspan, scope="colgroup", style=_HEADING)
+                rows.append(element("tr", heading))
+            else:
+                cells = [cell.html if isinstance(cell, Rich) else cell for cell in row]
+                rows.append(html_row(cells, self.text_columns, wide_column=self.wide_column))
+        table = html_table(
+            self.header, rows, self.text_columns, caption=self.caption, style=self.style
+        )
+        return join([table, lines([self.note])])
+
+    @property
+    def text(self) -> str:
+        """The table as lines with aligned columns."""
+        rows = [self.header, *self.rows] if self.header else self.rows
+        cells = [
+            [cell.text if isinstance(cell, Rich) else cell for cell in row]
+            for row in rows
+            if not isinstance(row, str)
+        ]
+        aligned = iter(text_table(cells, self.text_columns))
+        shown = [row if isinstance(row, str) else next(aligned) for row in rows]
+        return "\n".join([*shown, *([self.note] if self.note else [])])
 
 
 # ---------------------------------------------------------------------------- bars

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from nbdist.display.elements import (
     MEMORY_COLORS,
     Html,
+    Table,
     element,
     html_bar,
     html_row,
@@ -14,7 +15,6 @@ from nbdist.display.elements import (
     legend,
     lines,
     text_bar,
-    text_table,
 )
 from nbdist.number_formatting import (
     format_bytes,
@@ -303,23 +303,19 @@ def _html_row(row: PlanRow, plan: PlanTable, free: int, scale: int) -> Html:
 
 # ---------------------------------------------------------------------------- machines
 
-_MACHINE_TEXT_COLUMNS = (0, 1)
-
 
 def render_machines_text(table: MachineTable) -> str:
     """Return which machines are enough as text."""
-    rows = [_machine_columns(table), *map(_machine_cells, table.machines)]
-    shown = [f"  {line.rstrip()}" for line in text_table(rows, _MACHINE_TEXT_COLUMNS)]
+    shown = [f"  {line}" for line in _machines_table(table).text.splitlines()]
     return "\n".join([_machines_heading(table), *(shown if table.machines else []), *_notes(table)])
 
 
 def render_machines_html(table: MachineTable) -> str:
     """Return which machines are enough as HTML."""
-    rows = [html_row(_machine_cells(machine), _MACHINE_TEXT_COLUMNS) for machine in table.machines]
     return element(
         "div",
         element("div", element("b", _machines_heading(table))),
-        html_table(_machine_columns(table), rows, _MACHINE_TEXT_COLUMNS) if rows else "",
+        _machines_table(table).html if table.machines else "",
         lines(_notes(table)),
         style="font-size:12px;line-height:1.35",
     )
@@ -335,9 +331,10 @@ def _machines_heading(table: MachineTable) -> str:
     )
 
 
-def _machine_columns(table: MachineTable) -> list[str]:
+def _machines_table(table: MachineTable) -> Table:
     unit = "tokens" if table.request.seq_len > 1 else "samples"
-    return ["machine", "strategy", "GiB", "of", "step", f"{unit}/s", f"GPU-hours per 1e9 {unit}"]
+    columns = ["machine", "strategy", "GiB", "of", "step", f"{unit}/s", f"GPU-hours per 1e9 {unit}"]
+    return Table(header=columns, rows=[*map(_machine_cells, table.machines)], text_columns={0, 1})
 
 
 def _machine_cells(machine: MachineRow) -> list[str]:

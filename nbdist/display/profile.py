@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbdist.display.elements import (
     PAGE_STYLE,
     STEP_COLORS,
     Html,
+    Table,
     element,
     html_bar,
     html_row,
@@ -17,7 +17,6 @@ from nbdist.display.elements import (
     join,
     legend,
     lines,
-    text_table,
 )
 from nbdist.number_formatting import (
     format_bytes,
@@ -88,18 +87,7 @@ def trace_file_lines(profile: ProfileAnalysis) -> Iterator[str]:
 # ---------------------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True, slots=True)
-class TextTable:
-    """A table of formatted cells."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    text_columns: frozenset[int] = frozenset({0})
-    """Indices of the columns that hold text instead of numbers."""
-    note: str = ""
-
-
-def profile_tables(profile: ProfileAnalysis) -> list[TextTable]:
+def profile_tables(profile: ProfileAnalysis) -> list[Table]:
     """Return all tables that are not empty."""
     tables = (
         step_parts_table(profile),
@@ -117,7 +105,7 @@ def shown_ranks(profile: ProfileAnalysis) -> list[RankProfile]:
     return [*first[: _MAX_RANKS - len(slow)], *slow]
 
 
-def step_parts_table(profile: ProfileAnalysis) -> TextTable:
+def step_parts_table(profile: ProfileAnalysis) -> Table:
     """Return the share and duration of each step part, one column per rank."""
 
     def cell(seconds: float, step_s: float) -> str:
@@ -132,14 +120,14 @@ def step_parts_table(profile: ProfileAnalysis) -> TextTable:
     ]
     rows.append(("step", *(format_duration(rank.step_s) for rank in ranks)))
     hidden = len(profile.ranks) - len(ranks)
-    return TextTable(
+    return Table(
         header=("part of a step", *(f"rank {rank.rank}" for rank in ranks)),
         rows=tuple(rows),
         note=f"and {hidden} more ranks: profile.ranks" if hidden > 0 else "",
     )
 
 
-def collectives_table(profile: ProfileAnalysis) -> TextTable:
+def collectives_table(profile: ProfileAnalysis) -> Table:
     """Return each kind of collective, per step and averaged over the ranks."""
     header = ("collective", "per step", "size", "bandwidth", "exposed", "of which waiting")
     rows = tuple(
@@ -154,10 +142,10 @@ def collectives_table(profile: ProfileAnalysis) -> TextTable:
         )
         for stats in profile.traffic
     )
-    return TextTable(header=(*header, "overlapped"), rows=rows)
+    return Table(header=(*header, "overlapped"), rows=rows)
 
 
-def source_lines_table(profile: ProfileAnalysis) -> TextTable:
+def source_lines_table(profile: ProfileAnalysis) -> Table:
     """Return the slowest source lines outside of the model, on the slowest or the first rank."""
     slow = next(
         (rank for rank in profile.ranks if rank.rank == profile.straggler), profile.ranks[0]
@@ -173,14 +161,14 @@ def source_lines_table(profile: ProfileAnalysis) -> TextTable:
         if line.seconds > _MIN_SHARE * slow.step_s
     )
     header = (f"slowest lines, rank {slow.rank}", "per step", "")
-    return TextTable(header=header, rows=rows, text_columns=frozenset({0, 2}))
+    return Table(header=header, rows=rows, text_columns={0, 2})
 
 
-def memory_table(profile: ProfileAnalysis) -> TextTable:
+def memory_table(profile: ProfileAnalysis) -> Table:
     """Return the memory parts at the peak of the fullest rank, measured and predicted."""
     peaks = [(rank.rank, rank.memory) for rank in profile.ranks if rank.memory]
     if not peaks:
-        return TextTable(header=(), rows=())
+        return Table(rows=())
     rank, peak = max(peaks, key=lambda pair: sum(pair[1].parts.values()))
     predicted = predicted_memory_parts(profile)
 
@@ -204,7 +192,7 @@ def memory_table(profile: ProfileAnalysis) -> TextTable:
             text = f"{line.cell}, line {line.line}: {format_source_line(line.source)}"
             rows.append((text, format_bytes(line.bytes), ""))
     header = (f"memory peak, rank {rank}", "measured", "predicted")
-    return TextTable(header=header, rows=tuple(rows))
+    return Table(header=header, rows=rows)
 
 
 _CATEGORY_BY_PART: Mapping[str, str] = {
@@ -246,9 +234,7 @@ def render_text(profile: ProfileAnalysis) -> str:
     shown += [f"  in the text: {item}" for item in lint_lines(profile)]
     shown += ["", heading(profile)]
     for table in profile_tables(profile):
-        cells = text_table([table.header, *table.rows], table.text_columns)
-        shown += ["", *(f"  {line}" for line in cells)]
-        shown += [f"  {table.note}"] if table.note else []
+        shown += ["", *(f"  {line}" for line in table.text.splitlines())]
     tail = [*profile.notes, *trace_file_lines(profile)]
     return "\n".join([*shown, *([""] if tail else []), *(f"  note: {item}" for item in tail)])
 
@@ -262,7 +248,7 @@ def render_html(profile: ProfileAnalysis) -> str:
         element("li", item.text, element("br"), element("code", item.line))
         for item in profile.advice
     ]
-    tables = [_html_table(table) for table in profile_tables(profile)]
+    tables = [table.html for table in profile_tables(profile)]
     folded = element("details", element("summary", "lines and memory"), *tables[2:])
     return element(
         "div",
@@ -298,8 +284,3 @@ def render_rank_bars(profile: ProfileAnalysis) -> Html:
         rows.append(html_row(cells, {1}, wide_column=1))
     used = {part for part in STEP_PARTS if profile.parts[part] > 0}
     return join([html_table([], rows, style="width:100%"), legend(STEP_COLORS, used)])
-
-
-def _html_table(table: TextTable) -> Html:
-    rows = [html_row(cells, table.text_columns) for cells in table.rows]
-    return join([html_table(table.header, rows, table.text_columns), lines([table.note])])

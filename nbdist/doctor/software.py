@@ -17,7 +17,7 @@ from nbdist import rank_python
 from nbdist._version import __version__
 from nbdist.doctor.finding import note, ok, problem, redacted_variable, summarize_list
 from nbdist.hardware import deepspeed_requirements, discovery
-from nbdist.panel import assets
+from nbdist.panel import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,7 +197,7 @@ def check_notebook(
         missing = [
             name for name in ("anywidget", "ipywidgets") if importlib.util.find_spec(name) is None
         ]
-    built = assets.has_built_assets() if built is None else built
+    built = protocol.has_built_assets() if built is None else built
     instead = "%nbdist panel shows a static page instead"
     if missing:
         message = f"{', '.join(missing)} not installed: {instead}"

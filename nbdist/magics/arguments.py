@@ -1,12 +1,13 @@
-"""Argument parsers of `%%distribute` and of the commands of `%nbdist`."""
+"""Argument parsers and tab completion of `%%distribute` and of the commands of `%nbdist`."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from IPython.core import completer
 from IPython.core.error import UsageError
 from IPython.core.magic_arguments import ArgDecorator, MagicArgumentParser
 
@@ -15,6 +16,11 @@ from nbdist.errors import OptionError
 from nbdist.operations import export as operations_export
 from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
 _COMMENT = re.compile(r"""((?:'[^']*'|"[^"]*"|[^'"])*?)(?:^|\s)#(?:\s.*)?""")
 
@@ -324,3 +330,77 @@ def parse_names(names: str) -> list[str]:
     if wrong or not parsed:
         raise OptionError(f"Expected variable names such as a,b, got {names!r}.")
     return parsed
+
+
+# -- tab completion
+
+
+OPTION_VALUES: dict[str, tuple[str, ...]] = {
+    "--output": ("all", "0", "none"),
+    **{
+        flag: argument.values
+        for name, argument in strategies.ARGUMENTS.items()
+        for flag in argument.flags(name)
+        if argument.values
+    },
+}
+"""Options with a fixed list of values."""
+DISTRIBUTE_COMMENT = re.compile(r"^#\|[ \t]*distribute\b")
+"""Beginning of a cell that is distributed like one that begins with `%%distribute`."""
+
+
+def make_matcher(
+    *,
+    options: Sequence[str],
+    valued: Sequence[str],
+    commands: Sequence[str],
+    of_commands: Mapping[str, Sequence[str]],
+) -> MatcherAPIv2 | None:
+    """Return an IPython matcher for the lines of the two magics; it ignores all other lines.
+
+    None before IPython 8.6, which has no matchers.
+
+    Args:
+        options: options of `%%distribute`.
+        valued: those of them that take a value.
+        commands: commands of `%nbdist`.
+        of_commands: options of each command that has any.
+    """
+    if not hasattr(completer, "context_matcher"):
+        return None
+
+    @completer.context_matcher()
+    def complete(context: CompletionContext) -> SimpleMatcherResult:
+        line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+        magic, *words = DISTRIBUTE_COMMENT.sub("%%distribute", line.lstrip()).split(" ")
+        choices: Sequence[str] = ()
+        if magic == "%%distribute" and context.cursor_line == first_line_index(context.full_text):
+            before = words[-2] if words[1:] else ""
+            choices = (
+                OPTION_VALUES.get(before, () if before in valued else options) if words else ()
+            )
+        elif magic == "%nbdist" and words and not words[1:]:
+            choices = commands
+        elif magic == "%nbdist" and words[1:] and words[0] in of_commands:
+            choices = OPTION_VALUES.get(words[-2], of_commands[words[0]])
+        return _result(choices, words[-1] if words else "")
+
+    matching: MatcherAPIv2 = complete
+    return matching
+
+
+def first_line_index(text: str) -> int:
+    """Return the index of the first line that is not blank."""
+    return next((i for i, line in enumerate(text.split("\n")) if line.strip()), 0)
+
+
+def _result(choices: Sequence[str], fragment: str) -> SimpleMatcherResult:
+    completions = [
+        completer.SimpleCompletion(text=word) for word in choices if word.startswith(fragment)
+    ]
+    return {
+        "completions": completions,
+        "matched_fragment": fragment,
+        "suppress": bool(choices),
+        "ordered": True,
+    }

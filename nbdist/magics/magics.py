@@ -38,10 +38,10 @@ from nbdist.errors import (
     SessionError,
 )
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, completion, json_documents, plan
+from nbdist.magics import arguments, documents, plan
 from nbdist.magics.arguments import SessionArgumentsDecorator
 from nbdist.rank_sets import format_ranks
-from nbdist.session import cell_history, status
+from nbdist.session import cell_history
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session.cell import CELL_FILE_NAME, check_code
 from nbdist.session.progress import suppress_status_lines
@@ -404,37 +404,31 @@ class NbDist(Magics):
     # -- commands
 
     @command("status", arguments.status_parser)
-    def status_command(self, options: argparse.Namespace) -> None:
-        """Print the state of the session and of each rank."""
+    def _status(self, options: argparse.Namespace) -> None:
         if options.json:
-            print(json_documents.status_document(self.require_session()))
+            print(documents.status_document(self.require_session()))
             return
-        for line in status.status_lines(self.require_session()):
+        for line in documents.status_lines(self.require_session()):
             print(line)
 
     @command("pull")
-    def pull_command(self, names: str) -> None:
-        """Copy variables of rank 0 to the notebook."""
+    def _pull(self, names: str) -> None:
         self.bind_pulled(self.require_session(), names)
 
     @command("push")
-    def push_command(self, names: str) -> None:
-        """Copy variables of the notebook to all ranks."""
+    def _push(self, names: str) -> None:
         self.require_session().push(**self.notebook_values(names))
 
     @command("wait")
-    def wait_command(self, _: str) -> None:
-        """Wait for the cell that runs in the background."""
+    def _wait(self, _: str) -> None:
         self.require_session().wait()
 
     @command("replay")
-    def replay_command(self, _: str) -> None:
-        """Show the output of the running or the last cell again."""
+    def _replay(self, _: str) -> None:
         (current_session() or self.ended or self.require_session()).replay()
 
     @command("inspect")
-    def inspect_command(self, expression: str) -> None:
-        """Print the value of an expression on each rank; equal values once."""
+    def _inspect(self, expression: str) -> None:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, text in self.require_session().inspect(expression).items():
             ranks_by_text.setdefault(text, []).append(rank)
@@ -442,12 +436,11 @@ class NbDist(Magics):
             print(f"[{format_ranks(ranks)}] {text}")
 
     @command("interrupt")
-    def interrupt_command(self, _: str) -> None:
-        """Interrupt the running cell on all ranks."""
+    def _interrupt(self, _: str) -> None:
         self.require_session().interrupt()
 
     @command("restart", flags=("--wait",))
-    def restart_command(self, line: str) -> None:
+    def _restart(self, line: str) -> None:
         """Start new ranks with the same options.
 
         After a node failure they start on the remaining nodes, or with --wait on a full set.
@@ -467,16 +460,14 @@ class NbDist(Magics):
             )
 
     @command("stop")
-    def stop_command(self, _: str) -> None:
-        """End the ranks and the launcher; start to warm up a new launcher."""
+    def _stop(self, _: str) -> None:
         self.ended = self.require_session()
         self.ended.stop()
         self.warm_up()
         print("nbdist: ranks and launcher ended")
 
     @command("log", flags=("--stacks",))
-    def log_command(self, rank: str) -> None:
-        """Print the last lines of a rank or of the launcher, or all stacks."""
+    def _log(self, rank: str) -> None:
         if rank == "--stacks":
             for number, text in self.require_session().stacks().items():
                 print(f"-- rank {number} --\n{text}\n")
@@ -486,8 +477,7 @@ class NbDist(Magics):
         print(self.require_session().log(int(rank) if rank else None))
 
     @command("switch", arguments.switch_parser)
-    def switch_command(self, options: argparse.Namespace) -> None:
-        """Switch the prepared models to another backend."""
+    def _switch(self, options: argparse.Namespace) -> None:
         changes = arguments.session_options(options)
         if not changes:
             print(arguments.switch_parser().format_help())
@@ -495,8 +485,7 @@ class NbDist(Magics):
         print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 
     @command("export", arguments.export_parser, required="folder")
-    def export_command(self, options: argparse.Namespace) -> None:
-        """Write the prepared model as a `from_pretrained` folder."""
+    def _export(self, options: argparse.Namespace) -> None:
         print(
             self.require_session().export(
                 options.folder,
@@ -508,8 +497,7 @@ class NbDist(Magics):
         )
 
     @command("script", arguments.script_parser, required="folder")
-    def script_command(self, options: argparse.Namespace) -> None:
-        """Write the cells that ran as a script."""
+    def _script(self, options: argparse.Namespace) -> None:
         session = current_session() or self.ended or self.require_session()
         print(
             session.script(
@@ -522,8 +510,7 @@ class NbDist(Magics):
         )
 
     @command("save", arguments.save_parser, required="name")
-    def save_command(self, options: argparse.Namespace) -> None:
-        """Write a checkpoint in the background."""
+    def _save(self, options: argparse.Namespace) -> None:
         save = self.require_session().save(
             options.name,
             options.overwrite,
@@ -537,8 +524,7 @@ class NbDist(Magics):
             session_checkpoints.show_when_done(save)
 
     @command("load", arguments.load_parser, required="name")
-    def load_command(self, options: argparse.Namespace) -> None:
-        """Load a checkpoint into the prepared models."""
+    def _load(self, options: argparse.Namespace) -> None:
         print(
             self.require_session().load(
                 options.name,
@@ -550,13 +536,11 @@ class NbDist(Magics):
         )
 
     @command("resume")
-    def resume_command(self, _: str) -> None:
-        """Load the newest checkpoint of a run that was terminated from outside."""
+    def _resume(self, _: str) -> None:
         print(self.require_session().resume())
 
     @command("checkpoints", arguments.checkpoints_parser)
-    def checkpoints_command(self, options: argparse.Namespace) -> None:
-        """List the checkpoints; works without a session."""
+    def _checkpoints(self, options: argparse.Namespace) -> None:
         session = current_session()
         if options.dir is not None:
             found = session_checkpoints.Checkpoints(session_checkpoints.check_root(options.dir))
@@ -565,21 +549,19 @@ class NbDist(Magics):
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
-        print(json_documents.checkpoints_document(found) if options.json else found)
+        print(documents.checkpoints_document(found) if options.json else found)
 
     @command("plan", plan.plan_parser)
-    def plan_command(self, options: argparse.Namespace) -> None:
-        """Show what every strategy needs for a model, or compare a plan with measurements."""
+    def _plan(self, options: argparse.Namespace) -> None:
         with suppress_status_lines() if options.json else contextlib.nullcontext():
             planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
-            print(json_documents.plan_document(cast("Plan", planned)))
+            print(documents.plan_document(cast("Plan", planned)))
         else:
             display(planned)
 
     @command("profile", arguments.profile_parser)
-    def profile_command(self, options: argparse.Namespace) -> None:
-        """Profile the running loop or the next cell, or show the last profile again."""
+    def _profile(self, options: argparse.Namespace) -> None:
         arguments.check_ignored_options(options)
         session = current_session()
         if session is None:
@@ -590,7 +572,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(json_documents.profile_document(session.profiles[-1].to_json()))
+            print(documents.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:
@@ -600,14 +582,12 @@ class NbDist(Magics):
             print(f"nbdist: no profile yet{'' if now is None else f'; {now.text}'}")
 
     @command("panel", arguments.panel_parser)
-    def panel_command(self, options: argparse.Namespace) -> None:
-        """Show the panel of the session."""
+    def _panel(self, options: argparse.Namespace) -> None:
         session = current_session() or self.ended or self.require_session()
         session.panel(options.face)
 
     @command("doctor", arguments.doctor_parser)
-    def doctor_command(self, options: argparse.Namespace) -> None:
-        """Show problems of this machine or of this training, and what to do about them."""
+    def _doctor(self, options: argparse.Namespace) -> None:
         diagnosis = doctor(run=options.run, front_end=options.front_end)
         if options.json:
             print(diagnosis.to_json())
@@ -615,7 +595,7 @@ class NbDist(Magics):
             display(diagnosis)
 
 
-MATCHER = completion.make_matcher(
+MATCHER = arguments.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
@@ -664,7 +644,7 @@ def transform_distribute_comment(lines: list[str]) -> list[str]:
 
     An IPython input transformer. A type checker, a linter and jupytext read such a cell as Python.
     """
-    first = [completion.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
+    first = [arguments.DISTRIBUTE_COMMENT.sub("%%distribute", line) for line in lines[:1]]
     return first + lines[1:]
 
 

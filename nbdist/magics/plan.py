@@ -26,14 +26,8 @@ if TYPE_CHECKING:
     from nbdist.session.session import Session
 
 _SIZE = re.compile(r"[0-9]{1,9}")
-SESSION_ONLY_OPTIONS = (
-    "offload",
-    "offload_params",
-    "activation_checkpointing",
-    "replicate_across",
-    "accumulate",
-)
-"""Options that restrict the search."""
+_OWN_OPTIONS = {"model", "check", "json", "help"}
+"""All other options are arguments of `nbdist.plan`."""
 
 
 def plan_parser() -> MagicArgumentParser:
@@ -62,7 +56,14 @@ def plan_parser() -> MagicArgumentParser:
     )
     add("--max-nodes", type=int, metavar="N", help="with --devices any: at most N nodes; default 4")
     add("--only", metavar="LIST", help="with --devices any: only these GPUs, such as T4,L4,A10")
-    add("-n", "--nproc", type=int, metavar="N", help="number of ranks; default: one per device")
+    add(
+        "-n",
+        "--nproc",
+        type=int,
+        metavar="N",
+        dest="world_size",
+        help="number of ranks; default: one per device",
+    )
     add("--batch-size", metavar="LIST", help="micro-batch size per rank, or several: 1,2,4")
     add("--seq-len", type=int, metavar="N", help="tokens per sample")
     add("--precision", choices=strategies.PRECISIONS, help="default: bf16")
@@ -75,19 +76,16 @@ def plan_parser() -> MagicArgumentParser:
     )
     add("--quantize", metavar="METHOD", help="frozen weights in nf4 or int8; needs --lora")
     add("--offload", metavar="WHERE", help="only plans with this offload: none, cpu, nvme")
-    add("--offload-params", action="store_true", default=None, help="only plans with it")
-    add(
-        "--activation-checkpointing",
-        action="store_true",
-        default=None,
-        help="only plans with it",
-    )
+    for flag in ("--offload-params", "--activation-checkpointing"):
+        add(flag, action="store_true", default=None, help="only plans with it")
     add("--replicate-across", metavar="WHAT", help="only plans with this: none, nodes")
     add("--accumulate", type=int, metavar="N", help="micro-batches per optimizer step")
     magics_arguments.add_json(new_parser)
     add(
         "--drop-outputs",
-        action="store_true",
+        action="store_false",
+        default=None,
+        dest="keep_outputs",
         help="the loop keeps only the loss of a step, not the model's outputs",
     )
     return new_parser
@@ -97,11 +95,6 @@ def run_plan_command(
     options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
 ) -> Plan | MachinePlan | MeasuredComparison:
     """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
-
-    Args:
-        options: the parsed line.
-        names: variables of the notebook.
-        session: the current session, or None.
 
     Raises:
         UsageError: --batch-size is not a list of integers.
@@ -132,32 +125,19 @@ def _require_session(session: Session | None) -> Session:
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `nbdist.plan` that the line sets."""
     given = {
-        "devices": options.devices,
-        "world_size": options.nproc,
-        "max_nodes": options.max_nodes,
-        "only": options.only,
-        "seq_len": options.seq_len,
-        "precision": options.precision,
-        "optimizer": options.optimizer,
-        "lora": options.lora,
-        "quantize": options.quantize,
-        **{name: getattr(options, name) for name in SESSION_ONLY_OPTIONS},
+        name: value
+        for name, value in vars(options).items()
+        if value is not None and name not in _OWN_OPTIONS
     }
-    if options.batch_size is not None:
-        given["batch_size"] = _sizes(options.batch_size)
+    if (text := options.batch_size) is not None:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(map(_SIZE.fullmatch, parts)):
+            message = f"--batch-size must be a list of integers such as 1,2,4, got {text[:60]!r}."
+            raise UsageError(message)
+        given["batch_size"] = [int(part) for part in parts]
     if options.target_modules is not None:
         names = options.target_modules.split(",")
         given["target_modules"] = names if len(names) > 1 else names[0]
-    if options.drop_outputs:
-        given["keep_outputs"] = False
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _sizes(text: str) -> list[int]:
-    """Parse "1,2,4"."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(map(_SIZE.fullmatch, parts)):
-        message = f"--batch-size must be a list of integers such as 1,2,4, got {text[:60]!r}."
-        raise UsageError(message)
-    return [int(part) for part in parts]
+    return given

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.display.elements import element, html_row, html_table, join, lines
+from nbdist.display.elements import Table, element, join, lines
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
@@ -57,12 +57,8 @@ class CalibrationReport:
     """Measurements of each rank, from ``worker.operations.calibrate.calibrate``."""
 
     def __str__(self) -> str:
-        lines = ((row.what, row.measured, row.before) for row in self.lines)
-        rows = [("", "measured", "plans took"), *lines]
-        table = [
-            f"  {label:<34}{value:>16}{previous:>16}".rstrip() for label, value, previous in rows
-        ]
-        return "\n".join([self._title, *table, *(f"  {note}" for note in self.notes)])
+        shown = [*self._table.text.splitlines(), *self.notes]
+        return "\n".join([self._title, *(f"  {line}" for line in shown)])
 
     __repr__ = __str__
 
@@ -70,15 +66,18 @@ class CalibrationReport:
     def _title(self) -> str:
         return f"{self.place}: measured in {self.seconds:.1f} s; used by plans for this machine"
 
+    @property
+    def _table(self) -> Table:
+        rows = [(row.what, row.measured, row.before) for row in self.lines]
+        return Table(header=("", "measured", "plans took"), rows=rows)
+
     def _repr_html_(self) -> str:
-        rows = [html_row([row.what, row.measured, row.before], {0}) for row in self.lines]
-        table = html_table(["", "measured", "plans took"], rows, {0})
-        return str(join([element("div", element("b", self._title)), table, lines(self.notes)]))
+        title = element("div", element("b", self._title))
+        return str(join([title, self._table.html, lines(self.notes)]))
 
 
 def calibrate(
     workers: WorkerGroup,
-    world_size: int,
     *,
     options: Options,
     hardware: Hardware,
@@ -89,7 +88,6 @@ def calibrate(
 
     Args:
         workers: the worker group; no cell is running.
-        world_size: number of ranks.
         options: of the session; its precision is measured besides fp32, and its NVMe folder.
         hardware: hardware of the ranks.
         cluster: devices of the ranks.
@@ -111,11 +109,11 @@ def calibrate(
     )
     with StatusLine() as line:
         reports = CollectiveRequest(
-            workers, CALIBRATE, world_size, lambda text: line.show(f"nbdist: measuring: {text}")
+            workers, CALIBRATE, lambda text: line.show(f"nbdist: measuring: {text}")
         ).run(request)
         line.show(f"nbdist: measured in {time.monotonic() - start_time:.1f} s")
     figures = {rank: report.figures for rank, report in enumerate(reports)}
-    before = target_devices.resolve_cluster(cluster, world_size)
+    before = target_devices.resolve_cluster(cluster, workers.world_size)
     after = target_devices.apply_calibration(list(figures.values()), before)
     return CalibrationReport(
         place=after.describe(),

@@ -1,18 +1,28 @@
-"""Loading of a checkpoint into the prepared models; the notebook's side."""
+"""Loading of a checkpoint, or of files of another tool; the notebook's side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
-from nbdist.protocol.operations import LOAD, LoadRequest, distinct_notes, slowest_phases
+from nbdist.paths import expand_user
+from nbdist.protocol.operations import (
+    IMPORT,
+    LOAD,
+    ImportCheckpointRequest,
+    LoadRequest,
+    RankImportReport,
+    distinct_notes,
+    slowest_phases,
+)
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Mapping
     from pathlib import Path
 
@@ -57,7 +67,6 @@ class LoadReport:
 
 def load_checkpoint(
     workers: WorkerGroup,
-    world_size: int,
     name: str,
     root: Path | Url,
     *,
@@ -82,7 +91,7 @@ def load_checkpoint(
         )
         try:
             reports = CollectiveRequest(
-                workers, LOAD, world_size, lambda text: line.show(f"{title}: {text}")
+                workers, LOAD, lambda text: line.show(f"{title}: {text}")
             ).run(request)
         except CheckpointError:
             line.show(f"{title}: failed")
@@ -99,4 +108,49 @@ def load_checkpoint(
             notes=distinct_notes(reports),
         )
         line.show(f"{title}: done in {report.total_s:.1f} s")
+    return report
+
+
+@dataclass(slots=True, kw_only=True)
+class ForeignReport(RankImportReport):
+    """Result of loading files of another tool, of all ranks together."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        step = "" if self.steps is None else f", the optimizer at step {self.steps:g}"
+        amount = (
+            f"{self.tensors} tensors, {format_bytes(self.read_bytes)} read in {self.seconds:.1f} s"
+        )
+        lines = [
+            f"{self.path} ({self.kind}): {amount}{step}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
+        printer.text("ForeignReport(...)" if cycle else str(self))
+
+
+def import_checkpoint(
+    workers: WorkerGroup,
+    path: str | os.PathLike[str],
+    *,
+    trust: bool,
+    model: str | None,
+) -> ForeignReport:
+    """Load the files on all ranks together.
+
+    Raises:
+        CheckpointError: loading failed; the model is unchanged.
+    """
+    absolute = expand_user(path).absolute()
+    with StatusLine() as line:
+        reports = CollectiveRequest(
+            workers, IMPORT, lambda text: line.show(f"nbdist: load: {text}")
+        ).run(ImportCheckpointRequest(path=str(absolute), trust=trust, model=model))
+        line.show("nbdist: load: done")
+    report = ForeignReport(path=absolute, **asdict(reports[0]))
+    report.read_bytes = sum(each.read_bytes for each in reports)
+    report.seconds = max(each.seconds for each in reports)
     return report

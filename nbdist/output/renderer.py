@@ -285,12 +285,7 @@ class OutputRenderer:
 
 
 class CellWriter:
-    """Writes merged items to the sink, labelled if several ranks write.
-
-    Args:
-        sink: the output sink.
-        ranks: the ranks that write.
-    """
+    """Writes merged items to the sink, labelled if several ranks write."""
 
     def __init__(self, sink: OutputSink, ranks: Sequence[int]) -> None:
         self.sink = sink

@@ -3,7 +3,8 @@
 ``RunningCellWriter`` serves a cell that blocks and is used on the main thread only.
 ``FinishedCellSink`` serves a cell that has returned and may be used from any thread. Neither needs
 a kernel: in a terminal or a script they print. `running_cell` and `finished_cell` return them, or
-in a marimo notebook their counterpart `MarimoCell`.
+in a marimo notebook their counterpart `MarimoCell`. `RankComms` is the way back: it passes what the
+front end sends to widgets on to the ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nbdist.output.dedup import MimeBundle, StreamName
 
 PANEL_FORMATS = ("auto", "widget", "html", "text")
@@ -195,6 +198,60 @@ class FinishedCellSink:
         with self._lock:
             self.flush()
             _send(msg_type, content, self._parent, **more)
+
+
+class RankComm:
+    """Comm of a rank in the comm manager of the notebook's kernel; the manager calls both handlers.
+
+    Not a `comm.BaseComm`, which triggers the events of a cell in the notebook's kernel for each
+    message, and of which ipykernel 7.4 dispatches messages to the shell that a cell blocks
+    (`_reply_subshell_for`).
+
+    Args:
+        comm_id: id that the rank has sent.
+        forward: called with each message of the front end, on any thread.
+    """
+
+    target_name = "nbdist.rank"
+    """Not "jupyter.widget": a page that is loaded asks the kernel for the comms of that target and
+    waits until each of them has sent its state."""
+
+    def __init__(self, comm_id: str, forward: Callable[[MimeBundle], None]) -> None:
+        self.comm_id = comm_id
+        self.handle_msg = self.handle_close = forward
+
+
+class RankComms:
+    """Comms that the widgets of the ranks have opened in one cell.
+
+    The front end sends the messages of these comms, such as a click, to the notebook's kernel.
+
+    Args:
+        forward: called with a rank and a message of the front end, on any thread.
+    """
+
+    def __init__(self, forward: Callable[[int, MimeBundle], None]) -> None:
+        self._forward = forward
+        self._comm_ids: set[str] = set()
+        self._manager = getattr(get_kernel(), "comm_manager", None)  # None in a script
+
+    def follow(self, rank: int, msg_type: str, comm_id: str) -> None:
+        """Register a comm that a rank opens, and forget one that it closes."""
+        manager = self._manager
+        if manager is None:
+            return
+        if msg_type == "comm_open":
+            self._comm_ids.add(comm_id)
+            manager.register_comm(RankComm(comm_id, lambda message: self._forward(rank, message)))
+        elif msg_type == "comm_close":
+            self._comm_ids.discard(comm_id)
+            manager.comms.pop(comm_id, None)
+
+    def close(self) -> None:
+        """Forget all comms: further messages of the front end are dropped."""
+        manager, self._manager = self._manager, None
+        while manager is not None and self._comm_ids:
+            manager.comms.pop(self._comm_ids.pop(), None)
 
 
 def running_cell() -> OutputSink:

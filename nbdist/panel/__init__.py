@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from nbdist.errors import OptionError
 from nbdist.output.sink import PANEL_FORMATS, get_kernel, in_marimo_cell, running_cell
-from nbdist.panel import assets
+from nbdist.panel import protocol
 from nbdist.panel.controller import PanelController, PanelData
 from nbdist.panel.curves import curve_history
 from nbdist.session import progress
@@ -90,11 +90,11 @@ def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str
 
 def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, str]:
     """Render a snapshot as HTML and as text."""
-    from nbdist.display import panel_html, panel_text
+    from nbdist.display import panel
 
     return {
-        "text/html": str(panel_html.render_page(drawn, curves)),
-        "text/plain": panel_text.render_page(drawn, curves),
+        "text/html": str(panel.render_html(drawn, curves)),
+        "text/plain": panel.render_text(drawn, curves),
     }
 
 
@@ -121,8 +121,8 @@ def why_no_widget() -> str:
         return "this is not a notebook"
     if importlib.util.find_spec("anywidget") is None:
         return "anywidget is not installed"
-    if not assets.has_built_assets():
-        return f"{assets.SCRIPT.name} was not built when nbdist was installed"
+    if not protocol.has_built_assets():
+        return f"{protocol.SCRIPT.name} was not built when nbdist was installed"
     return ""
 
 
@@ -135,7 +135,12 @@ class Panel:
         self._session = session
         self.view = panel_data(session)
         self._displays: list[tuple[OutputSink, str]] = []
-        self._widget: PanelWidget = PanelWidget(self._receive, lambda: static_mime_bundle(session))
+        self._widget: PanelWidget = PanelWidget(
+            lambda message, buffers: self.live.receive_message(  # noqa: PLW0108 - made below
+                message, buffers
+            ),
+            lambda: static_mime_bundle(session),
+        )
         self.live = PanelController(self.view, self._widget.send_message)
         self.view.panel = self  # last, since the lines above may fail
         session.at_stop(self.freeze)
@@ -157,9 +162,6 @@ class Panel:
         self._displays.clear()
         self.live.send_final_state()  # a reloaded page does not know which output to replace
         self.view.panel = None
-
-    def _receive(self, message: object, buffers: object) -> None:
-        self.live.receive_message(message, buffers)
 
 
 def panel_data(session: Session) -> PanelData:

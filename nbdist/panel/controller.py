@@ -82,7 +82,7 @@ class PanelData:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.devices = DeviceSampler(
-            self._pids,
+            lambda: {rank["rank"]: rank["pid"] for rank in session.status()["ranks"]},
             lambda: session.placement,
             nodes=lambda: session.nodes,
             ask=session.nodes_now,
@@ -96,9 +96,6 @@ class PanelData:
         self._last_model_reply: messages.ModelReply | None = None
         self._metrics = session.metrics
         self._lock = threading.Lock()
-
-    def _pids(self) -> dict[int, int]:
-        return {process["rank"]: process["pid"] for process in self.session.status()["ranks"]}
 
     def snapshot(self, **more: Any) -> PanelState:
         """Return a snapshot of the session."""
@@ -171,12 +168,7 @@ class PanelData:
 
 
 class PanelController:
-    """An open panel.
-
-    Args:
-        view: the panel model of the session.
-        send: sends a message with its buffers to all pages.
-    """
+    """An open panel."""
 
     def __init__(self, view: PanelData, send: Send) -> None:
         self._view, self._session, self._send = view, view.session, send

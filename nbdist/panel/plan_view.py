@@ -81,12 +81,7 @@ def plan_session_model(session: Session, *, quick: bool) -> PlanView:
 
 
 def plan_running_model(session: Session, reply: messages.ModelReply) -> PlanView | None:
-    """Plan the model that the running cell has prepared; None if it cannot be planned yet.
-
-    Args:
-        session: the session of the ranks.
-        reply: reply of rank 0 about its model.
-    """
+    """Plan the model that the running cell has prepared; None if it cannot be planned yet."""
     try:
         return view_from_plan(planner.plan_running_model(session, reply), session.options)
     except NbdistError:
@@ -94,12 +89,7 @@ def plan_running_model(session: Session, reply: messages.ModelReply) -> PlanView
 
 
 def view_from_plan(plan: Plan, options: Options) -> PlanView:
-    """Convert a plan.
-
-    Args:
-        plan: plan of the model on the ranks.
-        options: options of the session.
-    """
+    """Convert a plan."""
     current = _current_row(plan, options)
     best_id = None if plan.best is None else _id(plan.best.options)
     rows = [

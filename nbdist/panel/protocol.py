@@ -1,4 +1,4 @@
-"""Messages between the panel and its front end.
+"""The panel's front end: its built files, and the messages to and from it.
 
 `widgets/src/protocol.ts` is generated from this module by `widgets/generate_protocol.py`.
 
@@ -25,8 +25,12 @@ be NaN or infinite in buffers only; in JSON they are null. Sizes are in bytes, t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
+SCRIPT = Path(__file__).parent / "static" / "panel.js"
+"""`hatch_build.py` builds it from widgets/ at installation."""
+STYLE = SCRIPT.with_suffix(".css")
 MAX_POINTS = 2000
 """Maximum number of points per curve in a reset."""
 MAX_CURVES = 200
@@ -423,3 +427,8 @@ class CommandMessage(TypedDict):
 
 
 PageMessage = PageOpenedMessage | LogRequestMessage | CommandMessage
+
+
+def has_built_assets() -> bool:
+    """Return whether the front end is built."""
+    return SCRIPT.is_file() and STYLE.is_file()

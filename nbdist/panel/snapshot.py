@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
+    from nbdist.session.metrics import TrainingEvent
     from nbdist.session.session import Session
-    from nbdist.session.training_events import TrainingEvent
     from nbdist.strategies import Options
 
 log = logging.getLogger(__name__)
@@ -86,16 +86,7 @@ def take_snapshot(
     queue: Sequence[QueuedCommand] = (),
     notice: NoticeView | None = None,
 ) -> PanelState:
-    """Return a snapshot of the session.
-
-    Args:
-        session: the session to show.
-        devices: its devices.
-        predicted: the plan.
-        profiled: the profile.
-        queue: waiting commands.
-        notice: a message to show.
-    """
+    """Return a snapshot of the session."""
     ended = session.state in {"stopped", "dead"}
     return PanelState(
         header=header_view(session),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 from traitlets import Unicode
 
-from nbdist.panel import assets
+from nbdist.panel import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +31,8 @@ class PanelWidget(anywidget.AnyWidget):
         words: returns the MIME bundle for front ends without widgets.
     """
 
-    _esm: Any = assets.SCRIPT
-    _css: Any = assets.STYLE
+    _esm: Any = protocol.SCRIPT
+    _css: Any = protocol.STYLE
     _model_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
     _view_module_version = Unicode(ANY_FRONTEND_VERSION).tag(sync=True)
     # ipywidgets 7 defines it, which would bypass the MIME bundle below and the display id
@@ -47,7 +47,7 @@ class PanelWidget(anywidget.AnyWidget):
         if hasattr(self.comm, "_reply_subshell_for"):
             # ipykernel 7.4 dispatches a page's messages to the shell that last wrote to the comm:
             # the one that a cell blocks. JupyterLab's subshell can handle them in the meantime.
-            self.comm._reply_subshell_for = _receiving_shell  # noqa: SLF001
+            self.comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001
 
     def send_message(self, message: FrontendMessage, buffers: list[bytes]) -> None:
         """Send a message to all pages."""
@@ -65,8 +65,3 @@ class PanelWidget(anywidget.AnyWidget):
             return None
         bundle, metadata = result
         return {**bundle, **self._fallback_bundle()}, metadata
-
-
-def _receiving_shell(_data: object, default: object) -> object:
-    """Handle a message on the shell that received it."""
-    return default

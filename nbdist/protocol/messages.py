@@ -1,46 +1,15 @@
 """All messages between the kernel, the launcher and the ranks.
 
 Kernel <-> launcher: one JSON object per line over a socket pair that only these two hold. End of
-file means that the kernel has ended; the launcher then ends with everything it started.
+file means that the kernel has ended; the launcher then ends with everything it started. The
+messages are the dataclasses at the end of this module.
 
-    LaunchRanksRequest    kernel -> launcher  start ranks
-    StopRanksRequest      kernel -> launcher  end the ranks, keep the launcher warm
-    CleanupFolderRequest  kernel -> launcher  a further folder to remove when the kernel has ended
-    LauncherReady         launcher -> kernel  imports are done
-    LauncherProgress      launcher -> kernel  status text of a long step (DeepSpeed's first build)
-    RankForked            launcher -> kernel  a rank was forked
-    RankExited            launcher -> kernel  a rank's process ended, in order of exit
-    AllRanksExited        launcher -> kernel  all ranks ended; exit codes or signals of failed ranks
-
-Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are
-plain `execute_request`s with ``CellMetadata``. Additions to the Jupyter protocol:
-
-    nbdist_join_request/_reply    shell    wait for the first barrier
-    nbdist_push_request/_reply    shell    bind variables from a payload file
-    nbdist_pull_request/_reply    shell    write variables into a payload file
-    nbdist_model_request/_reply   shell    describe a model for the planner
-    nbdist_measured_request/_reply  control  measured peak memory of a rank
-    nbdist_model_request/_reply   control  describe the prepared model while a cell runs
-    nbdist_where_request/_reply   control  current source line and collective of a rank
-    nbdist_hold_request/_reply    control  pause before the next optimizer step, on an interrupt
-    nbdist_release_request/_reply  control  abort a collective that blocks a rank
-    nbdist_stacks_request/_reply  control  Python stacks of all threads of a rank
-    nbdist_profile_request/_reply  control  record steps of the running or the next cell
-    nbdist_inspect_request/_reply  control  queue an expression for the main thread
-    nbdist_answer_request/_reply  control  the user's answer to a prompt
-    nbdist_*_request/_reply       shell    the operations of ``protocol.operations``
-    debug_request                 control  Jupyter's own, while a cell with breakpoints runs
-    comm_msg, comm_close          control  of the front end, for a widget of the rank
-    interrupt_request             control  Jupyter's own, with the id of the execute_request
-    nbdist_report                 iopub    metrics of report(), from a rank
-    nbdist_send                   iopub    one value of send(), in a payload file
-    nbdist_chosen                 iopub    options chosen by auto, from rank 0
-    nbdist_saved                  iopub    a save has started, succeeded or failed; from rank 0
-    nbdist_phase                  iopub    progress of a long request, from rank 0
-    nbdist_profiled               iopub    profile of a rank, or an error
-    nbdist_input                  iopub    a prompt of input() or of the debugger
-    nbdist_inspected              iopub    value of an expression
-    nbdist_advice                 iopub    cause of an out-of-memory error, and what would fit
+Kernel <-> rank: signed Jupyter messages over ipc sockets in a 0700 directory. Cells are plain
+`execute_request`s with ``CellMetadata``. The constants below are additions to the Jupyter protocol,
+with the channel of each; a request is answered on its channel with "_reply" in its name. The
+operations of ``protocol.operations`` are further requests on shell. Of Jupyter's own messages,
+`debug_request`, `interrupt_request` (with the id of the execute_request), and for widgets
+`comm_msg` and `comm_close` are sent on control.
 """
 
 from __future__ import annotations
@@ -50,34 +19,35 @@ import math
 import signal
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 PROTOCOL = 1
 """Version of the messages between kernel, launcher and ranks; another one cannot be used."""
-JOIN = "nbdist_join_request"
-PUSH = "nbdist_push_request"
-PULL = "nbdist_pull_request"
-MODEL = "nbdist_model_request"
-MEASURED_MEMORY = "nbdist_measured_request"
-RANK_ACTIVITY = "nbdist_where_request"
-PAUSE = "nbdist_hold_request"
-ABORT_COLLECTIVES = "nbdist_release_request"
-STACKS = "nbdist_stacks_request"
-PROFILE = "nbdist_profile_request"
-ANSWER_INPUT = "nbdist_answer_request"
-INSPECT = "nbdist_inspect_request"
-INSPECTED = "nbdist_inspected"
-METRICS_REPORT = "nbdist_report"
-SENT_VALUE = "nbdist_send"
-AUTO_DECISION = "nbdist_chosen"
-OOM_ADVICE = "nbdist_advice"
-INPUT = "nbdist_input"
-PROGRESS = "nbdist_phase"
-SAVE_STATUS = "nbdist_saved"
-PROFILE_RESULT = "nbdist_profiled"
-DEBUG_EVENT = "debug_event"
-TERMINATION = "nbdist_termination"
-"""A rank received SIGTERM; its content is empty."""
+# -- requests
+JOIN = "nbdist_join_request"  # shell: wait for the first barrier
+PUSH = "nbdist_push_request"  # shell: bind variables from a payload file
+PULL = "nbdist_pull_request"  # shell: write variables into a payload file
+MODEL = "nbdist_model_request"  # shell, and control while a cell runs: describe a model
+MEASURED_MEMORY = "nbdist_measured_request"  # control: measured peak memory
+RANK_ACTIVITY = "nbdist_where_request"  # control: current source line and collective
+PAUSE = "nbdist_hold_request"  # control: pause before the next optimizer step, on an interrupt
+ABORT_COLLECTIVES = "nbdist_release_request"  # control: abort a collective that blocks the rank
+STACKS = "nbdist_stacks_request"  # control: Python stacks of all threads
+PROFILE = "nbdist_profile_request"  # control: record steps of the running or the next cell
+ANSWER_INPUT = "nbdist_answer_request"  # control: the user's answer to a prompt
+INSPECT = "nbdist_inspect_request"  # control: queue an expression for the main thread
+# -- on iopub
+INSPECTED = "nbdist_inspected"  # value of an expression
+METRICS_REPORT = "nbdist_report"  # metrics of report()
+SENT_VALUE = "nbdist_send"  # one value of send(), in a payload file
+AUTO_DECISION = "nbdist_chosen"  # options chosen by auto, from rank 0
+OOM_ADVICE = "nbdist_advice"  # cause of an out-of-memory error, and what would fit
+INPUT = "nbdist_input"  # a prompt of input() or of the debugger
+PROGRESS = "nbdist_phase"  # progress of a long request, from rank 0
+SAVE_STATUS = "nbdist_saved"  # a save has started, succeeded or failed; from rank 0
+PROFILE_RESULT = "nbdist_profiled"  # profile of the rank, or an error
+DEBUG_EVENT = "debug_event"  # Jupyter's own
+TERMINATION = "nbdist_termination"  # the rank received SIGTERM; empty
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """Makes a process dump its stacks. Not SIGUSR1 or SIGUSR2: job schedulers send them to user code
@@ -460,6 +430,9 @@ class RankError:
         return self.ename == "KeyboardInterrupt"
 
 
+# -- kernel -> launcher
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchRanksRequest:
     """Start ranks."""
@@ -518,6 +491,9 @@ class CleanupFolderRequest:
     folder: str
     remove: bool = True
     """False to unregister it."""
+
+
+# -- launcher -> kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -601,19 +577,7 @@ LauncherMessage = (
     | AllRanksExited
     | TerminationNotice
 )
-_MESSAGES = (
-    LaunchRanksRequest,
-    StopRanksRequest,
-    CleanupFolderRequest,
-    LauncherHello,
-    LauncherReady,
-    LauncherProgress,
-    RankForked,
-    RankExited,
-    AllRanksExited,
-    TerminationNotice,
-)
-_TYPES = {cls.__name__: cls for cls in _MESSAGES}
+_TYPES = {cls.__name__: cls for cls in get_args(LauncherMessage)}
 
 
 def startup_error_file(run_dir: str | Path, rank: int) -> Path:

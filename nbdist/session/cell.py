@@ -20,8 +20,8 @@ from nbdist import rank_sets
 from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.output.ansi import strip_ansi
+from nbdist.output.sink import RankComms
 from nbdist.protocol import messages, serialization
-from nbdist.session.rank_comms import RankComms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nbdist.output.renderer import OutputRenderer
     from nbdist.output.sink import OutputSink
 
-    Handler = Callable[["Cell", Sequence[int], Message], None]
+    Handler = Callable[["Cell", int, Message], None]
 
 IDLE_DEADLINE_S = 2.0
 """Timeout for a rank's `idle` status after its reply, when no more output arrives."""
@@ -111,16 +111,6 @@ class RankCellState:
             last["text"] += text
         elif text:
             self.outputs.append({"output_type": "stream", "name": output["name"], "text": text})
-
-
-def _each(handle: Callable[[Cell, int, Message], None]) -> Handler:
-    """Return a handler that calls `handle` for each rank of a message."""
-
-    def handle_each(cell: Cell, ranks: Sequence[int], message: Message) -> None:
-        for rank in ranks:
-            handle(cell, rank, message)
-
-    return handle_each
 
 
 def _rank_error(rank: int, message: Message) -> messages.RankError:
@@ -389,7 +379,10 @@ class Cell:
         try:
             for rank in ranks:
                 self.rank_states[rank].last_message_at = now
-            handle(self, ranks, message)
+                handle(self, rank, message)
+            if message["header"]["msg_type"] == "stream":  # rendered once for equal text
+                content = message["content"]
+                self.renderer.write_text(ranks, content["name"], content["text"])
         except Exception as error:  # noqa: BLE001 - a cell may send anything; keep reading
             kind, error_text = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
             ranks_text = rank_sets.describe_ranks(ranks)
@@ -424,11 +417,8 @@ class Cell:
         if message["content"]["execution_state"] == "idle":
             self.rank_states[rank].is_idle = True
 
-    def _on_stream(self, ranks: Sequence[int], message: Message) -> None:
-        content = message["content"]
-        for rank in ranks:
-            self.rank_states[rank].add_output({"output_type": "stream", **content})
-        self.renderer.write_text(ranks, content["name"], content["text"])
+    def _on_stream(self, rank: int, message: Message) -> None:
+        self.rank_states[rank].add_output({"output_type": "stream", **message["content"]})
 
     def _on_display(self, rank: int, message: Message) -> None:
         content = message["content"]
@@ -486,20 +476,20 @@ class Cell:
         self.input_requests[rank] = message["content"]
 
     HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
-        ("shell", "execute_reply"): _each(_on_reply),
-        ("iopub", "status"): _each(_on_status),
+        ("shell", "execute_reply"): _on_reply,
+        ("iopub", "status"): _on_status,
         ("iopub", "stream"): _on_stream,
-        ("iopub", "display_data"): _each(_on_display),
-        ("iopub", "update_display_data"): _each(_on_display),
-        ("iopub", "execute_result"): _each(_on_result),
-        ("iopub", "error"): _each(_on_error),
-        ("iopub", "clear_output"): _each(_on_clear_output),
-        ("iopub", "comm_open"): _each(_on_comm),
-        ("iopub", "comm_msg"): _each(_on_comm),
-        ("iopub", "comm_close"): _each(_on_comm),
-        ("iopub", messages.SENT_VALUE): _each(_on_sent_value),
-        ("iopub", messages.INPUT): _each(_on_input_request),
-        ("iopub", messages.OOM_ADVICE): _each(_on_oom_advice),
+        ("iopub", "display_data"): _on_display,
+        ("iopub", "update_display_data"): _on_display,
+        ("iopub", "execute_result"): _on_result,
+        ("iopub", "error"): _on_error,
+        ("iopub", "clear_output"): _on_clear_output,
+        ("iopub", "comm_open"): _on_comm,
+        ("iopub", "comm_msg"): _on_comm,
+        ("iopub", "comm_close"): _on_comm,
+        ("iopub", messages.SENT_VALUE): _on_sent_value,
+        ("iopub", messages.INPUT): _on_input_request,
+        ("iopub", messages.OOM_ADVICE): _on_oom_advice,
     }
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist import rank_sets
-from nbdist.errors import CellInterrupted, SessionError
+from nbdist.errors import CellInterrupted
 from nbdist.output.renderer import OutputRenderer
 from nbdist.output.sink import finished_cell, running_cell
 from nbdist.protocol import messages
 from nbdist.session import collective_request
-from nbdist.session.cell import Cell, CellResult
+from nbdist.session.cell import Cell
 from nbdist.session.interrupt import InterruptEscalation
 from nbdist.session.prompts import InputPrompts, has_keyboard
 from nbdist.session.visual_debugger import VisualDebugger
@@ -26,13 +26,12 @@ from nbdist.session.visual_debugger import VisualDebugger
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from nbdist.cluster.rank_channels import Message
     from nbdist.errors import RankDied
     from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
     from nbdist.output.sink import OutputSink
     from nbdist.session.profiler import SessionProfiler
-    from nbdist.session.rank_polling import RankActivityPoller
+    from nbdist.session.rank_activity import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 MAX_CELLS = 64
@@ -67,7 +66,7 @@ class CellRunner:
         """Escalation of the running cell, or of the last one until the ranks are resynchronized."""
         self._prompts: InputPrompts | None = None
         """Prompts of the cell that a thread waits for."""
-        self._background_cell: Cell | None = None
+        self.background_cell: Cell | None = None
         """The last background cell."""
         self._recent_cells: list[Cell] = []
         self._lock = threading.Lock()
@@ -117,7 +116,9 @@ class CellRunner:
             renderer,
             on_send=self._on_send,
             on_done=self._cell_done,
-            on_comm=self._send_comm_message,
+            on_comm=lambda cell, rank, message: self._workers.send_comm_message(
+                rank, cell.requests[rank], message
+            ),
         )
         cell.code, cell.count = code, count or next(self._counter)
         if profile is not None:
@@ -130,7 +131,7 @@ class CellRunner:
             self.visual_debugger.attach(cell)
         prompts = self.send(cell, note, allow_stdin=not background and has_keyboard())
         if background:
-            self._background_cell = cell
+            self.background_cell = cell
             cell.detach(pinned)
             return cell
         self._join(cell, prompts, pinned)
@@ -144,9 +145,7 @@ class CellRunner:
 
     def send(self, cell: Cell, note: messages.CellMetadata, *, allow_stdin: bool) -> InputPrompts:
         """Send a cell to its ranks; return its prompts."""
-        self.escalation = InterruptEscalation(
-            cell, self._workers, self._rank_activity, world_size=self._workers.world_size
-        )
+        self.escalation = InterruptEscalation(cell, self._workers, self._rank_activity)
         with self._lock:
             self.running_cell, self.changed_at = cell, time.time()
             self._recent_cells.append(cell)
@@ -206,35 +205,6 @@ class CellRunner:
             self.visual_debugger.detach()
             cell.detach(afterwards)
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the running cell or the last background cell; return False on timeout.
-
-        Raises:
-            CellError: the cell raised on a rank; raised once.
-            CellInterrupted: the wait was interrupted; the cell keeps running.
-        """
-        cell = self.running_cell or self._background_cell
-        try:
-            return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
-        except KeyboardInterrupt:
-            raise CellInterrupted(
-                "Stopped waiting. The cell keeps running in the background; use"
-                " %nbdist interrupt to interrupt it."
-            ) from None
-
-    def replay(self) -> None:
-        """Show the output of the running or the last cell again, below the current cell.
-
-        Raises:
-            SessionError: no cell has run on these ranks.
-        """
-        cell = self.running_cell or self.last_cell
-        if cell is None:
-            raise SessionError(
-                "No cell has run on these ranks yet, so there is no output to show again."
-            )
-        cell.replay(finished_cell())
-
     def escalate_interrupt(self) -> bool:
         """Escalate the interrupt of the running cell by one stage; return False without one."""
         if self.running_cell is None or self.escalation is None:
@@ -265,14 +235,9 @@ class CellRunner:
         """Resynchronize the ranks if needed. Returns an error message, or ""."""
         if self.escalation is None:
             return ""
-        problem = collective_request.resync_ranks(
-            self.escalation, self._workers, world_size=self._workers.world_size
-        )
+        problem = collective_request.resync_ranks(self.escalation, self._workers)
         self.escalation = None
         return problem
-
-    def _send_comm_message(self, cell: Cell, rank: int, message: Message) -> None:
-        self._workers.send_comm_message(rank, cell.requests[rank], message)
 
     # -- messages, on the reader thread
 

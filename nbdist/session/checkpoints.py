@@ -396,7 +396,7 @@ class BackgroundSaves:
             if not self.running_saves():
                 atexit.unregister(self.wait_for_running)
 
-    def start_save(self, request: SaveRequest, workers: WorkerGroup, world_size: int) -> Save:
+    def start_save(self, request: SaveRequest, workers: WorkerGroup) -> Save:
         """Have the ranks copy their state and start to write it.
 
         Raises:
@@ -405,7 +405,7 @@ class BackgroundSaves:
         title = f"nbdist: checkpoint {name_validation.check_name(request.name)}"
         with StatusLine() as line:
             reports = CollectiveRequest(
-                workers, SAVE, world_size, lambda text: line.show(f"{title}: {text}")
+                workers, SAVE, lambda text: line.show(f"{title}: {text}")
             ).run(request)
         with self._lock:
             save = self._saves.setdefault(reports[0].id, Save())

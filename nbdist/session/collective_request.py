@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from nbdist import rank_sets
 from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
-from nbdist.keyboard_interrupt import suppress_interrupt
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
-from nbdist.session.hang_detection import have_collectives_diverged
 from nbdist.session.interrupt import InterruptEscalation, InterruptStage, release_request
 from nbdist.session.progress import StatusLine
-from nbdist.session.rank_polling import RankActivityPoller
+from nbdist.session.rank_activity import RankActivityPoller, have_collectives_diverged
+from nbdist.signals import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +50,6 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
     Args:
         workers: the worker group.
         operation: what the ranks do.
-        world_size: number of ranks.
         show: called with the name of each phase, and with a line when ranks block others, or
             after an interrupt; on any thread.
         stoppable: whether the first interrupt has an effect beyond a message.
@@ -61,12 +59,11 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         self,
         workers: WorkerGroup,
         operation: operations.Operation[RequestT, ReportT],
-        world_size: int,
         show: Callable[[str], object],
         *,
         stoppable: bool = True,
     ) -> None:
-        self.ranks = tuple(range(world_size))
+        self.ranks = tuple(range(workers.world_size))
         self.requests: dict[int, str] = {}
         self.errors: dict[int, messages.RankError] = {}
         self.finished = threading.Event()
@@ -81,11 +78,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         self._workers, self._operation, self._show = workers, operation, show
         self._rank_activity = RankActivityPoller(workers)
         self.escalation = InterruptEscalation(
-            self,
-            workers,
-            self._rank_activity,
-            world_size=world_size,
-            kind="request" if stoppable else "repair",
+            self, workers, self._rank_activity, kind="request" if stoppable else "repair"
         )
         self._replies: dict[int, Any] = {}
         self._pressed = self._taken = 0
@@ -210,9 +203,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
             if running and first.ranks == self.ranks and first.kind == "cause":
                 return ""  # all ranks raised it in agreement
         try:
-            return resync_ranks(
-                self.escalation, self._workers, world_size=len(self.ranks), midway=False
-            )
+            return resync_ranks(self.escalation, self._workers, midway=False)
         except RankDied:
             raise
         except SessionError as error:
@@ -234,14 +225,13 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
 
 
 def resync_ranks(
-    escalation: InterruptEscalation, workers: WorkerGroup, *, world_size: int, midway: bool = True
+    escalation: InterruptEscalation, workers: WorkerGroup, *, midway: bool = True
 ) -> str:
     """Resynchronize the ranks if needed. Returns an error message, or "".
 
     Args:
         escalation: escalation of the cell or request.
         workers: the worker group.
-        world_size: number of ranks.
         midway: also rebuild a backend that was interrupted during a training step.
 
     Raises:
@@ -256,15 +246,19 @@ def resync_ranks(
         group.kind == "secondary" for group in tracebacks.group_errors(list(work.errors.values()))
     )
     answers = workers.request_all(
-        range(world_size), messages.RANK_ACTIVITY, {}, channel="control", patience_s=ANSWER_S
+        range(workers.world_size),
+        messages.RANK_ACTIVITY,
+        {},
+        channel="control",
+        patience_s=ANSWER_S,
     ).values()
     broken = broken or have_collectives_diverged(answers)
     if not broken and not (midway and any(answer["standing"]["midway"] for answer in answers)):
         return ""
-    return rebuild_models(workers, world_size=world_size, groups=broken)
+    return rebuild_models(workers, groups=broken)
 
 
-def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> str:
+def rebuild_models(workers: WorkerGroup, *, groups: bool) -> str:
     """Rebuild the prepared models of all ranks, and with `groups` the process groups.
 
     Returns an error message, or "". On failure cells still run, without collectives, so that
@@ -275,7 +269,6 @@ def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> st
         request = CollectiveRequest(
             workers,
             operations.REBUILD_MODELS,
-            world_size,
             lambda text: line.show(f"nbdist: recovering the ranks: {text}"),
             stoppable=False,
         )
@@ -284,7 +277,7 @@ def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> st
                 # On all ranks first: under NCCL an unmatched collective would block the stream
                 # on which the new group is tested. Aborting twice is safe.
                 workers.request_all(
-                    range(world_size),
+                    range(workers.world_size),
                     messages.ABORT_COLLECTIVES,
                     release_request(workers),
                     channel="control",
@@ -300,7 +293,7 @@ def rebuild_models(workers: WorkerGroup, *, world_size: int, groups: bool) -> st
                 for rank_error in request.errors.values()
             )
             if is_group_broken and not groups and not request.detached:
-                return rebuild_models(workers, world_size=world_size, groups=True)
+                return rebuild_models(workers, groups=True)
             problem = (
                 f"the ranks could not be recovered: {str(error).removesuffix('.')}. Plain variables"
                 " are kept; use %nbdist restart to start new ranks and %nbdist load to load the"

@@ -259,9 +259,6 @@ def _placeholder(options: Mapping[str, Any], hardware: strategies.Hardware) -> s
 class SessionCluster:
     """Cluster options of a session.
 
-    Args:
-        requested: the given options of `OPTION_NAMES`.
-
     Raises:
         OptionError: an unknown cluster, or an option that it does not support.
     """

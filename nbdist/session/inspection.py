@@ -52,12 +52,7 @@ def inspect(
 
 
 def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:
-    """Return the Python stacks of all threads, by rank; takes at most four seconds.
-
-    Args:
-        workers: the worker group.
-        cells: cell numbers by the file name of their code.
-    """
+    """Return the Python stacks of all threads, by rank; takes at most four seconds."""
     answered = _request_stacks(workers)
     silent = {rank: pid for rank, pid in workers.pids.items() if rank not in answered}
     written = workers.launcher_group.dump_stacks(silent, launchers=False) if silent else {}

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbdist import rank_sets
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import (
+from nbdist.session.rank_activity import (
     HANG_AFTER_S,
     described,
     detect_hang,
@@ -42,8 +42,7 @@ from nbdist.session.hang_detection import (
 if TYPE_CHECKING:
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
-    from nbdist.session.hang_detection import Hang
-    from nbdist.session.rank_polling import RankActivityPoller
+    from nbdist.session.rank_activity import Hang, RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 TO_ABORT, TO_END = 2, 3
@@ -145,7 +144,6 @@ class InterruptEscalation:
         workers: WorkerGroup,
         rank_activity: RankActivityPoller,
         *,
-        world_size: int,
         kind: Kind = "cell",
     ) -> None:
         self.stage = InterruptStage.RUNNING
@@ -155,7 +153,7 @@ class InterruptEscalation:
         """The current hang, or None."""
         self.is_parked = False
         """True while a rank waits for the user at a prompt, and others wait for that rank."""
-        self.work, self._kind, self._world_size = work, kind, world_size
+        self.work, self._kind = work, kind
         self._workers, self._rank_activity = workers, rank_activity
         self._began = self._looked_at = time.monotonic()
         self._ticked_at = self._interrupted_at = self._aborted_at = self._repeated_at = 0.0
@@ -212,7 +210,7 @@ class InterruptEscalation:
             )
             if now - self._began > POLL_AFTER_S and now - self._looked_at >= every:
                 self._looked_at = now
-                self._rank_activity.poll_ranks(range(self._world_size))
+                self._rank_activity.poll_ranks(range(self._workers.world_size))
             self.hang = self._detect_hang()
             self._interrupt_again(now)
             self._advance(now)
@@ -416,7 +414,7 @@ class InterruptEscalation:
         self._repeated_at = time.monotonic()
         self._stop_after(0)
         self._workers.queue_request(
-            range(self._world_size),
+            range(self._workers.world_size),
             "control",
             messages.ABORT_COLLECTIVES,
             release_request(self._workers),

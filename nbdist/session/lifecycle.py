@@ -32,14 +32,12 @@ from nbdist.session.cell_history import CellHistory
 from nbdist.session.cell_runner import CellRunner
 from nbdist.session.config import FIXED_OPTIONS, SessionCluster, SessionConfig
 from nbdist.session.device_placement import check_usable, mixed_gpus_warning
-from nbdist.session.locking import exclusive, show_wait_reason
-from nbdist.session.metrics import Metrics
-from nbdist.session.profiler import SessionProfiler, build_profile
-from nbdist.session.progress import CurrentOperation, StatusLine
-from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
+from nbdist.session.metrics import Metrics, TrainingEvent, TrainingEvents
+from nbdist.session.profiler import SessionProfiler
+from nbdist.session.progress import CurrentOperation, StatusLine, exclusive, show_wait_reason
+from nbdist.session.rank_activity import PreparedModelPoller, RankActivityPoller
 from nbdist.session.save_on_termination import RunTermination
 from nbdist.session.tracking import TrackedRun, Tracker
-from nbdist.session.training_events import TrainingEvent, TrainingEvents
 from nbdist.session.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -123,9 +121,7 @@ class SessionLifecycle:
         )
         self.rank_activity = RankActivityPoller(self._workers)
         self.model_query = PreparedModelPoller(self._workers)
-        self._profiler = SessionProfiler(
-            self._workers, lambda run: build_profile(self, self._workers, run)
-        )
+        self._profiler = SessionProfiler(self._workers)
         self._cells = CellRunner(
             self._workers, self.rank_activity, self._profiler, on_send=self._bind_sent_value
         )

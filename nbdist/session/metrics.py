@@ -1,4 +1,4 @@
-"""The rows of `report()` from all ranks; runs in the notebook's kernel.
+"""The rows of `report()` from all ranks, and events between steps; runs in the notebook's kernel.
 
 The reader thread adds rows, the user and the panel read columns. A value takes 12 bytes and a row
 18, so a million steps on four ranks with one scalar each take about 120 MB. If a rank reports a
@@ -15,9 +15,11 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nbdist.display.elements import element, html_row, html_table, text_table
+from nbdist.display.elements import Table, element
 from nbdist.errors import NbdistError, OptionError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ MAX_RECENT_STEPS = 1024
 """`Metrics.recent` returns a step in full if each rank has reported at most this many since."""
 RANK_WAIT_TIMEOUT_S = 0.4
 """By default, `UnsentPoints` waits this long for the ranks that have not reported a step."""
+MAX_EVENTS = 500
 _SHOWN_ROWS = 10
 _EMPTY = "No metrics yet: call report(loss=loss) in a %%distribute cell"
 _log = logging.getLogger(__name__)
@@ -252,16 +255,13 @@ class Metrics:
         return frame
 
     def __repr__(self) -> str:
-        summary, rows = self._last_rows()
-        return "\n".join([f"Metrics: {summary}", *text_table(rows)])
+        summary, table = self._last_rows()
+        return f"Metrics: {summary}" if table is None else f"Metrics: {summary}\n{table.text}"
 
     def _repr_html_(self) -> str:
         """Return the last rows as an HTML table."""
-        summary, rows = self._last_rows()
-        if not rows:
-            return str(element("p", f"Metrics: {summary}"))
-        header, *others = rows
-        return str(html_table(header, map(html_row, others), caption=summary))
+        summary, table = self._last_rows()
+        return str(element("p", f"Metrics: {summary}") if table is None else table.html)
 
     def _reports(self, name: str, *, since: int | None = None) -> MetricReports:
         """Return copies of one column, from step `since` on; computed without the lock."""
@@ -278,11 +278,11 @@ class Metrics:
         reports = rows if name == TIME else rows.select(indices)._replace(values=values)
         return reports if since is None else reports.select(reports.steps >= since)
 
-    def _last_rows(self) -> tuple[str, list[list[str]]]:
-        """Return a summary and the cells of the last rows, below a header."""
+    def _last_rows(self) -> tuple[str, Table | None]:
+        """Return a summary and a table of the last rows."""
         steps = self.steps()
         if not steps:
-            return _EMPTY, []
+            return _EMPTY, None
         num_ranks = len(set(self._ranks))
         ranks = "1 rank" if num_ranks == 1 else f"mean of {num_ranks} ranks"
         shown, names = steps[-_SHOWN_ROWS:], self.names
@@ -294,7 +294,9 @@ class Metrics:
             [str(step), *(f"{column[step]:.6g}" if step in column else "" for column in columns)]
             for step in shown
         ]
-        return f"{len(steps)} steps, {ranks}", [[STEP, *names], *rows]
+        summary = f"{len(steps)} steps, {ranks}"
+        table = Table(header=[STEP, *names], rows=rows, text_columns=(), caption=summary)
+        return summary, table
 
 
 class UnsentPoints:
@@ -351,3 +353,39 @@ class UnsentPoints:
             ]
             ready += [waiting.pop(step)[1] for step in timed_out]
         return {name: np.array(ready) for name, ready in points.items() if ready}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """An event to show on the curves."""
+
+    step: int
+    """Last step reported before the event."""
+    kind: Literal["switch", "save", "load", "restart"]
+    text: str
+    time: float = field(default_factory=time.time)
+    """Unix time in seconds."""
+
+
+class TrainingEvents:
+    """The last events of a session; thread-safe."""
+
+    def __init__(self) -> None:
+        self._marks: deque[TrainingEvent] = deque(maxlen=MAX_EVENTS)
+        self._lock = threading.Lock()
+
+    def add(self, mark: TrainingEvent) -> None:
+        """Append an event."""
+        with self._lock:
+            self._marks.append(mark)
+
+    def reset(self, mark: TrainingEvent) -> None:
+        """Drop all events and add `mark`: steps are counted from 0 again."""
+        with self._lock:
+            self._marks.clear()
+            self._marks.append(mark)
+
+    def to_list(self) -> list[TrainingEvent]:
+        """Return the events, oldest first."""
+        with self._lock:
+            return list(self._marks)

@@ -1,4 +1,4 @@
-"""Operations of a session on models and variables of its ranks: push, pull, switch, save, load.
+"""Operations of a session on models and variables of its ranks: push, switch, save, load, plan.
 
 Runs in the notebook's kernel. The methods check their arguments and the state of the session; the
 work is in `operations` and in `session.checkpoints`.
@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
-from nbdist.errors import CheckpointError, RankDied, SwitchError
+from nbdist.errors import CheckpointError, PlanError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
-from nbdist.operations import import_checkpoint, resize
 from nbdist.operations import load as operations_load
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
 from nbdist.output.rank_log import RankLogTail
+from nbdist.protocol import messages
 from nbdist.protocol.operations import SaveRequest
 from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import lifecycle, push_pull
 from nbdist.session.config import SessionConfig
-from nbdist.session.locking import exclusive_for_current_ranks
-from nbdist.session.progress import StatusLine
-from nbdist.session.training_events import TrainingEvent
+from nbdist.session.metrics import TrainingEvent
+from nbdist.session.progress import StatusLine, exclusive_for_current_ranks
+from nbdist.session.script import WrittenScript, write_script
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nbdist.operations.export import ExportReport
-    from nbdist.operations.import_checkpoint import ForeignReport
-    from nbdist.operations.load import LoadReport
+    from nbdist.operations.load import ForeignReport, LoadReport
+    from nbdist.planner.measured_comparison import MeasuredMemory
     from nbdist.session.checkpoints import Save
 
 
@@ -70,9 +72,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         (chosen,) = rank_sets.resolve_ranks([rank], self.world_size, option="rank")
         self._ensure_free()
         self.start()
-        values = push_pull.pull_variables(
-            names, chosen, self._workers, world_size=self.world_size, as_numpy=as_numpy
-        )
+        values = push_pull.pull_variables(names, chosen, self._workers, as_numpy=as_numpy)
         return values[names[0]] if len(names) == 1 else [values[name] for name in names]
 
     # -- switching the backend
@@ -120,7 +120,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
     def _switch(
         self, new_config: SessionConfig, requested: dict[str, Any], *, reset_optimizer: bool
     ) -> SwitchReport:
-        if resize.needs_new_ranks(self._choice, new_config):
+        if operations_switch.needs_new_ranks(self._choice, new_config):
             report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
             self._requested_options = requested
             return report
@@ -146,7 +146,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             RankDied("The ranks were replaced; output that was still pending is lost.")
         )
         with StatusLine() as line:
-            change = resize.RankReplacement(
+            change = operations_switch.RankReplacement(
                 workers=self._workers,
                 before=self._choice,
                 after=new_config,
@@ -229,7 +229,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             full=full,
         )
         with self.operation.track("saving", f"copying the state for checkpoint {name}"):
-            save = self._saves.start_save(request, self._workers, self.world_size)
+            save = self._saves.start_save(request, self._workers)
             if wait:
                 save.wait_shown()
         self.history.add_command("save", name)
@@ -274,7 +274,6 @@ class ModelOperations(lifecycle.SessionLifecycle):
         with self.operation.track("loading", f"loading {last}"):
             report = operations_load.load_checkpoint(
                 self._workers,
-                self.world_size,
                 last,
                 root,
                 weights_only=weights_only,
@@ -341,7 +340,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            report = operations_export.export(self._workers, self.world_size, request)
+            report = operations_export.export(self._workers, request)
         self.history.add_command("export", request.folder)
         return report
 
@@ -369,8 +368,98 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         self.start()
         with self.operation.track("loading", f"loading {path}"):
-            report = import_checkpoint.import_checkpoint(
-                self._workers, self.world_size, path, trust=trust, model=model
+            report = operations_load.import_checkpoint(
+                self._workers, path, trust=trust, model=model
             )
         self.history.add_command("load", str(path))
         return report
+
+    def script(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        cells: str | Sequence[int] | None = None,
+        tag: str | None = None,
+        overwrite: bool = False,
+        with_nbdist: bool = False,
+    ) -> WrittenScript:
+        """Write the cells that ran as a script, with its launcher config and a Slurm job.
+
+        The folder has train.py, accelerate.yaml, ds_config.json for DeepSpeed, requirements.txt,
+        submit.sbatch, and README.md with the commands. A cell that ran several times appears once,
+        with its latest code, where it first ran; cells that failed or were deleted are left
+        out. Comments in train.py list what differs from the notebook.
+
+        Args:
+            folder: a new or empty folder.
+            cells: numbers of the cells, "3,5-7" or a sequence. Default: all since the ranks were
+                started.
+            tag: only cells with this tag, in front ends that send tags, such as JupyterLab.
+            overwrite: replace files in a folder that is not empty; others stay.
+            with_nbdist: the script uses nbdist's engines and checkpoints; it does so anyway if a
+                cell imports nbdist.
+
+        Raises:
+            OptionError: a folder that is not empty, or cells that cannot be written.
+        """
+        return write_script(
+            self,
+            folder,
+            cells=cells,
+            tag=tag,
+            overwrite=overwrite,
+            with_nbdist=with_nbdist,
+        )
+
+    # -- the planner
+
+    def measured(self) -> dict[int, MeasuredMemory | None]:
+        """Return the memory that each rank measured in its third optimizer step; None before that.
+
+        Ranks measure automatically, once for each `prepare()`. Works while a cell runs.
+        """
+        from nbdist.planner.measured_comparison import MeasuredMemory
+
+        self._ensure_alive()
+        self.start()
+        ranks = range(self.world_size)
+        replies = self._workers.request_all(ranks, messages.MEASURED_MEMORY, {}, channel="control")
+        figures = {rank: replies[rank]["figures"] for rank in ranks}
+        return {
+            rank: MeasuredMemory.from_json(figure) if figure else None
+            for rank, figure in figures.items()
+        }
+
+    @exclusive_for_current_ranks
+    def model_spec(
+        self,
+        name: str | None = None,
+        *,
+        batch_size: int | None = None,
+        seq_len: int | None = None,
+        kind: Literal["cuda", "cpu"] = "cuda",
+        quick: bool = False,
+    ) -> messages.ModelReply:
+        """Describe a model of rank 0 for the planner; traces it in a child process.
+
+        Args:
+            name: a variable that holds an nn.Module, unwrapped or the one prepared last. Default:
+                the one prepared last.
+            batch_size: micro-batch size. Default: that of the last forward pass.
+            seq_len: tokens per sample. Default: those of the last forward pass, or the model's
+                maximum.
+            kind: device type to plan for.
+            quick: use the closed form or a cached trace; no child process.
+
+        Raises:
+            PlanError: no such model, or one that cannot be described.
+        """
+        self._ensure_free()
+        self.start()
+        request = messages.ModelRequest(
+            name=name, batch_size=batch_size, seq_len=seq_len, kind=kind, quick=quick
+        )
+        reply: messages.ModelReply = self._workers.request_all(
+            [0], messages.MODEL, request, raises=PlanError
+        )[0]
+        return reply

@@ -1,81 +1,40 @@
-"""Plans for the models of a session's ranks, and comparisons with measurements.
+"""Plans for the models of a session's ranks, comparisons with measurements, and profiles.
 
-Runs in the notebook's kernel. The ranks describe the model and send their measurements; the plan is
-computed here.
+Runs in the notebook's kernel. The ranks describe the model and send their measurements; plan and
+profile are computed here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import PlanError
+from nbdist import rank_sets
+from nbdist.errors import NbdistError, PlanError
 from nbdist.hardware.telemetry import NodeUsage
+from nbdist.protocol import messages
 from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from typing import Literal
 
-    from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.machines import MachinePlan
-    from nbdist.planner.measured_comparison import MeasuredComparison, MeasuredMemory
+    from nbdist.planner.measured_comparison import MeasuredComparison
+    from nbdist.planner.model_spec import ModelSpec
     from nbdist.planner.result import Plan
     from nbdist.profiler.profile import Profile
-    from nbdist.protocol import messages
-    from nbdist.strategies import Hardware, Options
+    from nbdist.session.lifecycle import SessionLifecycle
+    from nbdist.session.model_operations import ModelOperations
+    from nbdist.session.profiler import ProfileRun
+    from nbdist.session.worker_group import WorkerGroup
 
-
-class SessionView(Protocol):
-    """Session, as far as the planner needs it for running ranks."""
-
-    @property
-    def options(self) -> Options:
-        """Options of the engine, validated."""
-
-    @property
-    def hardware(self) -> Hardware:
-        """Hardware that the ranks run on."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def nodes(self) -> Sequence[SessionNode]:
-        """Nodes of the ranks; empty on one machine."""
-
-    @property
-    def profiles(self) -> Sequence[Profile]:
-        """Profiles of this session, the last one at the end."""
-
-    def status(self) -> dict[str, Any]:
-        """State of the session and of each rank."""
-
-    def nodes_now(self) -> dict[str, NodeUsage]:
-        """Use of each node now, by name."""
-
-
-class PlanningSession(SessionView, Protocol):
-    """Session whose ranks describe and measure their model."""
-
-    def measured(self) -> Mapping[int, MeasuredMemory | None]:
-        """Memory that each rank has measured."""
-
-    def model_spec(
-        self,
-        name: str | None = None,
-        *,
-        batch_size: int | None = None,
-        seq_len: int | None = None,
-        kind: Literal["cuda", "cpu"] = "cuda",
-        quick: bool = False,
-    ) -> messages.ModelReply:
-        """Model of the ranks, as the planner takes it."""
+MODEL_TIMEOUT_S = 2.0
+"""Timeout for a rank's description of its model; a running rank replies within milliseconds."""
 
 
 def plan_model(
-    session: PlanningSession, name: str | None = None, *, quick: bool = False, **arguments: Any
+    session: ModelOperations, name: str | None = None, *, quick: bool = False, **arguments: Any
 ) -> Plan:
     """Plan a model of the ranks: a variable, or the one prepared last.
 
@@ -103,7 +62,7 @@ def plan_model(
 
 
 def find_machines(
-    session: PlanningSession, name: str | None = None, **arguments: Any
+    session: ModelOperations, name: str | None = None, **arguments: Any
 ) -> MachinePlan:
     """Return which machines are enough for a model of the ranks; arguments as in `plan_model`."""
     from nbdist.planner import plan
@@ -114,7 +73,7 @@ def find_machines(
 
 
 def _describe(
-    session: PlanningSession,
+    session: ModelOperations,
     name: str | None,
     arguments: Mapping[str, Any],
     *,
@@ -134,7 +93,7 @@ def _describe(
         )
 
 
-def plan_running_model(session: SessionView, reply: messages.ModelReply) -> Plan:
+def plan_running_model(session: SessionLifecycle, reply: messages.ModelReply) -> Plan:
     """Plan the model that `Session.model_query` found on the running ranks.
 
     Raises:
@@ -149,7 +108,7 @@ def plan_running_model(session: SessionView, reply: messages.ModelReply) -> Plan
 
 
 def plan_described_model(
-    session: SessionView, reply: messages.ModelReply, arguments: Mapping[str, Any]
+    session: SessionLifecycle, reply: messages.ModelReply, arguments: Mapping[str, Any]
 ) -> Plan:
     """Plan a model as rank 0 describes it; `arguments` override the session's settings."""
     from nbdist.planner import plan
@@ -159,7 +118,7 @@ def plan_described_model(
 
 
 def _arguments(
-    session: SessionView,
+    session: SessionLifecycle,
     reply: messages.ModelReply,
     arguments: Mapping[str, Any],
     kind: Literal["cuda", "cpu"],
@@ -181,7 +140,7 @@ def _arguments(
     return {**own, **arguments}
 
 
-def cluster_spec(session: SessionView) -> ClusterSpec:
+def cluster_spec(session: SessionLifecycle) -> ClusterSpec:
     """Return the session's devices for the planner; memory used by its own ranks counts as free."""
     from nbdist.planner import target_devices
 
@@ -204,7 +163,7 @@ def cluster_spec(session: SessionView) -> ClusterSpec:
     )
 
 
-def compare_with_measured(session: PlanningSession) -> MeasuredComparison:
+def compare_with_measured(session: ModelOperations) -> MeasuredComparison:
     """Compare what the ranks have measured with the planner's prediction.
 
     Raises:
@@ -226,3 +185,47 @@ def compare_with_measured(session: PlanningSession) -> MeasuredComparison:
     return measured_comparison.compare_plan_with_measurements(
         spec, session.options, measured, nodes=nodes
     )
+
+
+def build_profile(session: SessionLifecycle, workers: WorkerGroup, run: ProfileRun) -> Profile:
+    """Build the profile from the measurements and the session's model, options and cells."""
+    from nbdist.profiler import learned_speeds, lint
+    from nbdist.profiler.profile import Profile
+    from nbdist.profiler.profile_data import ProfiledConfig
+
+    cluster, spec = cluster_spec(session), _spec(session, workers, min(run.figures))
+    setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
+    figures = [run.figures[rank] for rank in sorted(run.figures)]
+    code = lint.read_training_cell(run.sources)
+    others = sorted(set(range(session.world_size)) - set(run.ranks))
+    notes = [f"{rank_sets.describe_ranks(others)} did not run this cell."] if others else []
+    notes += run.take_refusal_notes()
+    profile = Profile.of(
+        figures,
+        setting,
+        remarks=lint.lint_cell(code, figures, bf16=session.hardware.bf16),
+        loader_text=code.loader if code else None,
+        before=session.profiles[-1] if session.profiles else None,
+        notes=notes,
+    )
+    if spec is not None:
+        learned_speeds.learn_from_profile(
+            profile.ranks, spec=spec, options=session.options, cluster=cluster
+        )
+    return profile
+
+
+def _spec(session: SessionLifecycle, workers: WorkerGroup, rank: int) -> ModelSpec | None:
+    """Return the prepared model for the planner; None if it has no closed form."""
+    from nbdist.planner import build_model_spec
+
+    content = messages.ModelRequest(
+        name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
+    )
+    try:
+        reply: messages.ModelReply = workers.request_all(
+            [rank], messages.MODEL, content, channel="control", patience_s=MODEL_TIMEOUT_S
+        )[rank]
+        return build_model_spec.spec_from_json(reply["spec"])
+    except NbdistError:  # no closed form, no answer in time, or the rank has just ended
+        return None

@@ -19,30 +19,23 @@ from types import NoneType
 from typing import TYPE_CHECKING, Self
 
 from nbdist import rank_sets
-from nbdist.errors import NbdistError, OptionError, ProfileError
+from nbdist.errors import OptionError, ProfileError
 from nbdist.paths import expand_user
 from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
-from nbdist.session import planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbdist.planner.model_spec import ModelSpec
     from nbdist.profiler.profile import Profile
     from nbdist.session.cell import Cell
-    from nbdist.session.planner import SessionView
     from nbdist.session.worker_group import WorkerGroup
-
-    ProfileBuilder = Callable[["ProfileRun"], Profile]
 
 MAX_PROFILE_S = 30.0
 """Maximum duration of the recording."""
 MAX_STEPS = 1000
 LATE_S = 3.0
 """Timeout for a rank's measurements after the end of its cell."""
-MODEL_TIMEOUT_S = 2.0
-"""Timeout for a rank's description of its model; a running rank replies within milliseconds."""
 OTHERS_S = 15.0
 """Timeout for the other ranks' measurements after those of the first rank."""
 WAIT_S = 0.05
@@ -186,19 +179,16 @@ class ProfileRun:
 
 
 class SessionProfiler:
-    """The profiles of a session, one at a time.
+    """The profiles of a session, one at a time."""
 
-    Args:
-        workers: the worker group.
-        build_profile: builds a profile from the ranks' measurements; called on its own thread.
-    """
+    build_profile: Callable[[ProfileRun], Profile]
+    """Builds a profile from the ranks' measurements, on its own thread; set by `Session`."""
 
-    def __init__(self, workers: WorkerGroup, build_profile: ProfileBuilder) -> None:
+    def __init__(self, workers: WorkerGroup) -> None:
         self.current_run: ProfileRun | None = None
         """The profile that is armed or in progress."""
         self.profiles: list[Profile] = []
         self._workers = workers
-        self._build_profile = build_profile
         self._lock = threading.Lock()
 
     def arm(self, options: ProfileOptions) -> ProfileRun:
@@ -304,7 +294,7 @@ class SessionProfiler:
         assert cell is not None  # noqa: S101 - checked by `tick`
         try:
             if run.figures:
-                profile = self._build_profile(run)
+                profile = self.build_profile(run)
                 self.profiles.append(profile)
                 cell.show_bundle({"text/plain": str(profile), "text/html": profile._repr_html_()})
             else:
@@ -330,47 +320,3 @@ class SessionProfiler:
             f"A profile is in progress ({self.current_run.text}). Wait for its result before"
             " starting another one."
         )
-
-
-def build_profile(session: SessionView, workers: WorkerGroup, run: ProfileRun) -> Profile:
-    """Build the profile from the measurements and the session's model, options and cells."""
-    from nbdist.profiler import learned_speeds, lint
-    from nbdist.profiler.profile import Profile
-    from nbdist.profiler.profile_data import ProfiledConfig
-
-    cluster, spec = planner.cluster_spec(session), _spec(session, workers, min(run.figures))
-    setting = ProfiledConfig(options=session.options, cluster=cluster, model_spec=spec)
-    figures = [run.figures[rank] for rank in sorted(run.figures)]
-    code = lint.read_training_cell(run.sources)
-    others = sorted(set(range(session.world_size)) - set(run.ranks))
-    notes = [f"{rank_sets.describe_ranks(others)} did not run this cell."] if others else []
-    notes += run.take_refusal_notes()
-    profile = Profile.of(
-        figures,
-        setting,
-        remarks=lint.lint_cell(code, figures, bf16=session.hardware.bf16),
-        loader_text=code.loader if code else None,
-        before=session.profiles[-1] if session.profiles else None,
-        notes=notes,
-    )
-    if spec is not None:
-        learned_speeds.learn_from_profile(
-            profile.ranks, spec=spec, options=session.options, cluster=cluster
-        )
-    return profile
-
-
-def _spec(session: SessionView, workers: WorkerGroup, rank: int) -> ModelSpec | None:
-    """Return the prepared model for the planner; None if it has no closed form."""
-    from nbdist.planner import build_model_spec
-
-    content = messages.ModelRequest(
-        name=None, batch_size=None, seq_len=None, kind=session.hardware.kind, quick=True
-    )
-    try:
-        reply: messages.ModelReply = workers.request_all(
-            [rank], messages.MODEL, content, channel="control", patience_s=MODEL_TIMEOUT_S
-        )[rank]
-        return build_model_spec.spec_from_json(reply["spec"])
-    except NbdistError:  # no closed form, no answer in time, or the rank has just ended
-        return None

@@ -1,29 +1,37 @@
-"""Progress of long operations besides cells; runs in the notebook's kernel.
+"""Progress of long operations besides cells, and whose turn it is; runs in the notebook's kernel.
 
 `StatusLine` shows it below the cell. It also updates the session's `CurrentOperation`, which the
 panel reads.
+
+Cells and the thread that runs the panel's commands take turns: methods that use the ranks are
+`exclusive`. A session's `lock` is a plain RLock. `with` on it is safe against KeyboardInterrupt,
+which may be raised between any two bytecodes: no Python code runs between acquiring it and entering
+the block (CPython 3.11 to 3.14).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 from uuid import uuid4
 
+from nbdist.errors import CellInterrupted, RankDied
 from nbdist.output.sink import running_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 OperationKind = Literal[
     "starting", "switching", "saving", "loading", "exporting", "planning", "calibrating"
 ]
 
+_M = TypeVar("_M", bound="Callable[..., Any]")
 _SHARE = re.compile(r"(\d{1,3})\s?%$")
 _TITLE = "nbdist: "
 """Prefix of a line printed below a cell."""
@@ -138,3 +146,61 @@ class StatusLine:
     def __exit__(self, *_: object) -> None:
         if self._screen is not None:
             self._screen.flush()
+
+
+# -- turns
+
+
+def exclusive(method: _M) -> _M:
+    """Run a session method while no other thread uses the ranks.
+
+    For methods that start or end ranks; methods that use them have
+    `exclusive_for_current_ranks`. An interrupt ends the wait.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        show_wait_reason(self.operation)
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast("_M", wrapper)
+
+
+def exclusive_for_current_ranks(method: _M) -> _M:
+    """As `exclusive`, for methods that are meant for the current ranks.
+
+    Without the check, a cell that waits during a restart would run on new ranks without its
+    variables.
+
+    Raises:
+        RankDied: the ranks were restarted while waiting.
+        CellInterrupted: an interrupt ended the ranks; new ones were started.
+    """
+
+    @functools.wraps(method)
+    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        restarts = self.num_restarts
+        show_wait_reason(self.operation)
+        with self.lock:
+            if self.num_restarts != restarts:
+                raise RankDied(
+                    "The ranks were restarted while this call waited for them. It was not run, and"
+                    " variables of the old ranks are lost."
+                )
+            try:
+                return method(self, *args, **kwargs)
+            except RankDied:
+                if not (replaced := self.replace_stopped_ranks()):
+                    raise
+                raise CellInterrupted(f"{replaced} Variables of the old ranks are lost.") from None
+
+    return cast("_M", wrapper)
+
+
+def show_wait_reason(activity: CurrentOperation, details: str = "") -> None:
+    """Show below the cell which operation of another thread has to finish first."""
+    work = activity.progress
+    if work is not None and current_operation() is not activity:
+        with StatusLine() as line:
+            line.show(f"nbdist: waiting for a command of the panel: {work.text}{details}")

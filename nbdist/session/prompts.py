@@ -20,14 +20,14 @@ from IPython.core.error import StdinNotImplementedError
 from nbdist import rank_sets
 from nbdist.output.sink import get_kernel
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import describe_position
+from nbdist.session.rank_activity import describe_position
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from nbdist.session.cell import Cell
     from nbdist.session.interrupt import InterruptEscalation
-    from nbdist.session.rank_polling import RankActivityPoller
+    from nbdist.session.rank_activity import RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
 SETTLE_S = 0.5

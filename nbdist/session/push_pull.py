@@ -47,18 +47,9 @@ def pull_variables(
     rank: int,
     workers: WorkerGroup,
     *,
-    world_size: int,
     as_numpy: bool,
 ) -> dict[str, Any]:
-    """Fetch variables of one rank, by name; of a prepared model, its state dict.
-
-    Args:
-        names: names of the variables.
-        rank: rank to fetch from.
-        workers: the worker group.
-        world_size: number of ranks: together they have the weights of a prepared model.
-        as_numpy: return arrays instead of tensors.
-    """
+    """Fetch variables of one rank, by name; of a prepared model, its state dict."""
     values: dict[str, Any] = {}
     while others := [name for name in names if name not in values]:
         request = messages.PullRequest(
@@ -69,21 +60,15 @@ def pull_variables(
         )[rank]
         if "prepared" not in reply:
             return values | _pull_file(rank, reply["path"], workers, as_numpy=as_numpy)
-        for name in reply["prepared"]:
-            path = _write_model(name, workers, world_size)
-            values |= _pull_file(0, path, workers, as_numpy=as_numpy)
+        for name in reply["prepared"]:  # all ranks write it into one payload file of rank 0
+            folders = workers.launcher_group.payload_folders(0)
+            with StatusLine() as line:
+                reports = CollectiveRequest(
+                    workers, PULL_MODEL, lambda text: line.show(f"nbdist: pull: {text}")
+                ).run(PullModelRequest(name=name, folders=folders))
+                line.show("nbdist: pull: done")
+            values |= _pull_file(0, reports[0].path, workers, as_numpy=as_numpy)
     return values
-
-
-def _write_model(name: str, workers: WorkerGroup, world_size: int) -> str:
-    """Have all ranks write a prepared model into one payload file of rank 0; return its path."""
-    request = PullModelRequest(name=name, folders=workers.launcher_group.payload_folders(0))
-    with StatusLine() as line:
-        reports = CollectiveRequest(
-            workers, PULL_MODEL, world_size, lambda text: line.show(f"nbdist: pull: {text}")
-        ).run(request)
-        line.show("nbdist: pull: done")
-    return reports[0].path
 
 
 def _pull_file(rank: int, path: str, workers: WorkerGroup, *, as_numpy: bool) -> dict[str, Any]:

@@ -33,14 +33,14 @@ from nbdist.planner.build_model_spec import spec_from_json
 from nbdist.planner.model_spec import num_trainable_params
 from nbdist.protocol.messages import TERMINATION_GRACE_S
 from nbdist.protocol.operations import SaveRequest
-from nbdist.session.rank_polling import PreparedModelPoller
-from nbdist.termination_signal import TerminationSignal
+from nbdist.session.rank_activity import PreparedModelPoller
+from nbdist.signals import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.session.cell_runner import CellRunner
-    from nbdist.session.checkpoints import BackgroundSaves, Checkpoint
+    from nbdist.session.checkpoints import BackgroundSaves
     from nbdist.session.worker_group import WorkerGroup
 
 MARGIN_S = 10.0
@@ -56,14 +56,7 @@ BATCH_JOB_VARIABLES = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 
 
 class RunTermination:
-    """Stops and saves the run of one session when it is ended from outside.
-
-    Args:
-        workers: the worker group.
-        cells: the cells of the session.
-        saves: the saves of the session.
-        lock: held by the thread that uses the ranks.
-    """
+    """Stops and saves the run of one session when it is ended from outside."""
 
     def __init__(
         self,
@@ -123,7 +116,10 @@ class RunTermination:
         if self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
             try:
                 if not self._outcome:
-                    self._wait_for_background_cell()
+                    if (cell := self._cells.running_cell) is not None:  # in the background
+                        cell.finished.wait(max(self._remaining_s(), 0.0))
+                    with contextlib.suppress(NbdistError):  # reported by the save
+                        self._cells.resync_ranks()
                     self._print(self.save_once())
             finally:
                 self._lock.release()
@@ -144,8 +140,14 @@ class RunTermination:
         """
         if not self.cause or self._outcome:
             return self._outcome
+        request = SaveRequest(
+            root=location_with_password(self._saves.checkpoints.root),
+            name=f"ended-{datetime.now().astimezone():%Y%m%d-%H%M%S}",
+            ended=self.cause,
+        )
         try:
-            saved = self._save()
+            save = self._saves.start_save(request, self._workers)
+            saved = save.wait(max(self._remaining_s(), 1.0))
         except (NbdistError, TimeoutError, KeyboardInterrupt) as error:
             self._outcome = f"Ended by {self.cause}; no checkpoint was saved: {error}"
         else:
@@ -172,21 +174,6 @@ class RunTermination:
         except NbdistError:
             self.save_once()
             raise
-
-    def _save(self) -> Checkpoint:
-        request = SaveRequest(
-            root=location_with_password(self._saves.checkpoints.root),
-            name=f"ended-{datetime.now().astimezone():%Y%m%d-%H%M%S}",
-            ended=self.cause,
-        )
-        save = self._saves.start_save(request, self._workers, self._workers.world_size)
-        return save.wait(max(self._remaining_s(), 1.0))
-
-    def _wait_for_background_cell(self) -> None:
-        if (cell := self._cells.running_cell) is not None:
-            cell.finished.wait(max(self._remaining_s(), 0.0))
-        with contextlib.suppress(NbdistError):  # reported by the save
-            self._cells.resync_ranks()
 
     def _remaining_s(self) -> float:
         return self._until - time.monotonic()

@@ -113,7 +113,10 @@ def write_script(
     with_nbdist = with_nbdist or bool(uses_nbdist)
     script = build_script(
         runs,
-        docstring=_docstring(session),
+        docstring=(
+            f"Written by nbdist {__version__} from a notebook: {session.options.describe()}.\n\n"
+            f"Run it in this folder: {_LAUNCH}\n"
+        ),
         arguments={} if with_nbdist else _accelerator_arguments(session.options),
         setup="" if with_nbdist else _setup(session.options),
         left_out=left_out,
@@ -217,13 +220,6 @@ def _imports_nbdist(run: CellRun) -> bool:
 
 
 # -- the files
-
-
-def _docstring(session: SessionLifecycle) -> str:
-    return (
-        f"Written by nbdist {__version__} from a notebook: {session.options.describe()}.\n\n"
-        f"Run it in this folder: {_LAUNCH}\n"
-    )
 
 
 def _accelerator_arguments(options: strategies.Options) -> dict[str, list[str]]:

@@ -6,23 +6,22 @@ state is the current session, see `current_session`.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets
 from nbdist.cluster.local_launcher import LocalLauncherProvider
-from nbdist.errors import PlanError, SessionError
+from nbdist.errors import CellInterrupted, SessionError
+from nbdist.output.sink import finished_cell
 from nbdist.output.tracebacks import group_errors
-from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import inspection, lifecycle, panel_loader, planner
+from nbdist.session import inspection, lifecycle, planner
 from nbdist.session.cell import CellResult, check_code
-from nbdist.session.locking import exclusive_for_current_ranks
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
-from nbdist.session.progress import StatusLine
+from nbdist.session.progress import StatusLine, exclusive_for_current_ranks
 from nbdist.session.prompts import has_keyboard
 from nbdist.session.save_on_termination import parse_deadline
-from nbdist.session.script import WrittenScript, write_script
 
 if TYPE_CHECKING:
     import os
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from nbdist.cluster.launcher_interface import LauncherProvider
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.output.renderer import ShownRanks
-    from nbdist.planner.measured_comparison import MeasuredMemory
     from nbdist.session.checkpoints import Save
 
 TURN_S = 1.0
@@ -86,6 +84,7 @@ class Session(ModelOperations):
         at = deadline and parse_deadline(deadline)
         requested = {"nproc": nproc, "devices": devices, "auto": auto, **options_given, **options}
         super().__init__(engine or LocalLauncherProvider(), checkpoint_root, requested, tracker)
+        self._profiler.build_profile = lambda run: planner.build_profile(self, self._workers, run)
         self._termination.deadline = at
         self.panel_model: object = None
         """Model of the panel, owned by `nbdist.panel`."""
@@ -158,7 +157,14 @@ class Session(ModelOperations):
             CellError: the cell raised on a rank; raised once.
             CellInterrupted: the wait was interrupted; the cell keeps running.
         """
-        return self._cells.wait(timeout_s)
+        cell = self.running or self._cells.background_cell
+        try:
+            return cell is None or cell.joined or CellResult(cell).wait(timeout_s)
+        except KeyboardInterrupt:
+            raise CellInterrupted(
+                "Stopped waiting. The cell keeps running in the background; use"
+                " %nbdist interrupt to interrupt it."
+            ) from None
 
     @exclusive_for_current_ranks
     def debug(self, rank: int | None = None) -> None:
@@ -230,7 +236,12 @@ class Session(ModelOperations):
         Raises:
             SessionError: no cell has run on these ranks.
         """
-        self._cells.replay()
+        cell = self.running or self.last
+        if cell is None:
+            raise SessionError(
+                "No cell has run on these ranks yet, so there is no output to show again."
+            )
+        cell.replay(finished_cell())
 
     def interrupt(self) -> bool:
         """Raise KeyboardInterrupt in the running cell on all ranks; variables are kept.
@@ -276,43 +287,6 @@ class Session(ModelOperations):
             OptionError: none of these, or in the past.
         """
         self._termination.deadline = None if deadline is None else parse_deadline(deadline)
-
-    def script(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        cells: str | Sequence[int] | None = None,
-        tag: str | None = None,
-        overwrite: bool = False,
-        with_nbdist: bool = False,
-    ) -> WrittenScript:
-        """Write the cells that ran as a script, with its launcher config and a Slurm job.
-
-        The folder has train.py, accelerate.yaml, ds_config.json for DeepSpeed, requirements.txt,
-        submit.sbatch, and README.md with the commands. A cell that ran several times appears once,
-        with its latest code, where it first ran; cells that failed or were deleted are left
-        out. Comments in train.py list what differs from the notebook.
-
-        Args:
-            folder: a new or empty folder.
-            cells: numbers of the cells, "3,5-7" or a sequence. Default: all since the ranks were
-                started.
-            tag: only cells with this tag, in front ends that send tags, such as JupyterLab.
-            overwrite: replace files in a folder that is not empty; others stay.
-            with_nbdist: the script uses nbdist's engines and checkpoints; it does so anyway if a
-                cell imports nbdist.
-
-        Raises:
-            OptionError: a folder that is not empty, or cells that cannot be written.
-        """
-        return write_script(
-            self,
-            folder,
-            cells=cells,
-            tag=tag,
-            overwrite=overwrite,
-            with_nbdist=with_nbdist,
-        )
 
     # -- the profiler
 
@@ -360,59 +334,6 @@ class Session(ModelOperations):
             return self._death.headline
         return self._profiler.busy_reason()
 
-    # -- the planner
-
-    def measured(self) -> dict[int, MeasuredMemory | None]:
-        """Return the memory that each rank measured in its third optimizer step; None before that.
-
-        Ranks measure automatically, once for each `prepare()`. Works while a cell runs.
-        """
-        from nbdist.planner.measured_comparison import MeasuredMemory
-
-        self._ensure_alive()
-        self.start()
-        ranks = range(self.world_size)
-        replies = self._workers.request_all(ranks, messages.MEASURED_MEMORY, {}, channel="control")
-        figures = {rank: replies[rank]["figures"] for rank in ranks}
-        return {
-            rank: MeasuredMemory.from_json(figure) if figure else None
-            for rank, figure in figures.items()
-        }
-
-    @exclusive_for_current_ranks
-    def model_spec(
-        self,
-        name: str | None = None,
-        *,
-        batch_size: int | None = None,
-        seq_len: int | None = None,
-        kind: Literal["cuda", "cpu"] = "cuda",
-        quick: bool = False,
-    ) -> messages.ModelReply:
-        """Describe a model of rank 0 for the planner; traces it in a child process.
-
-        Args:
-            name: a variable that holds an nn.Module, unwrapped or the one prepared last. Default:
-                the one prepared last.
-            batch_size: micro-batch size. Default: that of the last forward pass.
-            seq_len: tokens per sample. Default: those of the last forward pass, or the model's
-                maximum.
-            kind: device type to plan for.
-            quick: use the closed form or a cached trace; no child process.
-
-        Raises:
-            PlanError: no such model, or one that cannot be described.
-        """
-        self._ensure_free()
-        self.start()
-        request = messages.ModelRequest(
-            name=name, batch_size=batch_size, seq_len=seq_len, kind=kind, quick=quick
-        )
-        reply: messages.ModelReply = self._workers.request_all(
-            [0], messages.MODEL, request, raises=PlanError
-        )[0]
-        return reply
-
     @exclusive_for_current_ranks
     def calibrate(
         self, disk: str | os.PathLike[str] | Literal[True] | None = None
@@ -438,12 +359,13 @@ class Session(ModelOperations):
         with self.operation.track("calibrating", "measuring links and devices"):
             return operations_calibrate.calibrate(
                 self._workers,
-                self.world_size,
                 options=self.options,
                 hardware=self.hardware,
                 cluster=planner.cluster_spec(self),
                 disk=disk,
             )
+
+    # -- what the ranks do
 
     def log(self, rank: int | None = None, *, lines: int = 100) -> str:
         """Return the last lines of a rank's output, or without a rank the launcher's log.
@@ -473,7 +395,7 @@ class Session(ModelOperations):
         Raises:
             OptionError: an unknown face, or one that is not available here.
         """
-        panel_loader[0]().show_panel(self, face)
+        _load_panel().show_panel(self, face)
 
     def saves_running(self) -> list[Save]:
         """Return the saves that run in the background."""
@@ -487,7 +409,13 @@ class Session(ModelOperations):
         self.panel()
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
-        return panel_loader[0]().static_mime_bundle(self)
+        bundle: dict[str, str] = _load_panel().static_mime_bundle(self)
+        return bundle
+
+
+def _load_panel() -> Any:
+    """Import the panel, which imports this module, at its first use."""
+    return importlib.import_module("nbdist.panel")
 
 
 def current_session() -> Session | None:

@@ -30,8 +30,7 @@ from nbdist.session.metrics import UnsentPoints
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.session.metrics import Metrics
-    from nbdist.session.training_events import TrainingEvents
+    from nbdist.session.metrics import Metrics, TrainingEvents
 
 TRACKERS = {
     "tensorboard": "DIR",

@@ -41,11 +41,7 @@ NOTEBOOK_COMMANDS = frozenset(
 
 
 class VisualDebugger:
-    """Debugger of the first rank of the running cell.
-
-    Args:
-        workers: the worker group.
-    """
+    """Debugger of the first rank of the running cell."""
 
     def __init__(self, workers: WorkerGroup) -> None:
         self._workers = workers

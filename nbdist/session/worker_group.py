@@ -531,17 +531,14 @@ class WorkerGroup:
         """Check that the ranks are alive, then call `on_idle`."""
         now = time.monotonic()
         dying = self._up and bool(self.rank_exits)
-        if dying and self._is_exit_known(now):
+        # The first exit is fully known after this time: torch elastic may report its code late.
+        patience_s = SETTLE_S if dying and self.rank_exits[0].code is not None else REPORT_S
+        if dying and now - self._first_end_at > patience_s:
             self._report_death(None)
         elif self._up and now >= self._watch_due:
             self._watch_due = now + LIVENESS_INTERVAL_S
             self._watch()
         return self._on_idle() or dying
-
-    def _is_exit_known(self, now: float) -> bool:
-        """Return whether the first exit is fully known: torch elastic may report its code late."""
-        patience_s = SETTLE_S if self.rank_exits[0].code is not None else REPORT_S
-        return now - self._first_end_at > patience_s
 
     def _watch(self) -> None:
         """Check the processes; the launcher reports exits itself, unless it is stopped."""

@@ -151,7 +151,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         assert kernel.run("%load_ext nbdist").status == "ok"
         # The bundle is built by Node, which these tests do without.
         kernel.run(
-            "import pathlib, nbdist.panel.assets as bundled\n"
+            "import pathlib, nbdist.panel.protocol as bundled\n"
             f"bundled.SCRIPT, bundled.STYLE = pathlib.Path({str(script)!r}),"
             f" pathlib.Path({str(script.with_suffix('.css'))!r})"
         )

@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
-from nbdist.panel import assets
+from nbdist.panel import protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ STATE = "application/vnd.jupyter.widget-state+json"
 
 pytestmark = [
     pytest.mark.fault("G3"),
-    pytest.mark.skipif(not assets.has_built_assets(), reason="the front end is not built"),
+    pytest.mark.skipif(not protocol.has_built_assets(), reason="the front end is not built"),
 ]
 
 
@@ -56,7 +56,7 @@ def test_widget_state_that_nbclient_saves_is_the_front_end_and_nothing_more(
     found = executed(tmp_path, SHOW, BUSY)
     states = found.metadata.widgets[STATE]["state"].values()
     assert sorted(one["model_name"] for one in states) == ["AnyModel", "LayoutModel"]
-    front_end = assets.SCRIPT.stat().st_size + assets.STYLE.stat().st_size
+    front_end = protocol.SCRIPT.stat().st_size + protocol.STYLE.stat().st_size
     assert len(json.dumps(found.metadata.widgets)) < 1.2 * front_end + 2000
     assert "2 CPU ranks" in found.cells[0].outputs[0].data["text/html"]
 

@@ -61,7 +61,7 @@ def release(session: Session, name: str) -> dict[int, Any]:
 
 def renew(session: Session) -> str:
     """Make the groups and engines again, as the end of such a cell does."""
-    return collective_request.rebuild_models(workers(session), world_size=2, groups=True)
+    return collective_request.rebuild_models(workers(session), groups=True)
 
 
 @pytest.fixture(scope="module", params=EACH_ENGINE)

@@ -16,7 +16,7 @@ import pytest
 
 import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
-from nbdist.session import hang_detection, interrupt
+from nbdist.session import interrupt, rank_activity
 from tests.conftest import eventually
 from tests.interrupts import meanwhile, press
 from tests.session_internals import escalation, num_stops
@@ -89,7 +89,7 @@ def soon() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RETURN_AFTER_S", "END_AFTER_S", "SILENT_S", "SECOND_AFTER_S", "GRACE_S"):
             patch.setattr(interrupt, name, 1.0)
-        patch.setattr(hang_detection, "HANG_AFTER_S", 1.0)
+        patch.setattr(rank_activity, "HANG_AFTER_S", 1.0)
         yield
 
 

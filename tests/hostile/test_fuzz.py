@@ -19,7 +19,7 @@ from IPython.core.error import UsageError
 from nbdist import rank_sets, strategies
 from nbdist.checkpoint import CheckpointFile, name_validation
 from nbdist.checkpoint.manifest import Manifest
-from nbdist.display import panel_html, panel_text
+from nbdist.display import panel
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, plan
@@ -478,7 +478,8 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
         )
         view = ProfileViewCache().current_view(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        assert "<img" not in panel_html.render_profile(view)
-        assert all(isinstance(line, str) for line in panel_text.render_profile(view))
+        blocks = panel.profile_blocks(view)
+        assert "<img" not in panel.blocks_html(blocks)
+        assert all(isinstance(line, str) for line in panel.blocks_text(blocks))
 
     hold(check, mutated(FIGURES), examples)

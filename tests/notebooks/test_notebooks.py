@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.panel import assets
+from nbdist.panel import protocol
 from tests.notebooks import more_machines
 from tests.notebooks.run_notebook import ROOT, cell, executed, mimes, text
 from tests.two_nodes import Hosts
@@ -45,13 +45,13 @@ def nothing_left(cpu_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 @pytest.fixture
 def bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A front end for the panel: nobody looks at it, and Node need not be here."""
-    if assets.has_built_assets():
+    if protocol.has_built_assets():
         return
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "panel.js").write_text("export default () => ({ render() {} });")
     (tmp_path / "panel.css").write_text("")
     (tmp_path / "sitecustomize.py").write_text(
-        "import pathlib, nbdist.panel.assets as bundled\n"
+        "import pathlib, nbdist.panel.protocol as bundled\n"
         f"bundled.SCRIPT = pathlib.Path({str(tmp_path / 'panel.js')!r})\n"
         "bundled.STYLE = bundled.SCRIPT.with_suffix('.css')\n"
     )

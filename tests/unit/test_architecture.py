@@ -26,9 +26,8 @@ PURE = {
     "protocol",
     "rank_sets",
     "redaction",
-    "keyboard_interrupt",
     "rank_python",
-    "termination_signal",
+    "signals",
 }
 PURE |= {"strategies"}
 MAY_IMPORT = {
@@ -40,9 +39,8 @@ MAY_IMPORT = {
     "redaction": set(),
     "rank_python": {"errors"},
     "rank_sets": {"errors"},
-    "keyboard_interrupt": set(),
-    "termination_signal": set(),
-    "protocol": {"errors", "keyboard_interrupt"},
+    "signals": set(),
+    "protocol": {"errors", "signals"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint", "number_formatting"},
@@ -54,7 +52,7 @@ MAY_IMPORT = {
     "display": {"number_formatting", "output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
-    | {"redaction", "termination_signal"},
+    | {"redaction", "signals"},
     "output": {"number_formatting", "protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}

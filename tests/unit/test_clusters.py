@@ -23,7 +23,7 @@ from nbdist.cluster.ray import RayCluster, error_cause
 from nbdist.cluster.slurm import SlurmCluster, parse_ended_tasks
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware.discovery import Gpu, Machine, SessionNode
-from nbdist.magics import completion
+from nbdist.magics import arguments
 from nbdist.session import config
 from nbdist.session import device_placement as session_placement
 from nbdist.session.config import SessionCluster
@@ -133,8 +133,8 @@ def test_ray_is_named_in_four_ways(on: str) -> None:
 
 
 def test_what_tab_offers_is_a_place() -> None:
-    assert set(completion.OPTION_VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
-    for on in completion.OPTION_VALUES["--on"]:
+    assert set(arguments.OPTION_VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
+    for on in arguments.OPTION_VALUES["--on"]:
         factory.create_cluster(on + "head" * on.endswith("//"), {})
 
 

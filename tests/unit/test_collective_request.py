@@ -20,6 +20,8 @@ REQUEST = PullModelRequest(name="model", folders=["payloads"])
 class Ranks:
     """Ranks that answer at once, with these replies."""
 
+    world_size = 2
+
     def __init__(self, *replies: dict[str, Any]) -> None:
         self.replies, self.collective_request = replies, None
         self.content: dict[str, Any] = {}
@@ -49,7 +51,7 @@ def failed(error: str, ename: str = "CheckpointError") -> dict[str, Any]:
 def test_the_reports_of_all_ranks_are_returned_and_progress_is_shown() -> None:
     shown: list[str] = []
     ranks = Ranks(*({"status": "ok", "report": {"path": f"/{rank}"}} for rank in range(2)))
-    request = CollectiveRequest(ranks, PULL_MODEL, 2, shown.append)  # type: ignore[arg-type]
+    request = CollectiveRequest(ranks, PULL_MODEL, shown.append)  # type: ignore[arg-type]
     assert [report.path for report in request.run(REQUEST)] == ["/0", "/1"]
     assert ranks.content == {"name": "model", "folders": ["payloads"]}
     assert shown == ["writing, 40%"]
@@ -59,7 +61,7 @@ def test_the_reports_of_all_ranks_are_returned_and_progress_is_shown() -> None:
 
 def test_an_error_of_all_ranks_is_raised_once_and_needs_no_repair() -> None:
     ranks = Ranks(failed("no room."), failed("no room."))
-    request = CollectiveRequest(ranks, PULL_MODEL, 2, print)  # type: ignore[arg-type]
+    request = CollectiveRequest(ranks, PULL_MODEL, print)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"^no room\.$"):
         request.run(REQUEST)
     assert ranks.collective_request is None

@@ -164,7 +164,7 @@ def test_a_fresh_clone_without_a_front_end_works(checkout: Path) -> None:
     names = wheel_of(checkout, NBDIST_SKIP_FRONTEND="1", PATH="/nowhere")
     assert not [name for name in names if "static" in name]
     code = (
-        "import nbdist, nbdist.panel; from nbdist.panel import assets as bundled;"
+        "import nbdist, nbdist.panel; from nbdist.panel import protocol as bundled;"
         "assert not bundled.has_built_assets(); nbdist.Session(nproc=2).panel();"
         "from IPython.testing.globalipapp import get_ipython; ip = get_ipython();"
         "ip.run_line_magic('load_ext', 'nbdist');"

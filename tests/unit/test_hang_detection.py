@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist.protocol import messages
-from nbdist.session.hang_detection import described, detect_hang, have_collectives_diverged
+from nbdist.session.rank_activity import described, detect_hang, have_collectives_diverged
 from tests.doubles.rank_activity_replies import answer, waits
 
 

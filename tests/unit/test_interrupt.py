@@ -34,6 +34,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.rank_processes: list[Any] = []
+        self.world_size = 2
         self.sent: list[str] = []
         self.ended: list[str] = []
         self.answers: dict[int, messages.RankActivityReply] = {}
@@ -107,7 +108,7 @@ def ranks() -> Ranks:
 
 def watching(ranks: Ranks, kind: Kind = "cell") -> tuple[InterruptEscalation, Work]:
     work, workers = Work(), cast("Any", ranks)
-    return InterruptEscalation(work, workers, workers, world_size=2, kind=kind), work
+    return InterruptEscalation(work, workers, workers, kind=kind), work
 
 
 def passes(clock: Clock, stages: InterruptEscalation, seconds: float) -> None:

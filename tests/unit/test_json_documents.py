@@ -11,7 +11,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError
-from nbdist.magics import arguments, json_documents
+from nbdist.magics import arguments, documents
 from nbdist.magics import plan as magics_plan
 from nbdist.session.checkpoints import Checkpoints
 from tests.unit import small_checkpoints
@@ -38,7 +38,7 @@ def read(text: str, kind: str) -> dict[str, Any]:
 
 def test_a_plan() -> None:
     planned = nbdist.plan("1b", devices="2x80GB")
-    document = read(json_documents.plan_document(planned), "plan")
+    document = read(documents.plan_document(planned), "plan")
     assert len(document["rows"]) == len(planned.rows)
     best = document["best"]
     assert best["command"].startswith("%%distribute --backend ")
@@ -49,14 +49,14 @@ def test_a_plan() -> None:
 
 def test_a_profile() -> None:
     measured = profile(*both())
-    document = read(json_documents.profile_document(measured.to_json()), "profile")
+    document = read(documents.profile_document(measured.to_json()), "profile")
     assert document["verdict"] == measured.verdict
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     small_checkpoints.save(tmp_path, "base")
-    document = read(json_documents.checkpoints_document(Checkpoints(tmp_path)), "checkpoints")
+    document = read(documents.checkpoints_document(Checkpoints(tmp_path)), "checkpoints")
     (entry,) = document["checkpoints"]
     assert entry["name"] == "base"
     assert entry["path"] == str(tmp_path / "base")
@@ -67,7 +67,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def test_no_checkpoints(tmp_path: Path) -> None:
     none = Checkpoints(tmp_path / "no")
-    document = read(json_documents.checkpoints_document(none), "checkpoints")
+    document = read(documents.checkpoints_document(none), "checkpoints")
     assert document["checkpoints"] == []
 
 

@@ -10,9 +10,8 @@ import pytest
 import nbdist
 from nbdist.errors import RankDied
 from nbdist.session import lifecycle, progress
-from nbdist.session.locking import exclusive
-from nbdist.session.progress import CurrentOperation, StatusLine, parse_fraction_done
-from nbdist.session.rank_polling import PreparedModelPoller, RankActivityPoller
+from nbdist.session.progress import CurrentOperation, StatusLine, exclusive, parse_fraction_done
+from nbdist.session.rank_activity import PreparedModelPoller, RankActivityPoller
 from nbdist.session.session import Session
 from tests.conftest import eventually
 from tests.session_internals import silent_workers

@@ -13,7 +13,7 @@ import pytest
 from IPython.core.error import UsageError
 
 from nbdist import strategies
-from nbdist.magics import arguments, completion, magics
+from nbdist.magics import arguments, magics
 from nbdist.panel import commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -63,7 +63,7 @@ def test_every_option_goes_on_the_lines_of_the_magics() -> None:
     switch = vars(arguments.switch_parser().parse_args([]))
     assert names & switch.keys() == {n for n in names if strategies.ARGUMENTS[n].can_switch}
     flags = {flag for n, item in strategies.ARGUMENTS.items() for flag in item.flags(n)}
-    assert completion.OPTION_VALUES.keys() - {"--output"} <= flags
+    assert arguments.OPTION_VALUES.keys() - {"--output"} <= flags
 
 
 def test_only_options_on_the_line_are_passed_on() -> None:

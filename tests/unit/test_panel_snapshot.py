@@ -16,12 +16,12 @@ import pytest
 
 import nbdist
 from nbdist import number_formatting, panel
-from nbdist.display import panel_html, panel_text
+from nbdist.display import panel as static
 from nbdist.display.elements import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, NodeUsage
-from nbdist.panel import assets, plan_view, snapshot
+from nbdist.panel import plan_view, protocol, snapshot
 from nbdist.panel.controller import PanelData
 from nbdist.panel.device_sampler import DeviceSampler, DeviceSnapshot
 from nbdist.panel.plan_view import PlanView, view_from_plan
@@ -30,7 +30,7 @@ from nbdist.session import planner
 from nbdist.session.cell import Cell
 from nbdist.session.checkpoints import Save
 from nbdist.session.device_placement import DevicePlacement
-from nbdist.session.training_events import TrainingEvent
+from nbdist.session.metrics import TrainingEvent
 from nbdist.strategies import Options
 from tests.session_internals import cell_runner, workers
 
@@ -296,9 +296,7 @@ def full(session: Session, plan: Any) -> tuple[PanelState, dict[str, Any]]:
     return found, {"accuracy": points, "tokens/s": points, "loss": points}
 
 
-@pytest.mark.parametrize(
-    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
-)
+@pytest.mark.parametrize("face", [static.render_html, static.render_text], ids=["html", "text"])
 def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, plan: Any) -> None:
     page = face(*full(session, plan))
     for part in (
@@ -319,10 +317,10 @@ def test_a_static_face_says_what_the_widget_says(face: Any, session: Session, pl
 def test_huge_values_and_steps_are_drawn(session: Session) -> None:
     points = curve([2.0**62, 2.0**62], [1.7e308, -1.7e308])
     for curves in ({"a": points}, {"b": points[:1]}):
-        page = panel_html.render_page(drawn(session), curves)
+        page = static.render_html(drawn(session), curves)
         (drawing,) = re.findall(r"base64,([^']+)'", page)
         assert b"nan" not in base64.b64decode(drawing)
-        assert "at step" in panel_text.render_page(drawn(session), curves)
+        assert "at step" in static.render_text(drawn(session), curves)
 
 
 def test_other_processes_of_the_ranks_are_other_peaks() -> None:
@@ -354,7 +352,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.fault("G1")
 def test_markup_of_the_user_is_text(session: Session) -> None:
-    page = panel_html.render_page(*evil(session))
+    page = static.render_html(*evil(session))
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") > 15
     for drawing in re.findall(r"base64,([^']+)'", page):
@@ -363,7 +361,7 @@ def test_markup_of_the_user_is_text(session: Session) -> None:
 
 @pytest.mark.fault("G1")
 def test_what_front_ends_remove_is_not_used(session: Session) -> None:
-    page = panel_html.render_page(*evil(session))
+    page = static.render_html(*evil(session))
     assert not re.search(r"<(script|style|svg|link|iframe)|javascript:|https?://", page)
     seen = Tags()
     seen.feed(page)
@@ -373,9 +371,7 @@ def test_what_front_ends_remove_is_not_used(session: Session) -> None:
                                "height", "alt", "src"}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
-)
+@pytest.mark.parametrize("face", [static.render_html, static.render_text], ids=["html", "text"])
 def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
     values = [float("nan") if i == 77 else float(i) for i in range(200)]
     values[150] = -float("inf")
@@ -383,12 +379,12 @@ def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Sess
     page = face(drawn(session), curves)
     key = "\N{MULTIPLICATION SIGN} NaN  \N{BLACK DOWN-POINTING TRIANGLE} -inf"
     assert page.count(key) == 1
-    if face is panel_text.render_page:
+    if face is static.render_text:
         (line,) = (one for one in page.splitlines() if "loss" in one)
         assert line.count("\N{MULTIPLICATION SIGN}") == 2  # on the curve and in its key
     else:
         strange, fine = (base64.b64decode(one) for one in re.findall(r"base64,([^']+)'", page))
-        assert panel_html.NON_FINITE_COLOR.encode() in strange
+        assert static.NON_FINITE_COLOR.encode() in strange
         assert fine.count(b"l6 6m0 -6l-6 6") == 0
         assert strange.count(b"l6 6m0 -6l-6 6") == 1
         assert strange.count(b"h6l-3 6z") == 1
@@ -405,9 +401,7 @@ def on_nodes(session: Session, monkeypatch: pytest.MonkeyPatch) -> Session:
     return session
 
 
-@pytest.mark.parametrize(
-    "face", [panel_html.render_page, panel_text.render_page], ids=["html", "text"]
-)
+@pytest.mark.parametrize("face", [static.render_html, static.render_text], ids=["html", "text"])
 def test_devices_and_ranks_stand_below_their_nodes(face: Any, on_nodes: Session) -> None:
     view = PanelData(on_nodes)
     view.devices.sample_once()
@@ -480,8 +474,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     script = tmp_path / "panel.js"
     script.touch()
     script.with_suffix(".css").touch()
-    monkeypatch.setattr(assets, "SCRIPT", script)
-    monkeypatch.setattr(assets, "STYLE", script.with_suffix(".css"))
+    monkeypatch.setattr(protocol, "SCRIPT", script)
+    monkeypatch.setattr(protocol, "STYLE", script.with_suffix(".css"))
     return script
 
 

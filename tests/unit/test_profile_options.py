@@ -72,7 +72,6 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
         calibrate.calibrate(
             type("WorkerGroup", (), {"queue_request": ask})(),
             options=Options(),
-            world_size=2,
             hardware=Hardware(world_size=2),
             cluster=cluster_spec.cpu_cluster(2, host_memory_bytes=1 << 30, num_cpus=2),
             disk=tmp_path / "nope",

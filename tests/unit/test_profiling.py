@@ -9,8 +9,7 @@ from nbdist.session.profiler import ProfileOptions, SessionProfiler
 
 def test_a_wish_that_takes_the_place_of_another_says_so() -> None:
     no_gang: Any = None
-    no_judge: Any = None
-    profiler = SessionProfiler(no_gang, no_judge)
+    profiler = SessionProfiler(no_gang)
     first = profiler.arm(ProfileOptions(steps=2))
     assert str(first).endswith("the result appears below it.")
     second = profiler.arm(ProfileOptions(steps=5))

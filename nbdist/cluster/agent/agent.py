@@ -34,7 +34,7 @@ from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import NodeUsageMonitor
 from nbdist.protocol import messages
-from nbdist.termination_signal import TerminationSignal
+from nbdist.signals import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

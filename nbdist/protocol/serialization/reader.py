@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PayloadError
-from nbdist.keyboard_interrupt import defer_interrupt
-from nbdist.protocol.serialization.errors import corrupt_file_error
 from nbdist.protocol.serialization.format import (
     HEADER_BYTES,
     MAGIC,
@@ -30,7 +28,9 @@ from nbdist.protocol.serialization.format import (
     TORCH_DTYPES,
     TORCH_ONLY,
     align_offset,
+    corrupt_file_error,
 )
+from nbdist.signals import defer_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,12 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.protocol.serialization.errors import (
-    ValuePath,
-    advice_for,
-    type_with_article,
-    unsupported_value_error,
-)
 from nbdist.protocol.serialization.format import (
     JSON_INT_LIMIT,
     MAX_DEPTH,
@@ -29,9 +23,13 @@ from nbdist.protocol.serialization.format import (
     NUMPY_DTYPE_PATTERN,
     SCALAR_TYPES,
     TORCH_DTYPES,
+    ValuePath,
+    advice_for,
     align_offset,
     build_head,
     is_package_instance,
+    type_with_article,
+    unsupported_value_error,
 )
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""`--json` of `%nbdist status`, `plan`, `profile` and `checkpoints`: one JSON document each.
+"""Text of `%nbdist status`, and `--json` of `status`, `plan`, `profile` and `checkpoints`.
 
-docs/json.md lists the fields. The number in `schema` changes if a field is removed or changes
-its meaning.
+docs/json.md lists the fields of the JSON documents. The number in `schema` changes if a field is
+removed or changes its meaning.
 """
 
 from __future__ import annotations
@@ -11,14 +11,52 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
+from nbdist.number_formatting import format_gib
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import NodeUsage
     from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.session.checkpoints import Checkpoints
     from nbdist.session.session import Session
+
+
+def status_lines(session: Session) -> Iterator[str]:
+    """Yield a line for the session, its nodes and each rank, with current memory use on nodes."""
+    yield str(session)
+    report = session.status()
+    if report["standstill"]:
+        yield f"  {report['standstill']}"
+    for launcher in report["launchers"]:
+        if launcher["unresponsive"]:
+            name = launcher["name"].removeprefix("the ")
+            yield f"  {name}: pid {launcher['pid']}, {launcher['unresponsive']}"
+    is_running = session.state in {"ready", "running"}
+    usages = session.nodes_now() if is_running else {}
+    first = {node.ranks[0]: node for node in session.nodes}
+    readings = {
+        rank: reading for usage in usages.values() for rank, reading in usage.readings.items()
+    }
+    for member in report["ranks"]:
+        if node := first.get(member["rank"]):
+            yield f"  {_node(node, usages.get(node.name))}" if is_running else f"  node {node.name}"
+        reading = readings.get(member["rank"])
+        life = member["unresponsive"] or ("alive" if member["alive"] else "ended")
+        used = None if reading is None else reading.used_bytes
+        holds = "" if used is None else f", {format_gib(used, unit=True)}"
+        yield f"  rank {member['rank']}: pid {member['pid']}, {member['device']}, {life}{holds}"
+
+
+def _node(node: SessionNode, now: NodeUsage | None) -> str:
+    """Return the heading of a node: its hardware and its host memory use."""
+    if now is None:
+        return f"node {node.name}: {node.describe()}, not responding"
+    whole = node.machine.memory_bytes
+    used = f"{format_gib(whole - now.host_free_bytes)} of {format_gib(whole, unit=True)}"
+    return f"node {node.name}: {node.describe()}, host memory {used}"
 
 
 def status_document(session: Session) -> str:

@@ -1,26 +1,49 @@
-"""Calls a function on a thread when SIGTERM arrives; used in the kernel, on ranks and in agents.
-
-Python runs a signal handler on the main thread, between two bytecodes, where it may interrupt code
-that holds a lock. The handler therefore only writes to a pipe, which a thread reads. C code writes
-to that pipe too (`set_wakeup_fd`), so that the signal is noticed while a library call blocks the
-main thread.
-"""
+"""Defers KeyboardInterrupt, and calls a function on SIGTERM; used in all processes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 CLOSE_S = 1.0
 
 
+@contextlib.contextmanager
+def defer_interrupt() -> Iterator[None]:
+    """Defer KeyboardInterrupt until the block has finished."""
+    received: list[bool] = []
+    with suppress_interrupt(lambda: received.append(True)):
+        yield
+    if received:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def suppress_interrupt(notify: Callable[[], object]) -> Iterator[None]:
+    """Call `notify` on SIGINT instead of raising KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # SIGINT handlers run only on the main thread
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: notify())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class TerminationSignal:
-    """Handler of SIGTERM; create it on the main thread.
+    """Handler of SIGTERM that calls a function on a thread; create it on the main thread.
+
+    Python runs a signal handler on the main thread, between two bytecodes, where it may interrupt
+    code that holds a lock. The handler therefore only writes to a pipe, which a thread reads. C
+    code writes to that pipe too (`set_wakeup_fd`), so that the signal is noticed while a library
+    call blocks the main thread.
 
     Args:
         on_signal: called on a thread for the first SIGTERM; later ones are ignored.
