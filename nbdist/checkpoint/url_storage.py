@@ -195,7 +195,7 @@ class UrlStorage(Storage):
             return None
         if save.url not in self._manifests:
             with suppress(CheckpointError):
-                text = read_file(save.url / MANIFEST_NAME)
+                text = (save.url / MANIFEST_NAME).read_bytes()
                 self._manifests[save.url] = Manifest.from_json(text)
         return self._manifests.get(save.url)
 
@@ -214,7 +214,7 @@ class UrlStorage(Storage):
             return False
         if OWNER_FILE not in save.files:
             return True  # the owner file is written first and removed last
-        owner = ProcessIdentity.from_json(read_file(save.url / OWNER_FILE))
+        owner = ProcessIdentity.from_json((save.url / OWNER_FILE).read_bytes())
         if owner is not None and owner.is_checkable:
             return owner.has_ended
         system, path = save.url.open_filesystem()
@@ -271,7 +271,7 @@ class PendingUrlCheckpoint(PendingCheckpoint):
 
     def read_small_file(self, name: str) -> bytes | None:
         """Read a small file."""
-        return read_file(self.location / name)
+        return (self.location / name).read_bytes()
 
     def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
@@ -333,18 +333,6 @@ class _UploadedFile:
             self._file.discard()
         with suppress(Exception):
             self._file.close()
-
-
-def read_file(url: Url) -> bytes:
-    """Read a small file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    system, path = url.open_filesystem()
-    with translate_errors(f"Cannot read {url}"):
-        content: bytes = system.cat_file(path)
-    return content
 
 
 def _list_files(url: Url) -> dict[str, int]:

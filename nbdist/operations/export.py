@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.checkpoint import atomic_folder
+from nbdist.checkpoint import durable_io
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
@@ -103,7 +103,7 @@ def export(workers: WorkerGroup, world_size: int, request: ExportRequest) -> Exp
         NotEmptyError: the folder is not empty; no request was sent.
         CheckpointError: the export failed; no files remain.
     """
-    atomic_folder.check_target(Path(request.folder), overwrite=request.overwrite)
+    durable_io.check_target(Path(request.folder), overwrite=request.overwrite)
     with StatusLine() as line:
         reports = CollectiveRequest(
             workers, EXPORT, world_size, lambda text: line.show(f"nbdist: export: {text}")
