@@ -165,10 +165,6 @@ class Storage(ABC):
         """Attach to a draft that another process has created."""
 
     @abstractmethod
-    def remove_abandoned(self) -> None:
-        """Remove what dead processes of this user left. Errors are ignored."""
-
-    @abstractmethod
     def remove_oldest(self, count: int, *, written: str | None = None) -> list[str]:
         """Remove the oldest checkpoints except for the newest `count`; return the removed names.
 

@@ -263,7 +263,6 @@ class CheckpointDownload:
             durable_io.unlock_and_close(lock)
 
     def _download_headers(self) -> None:
-        """Download the manifest and the headers of all files."""
         text = (self._url / MANIFEST_NAME).read_bytes()
         if len(text) > MAX_BYTES:
             raise CheckpointError(
