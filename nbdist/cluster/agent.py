@@ -122,7 +122,7 @@ class NodeAgent:
         self._is_connected = self._is_disconnected = False
         self._started_at = time.monotonic()
         self._due = self._next_process_check = 0.0
-        self._launcher: Launcher | None = None
+        self._launcher: Launcher
         self._folder, self._generation = Path(), 0
 
     # -- life
@@ -131,16 +131,20 @@ class NodeAgent:
         """Forward messages until the session ends."""
         try:
             launcher = self._launcher = self._make_launcher(self._ticket.kind)
-            launcher.listener = self._queue
-            hello = protocol.AgentHello(
-                launcher=launcher.process.pid,
-                run_dir=str(launcher.run_dir.path),
-                bulk_dir=str(launcher.run_dir.payload_dir),
-                machine=discovery.discover_machine().to_json(),
-            )
-            self._send(hello)
-            while True:
-                self._poll_once()
+            try:
+                launcher.listener = self._queue
+                hello = protocol.AgentHello(
+                    launcher=launcher.process.pid,
+                    run_dir=str(launcher.run_dir.path),
+                    bulk_dir=str(launcher.run_dir.payload_dir),
+                    machine=discovery.discover_machine().to_json(),
+                )
+                self._send(hello)
+                while True:
+                    self._poll_once()
+            finally:
+                launcher.listener = ignore_message
+                launcher.close()
         except SessionEnded:
             self._close("lost its agent, which ended")
         except (StartError, OSError) as error:
@@ -165,17 +169,8 @@ class NodeAgent:
 
         sigterm = TerminationSignal(report)
 
-    @property
-    def _running_launcher(self) -> Launcher:
-        if self._launcher is None:
-            raise StartError("The launcher is not running.")
-        return self._launcher
-
     def _close(self, reason: str) -> None:
-        """End everything on this node; send the reason to the kernel if it is connected."""
-        if self._launcher is not None:
-            self._launcher.listener = ignore_message
-            self._launcher.close()
+        """Close all connections; send the reason to the kernel if it is connected."""
         self._watch.close()
         self._close_rank_sockets()
         if not self._is_disconnected:
@@ -257,8 +252,8 @@ class NodeAgent:
 
     def _send_to_launcher(self, line: messages.LauncherMessage) -> None:
         if isinstance(line, messages.StopRanksRequest):
-            self._running_launcher.resume_stopped()
-        self._running_launcher.send(line)
+            self._launcher.resume_stopped()
+        self._launcher.send(line)
 
     def _launch(self, message: protocol.LaunchNodeRanksRequest) -> None:
         launch = messages.LaunchRanksRequest(**message.fields)
@@ -270,11 +265,11 @@ class NodeAgent:
                 k: v for k, v in remove_launch_variables(os.environ).items() if _is_node_variable(k)
             }
             given = {k: v for k, v in launch.env.items() if not _is_node_variable(k)}
-            self._running_launcher.send(
+            self._launcher.send(
                 replace(
                     launch,
                     run_dir=str(self._folder),
-                    bulk_dir=str(self._running_launcher.run_dir.payload_dir),
+                    bulk_dir=str(self._launcher.run_dir.payload_dir),
                     env=given | own,
                     cwd=launch.cwd if Path(launch.cwd).is_dir() else str(Path.cwd()),
                     path=[*dict.fromkeys([*launch.path, *sys.path])],
@@ -292,7 +287,7 @@ class NodeAgent:
         self._states = {}
         self._send(protocol.ProcessStates({}))  # discard states of the previous ranks
         self._generation = launch.generation
-        self._folder = self._running_launcher.make_start_folder(launch.generation)
+        self._folder = self._launcher.make_start_folder(launch.generation)
         connections = write_connections(
             self._folder, world_size=launch.local_world_size, key=key.encode(), first=launch.first
         )
@@ -366,9 +361,6 @@ class NodeAgent:
                         self._send(message, ident, *values)
 
     def _report_process_states(self) -> None:
-        """Report stopped and exited processes when they change."""
-        if self._launcher is None:
-            return
         pids = {f"rank {rank}": pid for rank, pid in self._pids.items()}
         pids[LAUNCHER_NAME] = self._launcher.process.pid
         found = {name: launcher_process.process_status(pid) for name, pid in pids.items()}
@@ -390,7 +382,7 @@ class NodeAgent:
             ranks = {rank: (gpu, pids.get(rank)) for rank, gpu in self._gpus.items()}
             self._watch.request_usage(ask.id, ranks)
             return
-        files = self._running_launcher.run_dir
+        files = self._launcher.run_dir
         known: dict[str, Callable[..., Any]] = {  # they take no time
             "receive": files.create_file,
             "chunk": lambda path: files.append_chunk(path, frames[0]),
@@ -398,8 +390,8 @@ class NodeAgent:
             "remove": files.remove_file,
             "size": files.file_size_bytes,
             "sees": shared_folder_error,
-            "left": lambda: asdict(self._running_launcher.crash_artifacts()),
-            "log": self._running_launcher.log_tail,
+            "left": lambda: asdict(self._launcher.crash_artifacts()),
+            "log": self._launcher.log_tail,
         }
         try:
             value = known[ask.what](**ask.given)
@@ -411,10 +403,9 @@ class NodeAgent:
             self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
 
     def _stacks(self, ask: protocol.AgentRequest) -> None:
-        """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
         launchers = ask.given["launchers"]
-        stacks = self._running_launcher.dump_stacks(pids, launchers=launchers)
+        stacks = self._launcher.dump_stacks(pids, launchers=launchers)
         self._queue(protocol.AgentReply(ask.id, stacks))
 
 
@@ -452,11 +443,7 @@ def main(launcher: type[Launcher] = Launcher) -> None:
             sys.exit(AGENT_LEFT_BEHIND)
         line += byte
     threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
-    ticket = AgentCredentials.from_json(line.decode())
-    sys.path[:] = [*dict.fromkeys([*ticket.path, *sys.path])]
-    with contextlib.suppress(OSError):  # reported by the agent later
-        os.chdir(ticket.cwd)
-    agent = NodeAgent(ticket, launcher=launcher)
+    agent = NodeAgent(AgentCredentials.from_json(line.decode()), launcher=launcher)
     agent.report_sigterm()
     agent.serve()
 

@@ -202,7 +202,6 @@ class AgentConnections:
             self._disconnect(index, reason)
 
     def _disconnect(self, index: int, reason: str) -> None:
-        """Forget a connection that has ended, and report it."""
         if route := self._routes.pop(index, None):
             del self._nodes[route]
         self._on_disconnect(index, reason)

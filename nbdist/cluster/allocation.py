@@ -161,7 +161,6 @@ def requested_counts(request: AllocationRequest) -> tuple[int | None, int | None
 
 
 def _divide_evenly(nproc: int | None, parts: int | None, option: str) -> int | None:
-    """Divide the ranks evenly; raise if that is not possible."""
     if nproc is None or parts is None:
         return None
     if nproc % parts:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from nbdist.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
@@ -171,6 +173,13 @@ class LauncherGroup(Protocol):
     def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - those of the kernel
         """Return the folders for a rank's payload files, preferred first."""
         return [str(folder) for folder in self.staging_folders]
+
+    def check_payload_path(self, rank: int, path: str) -> None:
+        """Raise PayloadError if a path that a rank has sent is outside its payload folders."""
+        if str(Path(path).parent) not in self.payload_folders(rank):
+            raise PayloadError(
+                f"A rank sent the path {path}, which is outside this session's folders."
+            )
 
     def ship_file(
         self, file: Path, ranks: Sequence[int], on_progress: TransferCallback

@@ -35,7 +35,7 @@ from nbdist.cluster.launcher_process import (
 )
 from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
 from nbdist.cluster.run_dir import RunDir, make_private_folders
-from nbdist.errors import PayloadError, StartError
+from nbdist.errors import StartError
 from nbdist.hardware import process_identity
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
@@ -220,8 +220,7 @@ class Launcher(LauncherGroup):
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:  # noqa: ARG002 - no transfer
         """Return the path of a payload file; raises PayloadError outside the session's folders."""
-        if str(Path(path).parent) not in self.payload_folders(rank):
-            raise PayloadError(foreign_file_message(path))
+        self.check_payload_path(rank, path)
         return Path(path)
 
     def check_shared_folder(self, folder: Path) -> None:
@@ -306,11 +305,6 @@ class Launcher(LauncherGroup):
         self.listener(messages.AllRanksExited(LAUNCHER_GONE, codes, error=refusal))
         # the launcher was killed, so its descendants must be ended here
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
-
-
-def foreign_file_message(path: str) -> str:
-    """Return the error for a path outside the session's folders."""
-    return f"A rank sent the path {path}, which is outside this session's folders."
 
 
 class LocalLauncherProvider(LauncherProvider):

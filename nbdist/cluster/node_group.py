@@ -12,7 +12,6 @@ import itertools
 import logging
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -37,7 +36,6 @@ from nbdist.cluster.launcher_interface import (
 from nbdist.cluster.local_launcher import (
     LAUNCHER_GONE,
     LAUNCHER_NAME,
-    foreign_file_message,
     ignore_message,
 )
 from nbdist.cluster.protocol import (
@@ -254,8 +252,6 @@ class NodeGroup(LauncherGroup):
                 public=public,
                 secret=secret,
                 kind=self.kind,
-                cwd=str(Path.cwd()),
-                path=list(sys.path),
                 lease_s=LEASE_S,
             )
             tickets.append(ticket.to_json())
@@ -381,7 +377,6 @@ class NodeGroup(LauncherGroup):
         self._send_to_all(protocol.LauncherLinkMessage(messages.encode_line(message).decode()))
 
     def _send_to_all(self, message: protocol.Message) -> None:
-        """Send a message to all connected agents."""
         for node in self.nodes:
             if node.is_connected:
                 self.agent_connections.queue_message(node.index, message)
@@ -493,8 +488,7 @@ class NodeGroup(LauncherGroup):
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
         """Copy a payload file of a rank to this machine and remove it on the node."""
-        if str(Path(path).parent) not in self.payload_folders(rank):
-            raise PayloadError(foreign_file_message(path))
+        self.check_payload_path(rank, path)
         node = self.node_by_rank[rank]
         size: int = self._wait_for_reply(self._request(node, "size", path=path))[0]
         preferred, other = self.staging_folders

@@ -41,9 +41,6 @@ class AgentCredentials:
     """Secret key of this node; `public` belongs to it."""
     kind: Literal["cpu", "cuda"]
     """Device type of the ranks."""
-    cwd: str
-    path: list[str] = field(default_factory=list)
-    """The kernel's sys.path."""
     lease_s: float = LEASE_S
 
     def to_json(self) -> str:

@@ -419,11 +419,7 @@ def error_cause(error: Exception) -> str:
 
 
 def _ray() -> Any:
-    """Return the Ray module, imported at first use.
-
-    Raises:
-        StartError: Ray is not installed.
-    """
+    """Return the Ray module, imported at first use; raises StartError if it is not installed."""
     try:
         import ray
     except ImportError as error:

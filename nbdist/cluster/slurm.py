@@ -283,7 +283,6 @@ class SlurmCluster:
         return found
 
     def _slurm_error(self, message: str) -> str:
-        """Return an error with Slurm's message and the available nodes."""
         command = ["sinfo", "--noheader"]
         command += ["--format", "%P: %D nodes, %c CPUs and %G on each, %l"]
         if "partition" in self._job_options:
@@ -324,11 +323,7 @@ class SlurmCluster:
 
 
 def _find_srun() -> str:
-    """Return the path of srun.
-
-    Raises:
-        StartError: it was not found.
-    """
+    """Return the path of srun; raises StartError if it was not found."""
     path = shutil.which("srun")
     if path is None:
         raise StartError(

@@ -272,7 +272,6 @@ def create_nvme_folder(options: Options) -> Iterator[Options]:
 
 
 def _main(op: str) -> None:
-    """Build one op. This is the main function of the build process."""
     # When the parent ends it, or dies, this process first ends its compilers: ninja puts each into
     # its own process group, and a remaining one would write into the next build.
     process_tree.adopt_orphans()
@@ -284,7 +283,6 @@ def _main(op: str) -> None:
 
 
 def _end_compilers(*_: object) -> NoReturn:
-    """End all child processes, then this process."""
     process_tree.end_descendants()
     os._exit(1)
 

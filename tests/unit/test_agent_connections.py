@@ -200,7 +200,6 @@ def test_an_agent_answers_and_forwards_until_it_is_stopped(
         public=public,
         secret=secret,
         kind="cpu",
-        cwd="/",
     )
     agent = NodeAgent(ticket, launcher=FakeLauncher)  # type: ignore[arg-type]
     serving = threading.Thread(target=agent.serve)
