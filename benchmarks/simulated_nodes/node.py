@@ -5,7 +5,7 @@ python -m benchmarks.simulated_nodes.node    with the ticket as a line of its in
 
 from __future__ import annotations
 
-from nbdist.cluster.agent.__main__ import main
+from nbdist.cluster.agent import main
 from nbdist.cluster.local_launcher import Launcher
 
 

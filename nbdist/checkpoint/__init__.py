@@ -9,7 +9,7 @@
          v              | verify     manifest.json: the expected files with size and crc32
     storage             |
       folder_storage    |            drafts, atomic rename, retention
-      url_storage --> download       the same files at a URL, copied here before they are read
+      url_storage --> url            the same files at a URL, copied here before they are read
 
 To save: ``Storage.begin``, then each rank writes its files and its report, then
 ``PendingCheckpoint.commit``. To read: ``Storage.open_checkpoint``, ``verify_files``.
@@ -24,7 +24,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from nbdist.checkpoint.download import CheckpointDownload
 from nbdist.checkpoint.folder_storage import FolderStorage, PendingFolderCheckpoint
 from nbdist.checkpoint.manifest import (
     BaseReference,
@@ -38,7 +37,13 @@ from nbdist.checkpoint.manifest import (
 )
 from nbdist.checkpoint.reader import CheckpointReader, files_for_rank, verify_files
 from nbdist.checkpoint.storage import CheckpointSummary, PendingCheckpoint, Storage
-from nbdist.checkpoint.url import Url, is_url, location_with_password, parse_location
+from nbdist.checkpoint.url import (
+    CheckpointDownload,
+    Url,
+    is_url,
+    location_with_password,
+    parse_location,
+)
 from nbdist.checkpoint.url_storage import UrlStorage
 
 if TYPE_CHECKING:

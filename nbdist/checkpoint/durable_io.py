@@ -1,4 +1,4 @@
-"""Durable file I/O with fsync, and file locks.
+"""Durable file I/O with fsync, file locks, and atomic creation of a folder for an export.
 
 A new file survives a power failure once both it and its folder are synced. Locks are those of
 flock(2), which the kernel releases when the process dies. filelock has no shared locks, and treats
@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
+import re
+import secrets
+import shutil
 import stat
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nbdist.checkpoint.name_validation import LOCK_NAME
-from nbdist.errors import CheckpointError
-from nbdist.hardware.process_identity import OWNER_FILE
+from nbdist.errors import CheckpointError, NotEmptyError
+from nbdist.hardware.process_identity import OWNER_FILE, ProcessIdentity, read_owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +37,10 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 
 Locking is skipped there, so only one notebook at a time may save to such a folder.
 """
+_EXPORTED = re.compile(
+    r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|(adapter_)?model\.safetensors\.index\.json"
+)
+"""Files written by an export. The next export replaces them even if its file names differ."""
 
 
 class DurableFile:
@@ -206,3 +214,95 @@ def remove_folder(path: Path) -> None:
             with suppress(OSError):
                 os.unlink(entry.path)  # noqa: PTH108 - never follows a link
         path.rmdir()
+
+
+# -- folder of an export: written under a temporary name, then renamed
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Check that a folder can be created at `target`.
+
+    Raises:
+        NotEmptyError: the folder is not empty and `overwrite` is False.
+        CheckpointError: `target` is a file.
+    """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file. Use a folder.")
+    if not overwrite and target.is_dir() and next(target.iterdir(), None) is not None:
+        raise NotEmptyError(
+            f"{target} exists and is not empty. Use another folder, or --overwrite to replace"
+            " the model in it (other files in it are kept)."
+        )
+
+
+def create_temporary(target: Path) -> Path:
+    """Create a temporary folder next to the target.
+
+    Also removes temporary folders of processes that have exited.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for old in target.parent.glob(f".{glob.escape(target.name)}.tmp-*"):
+        writer = read_owner(old)
+        if writer is not None and writer.has_abandoned(old):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(16)}"
+    folder.mkdir()
+    ProcessIdentity.current_process().write_owner_file(folder)
+    return folder
+
+
+def preallocate(path: Path, head: bytes, size_bytes: int) -> None:
+    """Create a file, allocate its full size and write its header.
+
+    Allocating first reports a full disk before any tensor is written.
+
+    Raises:
+        OSError: there is not enough space.
+    """
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        file.write(head)
+
+
+def sync_files(folder: Path) -> None:
+    """Call fsync on all files of a folder, recursively."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def commit_folder(folder: Path, target: Path, *, overwrite: bool) -> None:
+    """Rename a finished folder to its target and sync the parent folder.
+
+    Its files must have been synced. Files at the target that nbdist did not write are moved into
+    the new folder. After a crash either the old or the new folder exists; a crash between the two
+    renames leaves the old one under a temporary name next to the target.
+
+    Raises:
+        NotEmptyError: another process has written files to `target` and `overwrite` is False.
+        CheckpointError: another process has created a file at `target`.
+        OSError: a folder cannot be renamed or synced.
+    """
+    check_target(target, overwrite=overwrite)
+    (folder / OWNER_FILE).unlink(missing_ok=True)
+    sync_folder(folder)
+    aside = target.parent / f".{target.name}.old-{secrets.token_hex(16)}"
+    replaced = rename_over(folder, target, aside)
+    sync_folder(target.parent)
+    if not replaced:
+        return
+    for old in aside.iterdir():
+        if not _EXPORTED.fullmatch(old.name) and not os.path.lexists(target / old.name):
+            old.rename(target / old.name)
+    for left in aside.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            continue  # nbdist writes no subfolders, so keep it in the renamed old folder
+        with suppress(OSError):
+            left.unlink()
+    with suppress(OSError):
+        aside.rmdir()
+    sync_folder(target)

@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from nbdist.checkpoint.safetensors_writer import StoredTensor
     from nbdist.checkpoint.storage import CheckpointSummary
 
-_MAX_ATTEMPTS = 5
+_MAX_ATTEMPTS = 6
 _RETRY_DELAY_S = 0.01
 
 
@@ -106,18 +106,24 @@ class FolderStorage(Storage):
                 return self.root / summary.path.name
         raise self._missing_error(name, [summary.name for summary in summaries])
 
-    def open_reader(self, name: str) -> CheckpointReader:
+    @contextmanager
+    def open_reader(self, name: str) -> Iterator[CheckpointReader]:
         """Open a checkpoint by name. Retries while another process is replacing it.
 
         Raises:
             CheckpointError: no checkpoint has this name, or it is invalid.
         """
-        for _ in range(_MAX_ATTEMPTS):
-            with suppress(CheckpointError):
-                return CheckpointReader.open_folder(self.find(name))
-            # Another process may be between the two renames of a replacement.
-            time.sleep(_RETRY_DELAY_S)
-        return CheckpointReader.open_folder(self.find(name))
+        with ExitStack() as stack:
+            for attempts_left in reversed(range(_MAX_ATTEMPTS)):
+                try:
+                    opened = stack.enter_context(CheckpointReader.open_folder(self.find(name)))
+                    break
+                except CheckpointError:
+                    if not attempts_left:
+                        raise
+                # Another process may be between the two renames of a replacement.
+                time.sleep(_RETRY_DELAY_S)
+            yield opened
 
     @contextmanager
     def open_checkpoint(self, name: str) -> Iterator[tuple[Path, Manifest]]:
@@ -315,8 +321,20 @@ class PendingFolderCheckpoint(PendingCheckpoint):
         path = checkpoint_path(storage.root, name)
         if not DRAFT_PATTERN.fullmatch(draft.name) or not draft.is_dir():
             raise CheckpointError(f"{draft} is not a checkpoint draft. Save again.")
+        text = manifest.to_json()
         try:
-            self._write_manifest(manifest)
+            for file in list(draft.iterdir()):
+                if is_rank_report_name(file.name):
+                    file.unlink()
+            sizes = {
+                file.name: file.stat().st_size
+                for file in draft.iterdir()
+                if file.name != OWNER_FILE
+            }
+            check_sizes(sizes, manifest, draft, extra=sizes)
+            durable_io.write_new(draft / MANIFEST_NAME, text)
+            draft.chmod(draft.parent.stat().st_mode & 0o777)  # the draft was private (0o700)
+            durable_io.sync_folder(draft)
             with durable_io.exclusive_lock(storage.root):
                 storage.check_name_free(name, overwrite=overwrite)
                 aside = path.with_name(f".old-{secrets.token_hex(16)}-{path.name}")
@@ -331,20 +349,6 @@ class PendingFolderCheckpoint(PendingCheckpoint):
         if garbage:
             durable_io.remove_folder(garbage)
         return path
-
-    def _write_manifest(self, manifest: Manifest) -> None:
-        """Compare the files with the manifest, then write the manifest and sync the folder."""
-        draft, text = self.location, manifest.to_json()
-        for path in list(draft.iterdir()):
-            if is_rank_report_name(path.name):
-                path.unlink()
-        sizes = {
-            path.name: path.stat().st_size for path in draft.iterdir() if path.name != OWNER_FILE
-        }
-        check_sizes(sizes, manifest, draft, extra=sizes)
-        durable_io.write_new(draft / MANIFEST_NAME, text)
-        draft.chmod(draft.parent.stat().st_mode & 0o777)  # the draft was private (0o700)
-        durable_io.sync_folder(draft)
 
     def abort(self) -> None:
         """Remove the draft. Does nothing if it was already removed or committed."""

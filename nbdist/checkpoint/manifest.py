@@ -9,10 +9,10 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -68,28 +68,13 @@ SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
 """Name of a torch dtype -> its name in a file and bytes per element (safetensors 0.8)."""
 
 
-def _check_text(text: str) -> str:
-    if len(text) > MAX_TEXT_CHARS or not text.isprintable():
-        raise ValueError(f"must be printable text of at most {MAX_TEXT_CHARS} characters")
-    return text
+def _check(is_valid: Callable[[Any], bool], rule: str) -> AfterValidator:
+    def validate(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(rule)
+        return value
 
-
-def _check_file_name(name: str) -> str:
-    if not is_data_file_name(name):
-        raise ValueError("is not a valid file name")
-    return name
-
-
-def _check_dtype(name: str) -> str:
-    if name not in SAFETENSORS_DTYPES:
-        raise ValueError(f"must be one of {', '.join(sorted(SAFETENSORS_DTYPES))}")
-    return name
-
-
-def _check_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if math.prod(shape) >= _MAX_COUNT:
-        raise ValueError("has too many elements")
-    return shape
+    return AfterValidator(validate)
 
 
 def _parse_hex(value: object, digits: int) -> int:
@@ -149,10 +134,25 @@ def to_json_value(value: Any, where: str, depth: int = 0) -> Any:
 
 
 Count = Annotated[int, Field(ge=0, lt=_MAX_COUNT)]
-Text = Annotated[str, AfterValidator(_check_text)]
-FileName = Annotated[str, AfterValidator(_check_file_name)]
-DtypeName = Annotated[str, AfterValidator(_check_dtype)]
-Shape = Annotated[tuple[Count, ...], Field(max_length=MAX_NDIM), AfterValidator(_check_shape)]
+Text = Annotated[
+    str,
+    _check(
+        lambda text: len(text) <= MAX_TEXT_CHARS and text.isprintable(),
+        f"must be printable text of at most {MAX_TEXT_CHARS} characters",
+    ),
+]
+FileName = Annotated[str, _check(is_data_file_name, "is not a valid file name")]
+DtypeName = Annotated[
+    str,
+    _check(
+        SAFETENSORS_DTYPES.__contains__, f"must be one of {', '.join(sorted(SAFETENSORS_DTYPES))}"
+    ),
+]
+Shape = Annotated[
+    tuple[Count, ...],
+    Field(max_length=MAX_NDIM),
+    _check(lambda shape: math.prod(shape) < _MAX_COUNT, "has too many elements"),
+]
 Time = Annotated[AwareDatetime, PlainSerializer(datetime.isoformat)]
 SaveId = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Crc32 = Annotated[
@@ -328,12 +328,6 @@ class RankWriteReport:
     """Tensors of which the rank wrote a part. The digest is of that part."""
     error: Text = ""
     """Why the rank failed, or ""."""
-
-    @classmethod
-    def from_failure(cls, reason: str) -> Self:
-        """Return the report of a rank that failed."""
-        text = "".join(char if char.isprintable() else " " for char in reason)
-        return cls(error=text[:MAX_TEXT_CHARS] or "?")
 
     def to_json(self) -> bytes:
         """Return the content of the report's file. A partly written file is not valid JSON."""

@@ -11,8 +11,9 @@ import os
 import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
@@ -20,7 +21,7 @@ from nbdist.checkpoint.name_validation import MANIFEST_NAME, printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from io import FileIO
     from pathlib import Path
 
@@ -32,41 +33,43 @@ _MAX_LISTED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReader:
-    """Open checkpoint. A context manager that closes it."""
+    """Open checkpoint."""
 
     path: Path
     """Path at the time of opening."""
     manifest: Manifest
     _folder: int
-    _lock: int
-    """Descriptor of the manifest. A shared lock on it marks the checkpoint as in use."""
 
     @classmethod
-    def open_folder(cls, path: Path) -> CheckpointReader:
-        """Open the checkpoint in a folder.
+    @contextmanager
+    def open_folder(cls, path: Path) -> Iterator[CheckpointReader]:
+        """Open the checkpoint in a folder; a shared lock on its manifest marks it as in use.
 
         Raises:
             CheckpointError: the folder has no checkpoint, or its manifest is invalid.
         """
-        lock = folder = -1
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            lock = durable_io.open_regular(MANIFEST_NAME, folder=folder)
-            if not durable_io.try_lock(lock, exclusive=False) or not os.fstat(lock).st_nlink:
-                message = f"{path} is being removed. Load another checkpoint."
-                raise CheckpointError(message)  # noqa: TRY301 - closed below like after any error
-            # A second descriptor: closing it leaves the locked one open.
-            with open(os.dup(lock), "rb") as file:  # noqa: PTH123 - by descriptor
-                manifest = Manifest.from_json(file.read(MAX_BYTES + 1))
-            return cls(path=path, manifest=manifest, _folder=folder, _lock=lock)
-        except BaseException as error:
-            if lock >= 0:
-                durable_io.unlock_and_close(lock)
-            if folder >= 0:
-                os.close(folder)
-            if isinstance(error, OSError):
-                raise CheckpointError(_no_checkpoint(path, error)) from error
-            raise
+        with ExitStack() as opened:
+            try:
+                folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                opened.callback(os.close, folder)
+                lock = durable_io.open_regular(MANIFEST_NAME, folder=folder)
+                opened.callback(durable_io.unlock_and_close, lock)
+                is_locked = durable_io.try_lock(lock, exclusive=False)
+                if not is_locked or not os.fstat(lock).st_nlink:
+                    message = f"{path} is being removed. Load another checkpoint."
+                    raise CheckpointError(message)
+                # A second descriptor: closing it leaves the locked one open.
+                with open(os.dup(lock), "rb") as file:  # noqa: PTH123 - by descriptor
+                    manifest = Manifest.from_json(file.read(MAX_BYTES + 1))
+            except OSError as error:
+                reason = "not a complete nbdist checkpoint"
+                if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}:
+                    reason = f"it cannot be read ({error.strerror})"
+                raise CheckpointError(
+                    f"Cannot load {printable(str(path))}: {reason}. Use a checkpoint that nbdist"
+                    " lists."
+                ) from error
+            yield cls(path=path, manifest=manifest, _folder=folder)
 
     def open_file(self, file: CheckpointFile) -> FileIO:
         """Open a file of the checkpoint for reading, unbuffered.
@@ -106,25 +109,6 @@ class CheckpointReader:
             if not stat.S_ISREG(status.st_mode) or status.st_size != file.size_bytes:
                 return False
         return True
-
-    def close(self) -> None:
-        """Release the lock and close the folder."""
-        durable_io.unlock_and_close(self._lock)
-        os.close(self._folder)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _no_checkpoint(path: Path, error: OSError) -> str:
-    if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL}:
-        reason = "not a complete nbdist checkpoint"
-    else:
-        reason = f"it cannot be read ({error.strerror})"
-    return f"Cannot load {printable(str(path))}: {reason}. Use a checkpoint that nbdist lists."
 
 
 def verify_files(

@@ -108,7 +108,7 @@ class OutputFile(Protocol):
 
 
 class SafetensorsWriter:
-    """Writer of one safetensors file. `close`, or the end of `with`, makes it durable.
+    """Writer of one safetensors file. The end of `with` makes it durable.
 
         tensors = [StoredTensor(name="w", dtype="float32", shape=(2,))]
         with SafetensorsWriter("a.safetensors", tensors, DurableFile(path)) as file:
@@ -117,6 +117,9 @@ class SafetensorsWriter:
 
     If the `with` block raises, the file is removed.
     """
+
+    result: CheckpointFile
+    """Name, size and checksum of the file, after the end of `with`."""
 
     def __init__(self, name: str, tensors: Sequence[StoredTensor], output: OutputFile) -> None:
         """Write the header.
@@ -131,14 +134,13 @@ class SafetensorsWriter:
             ValueError: a duplicate or misaligned tensor (see ``build_header``).
         """
         self._name, self._output = name, output
-        self._part: CheckpointFile | None = None
         self._left = [tensor.size_bytes for tensor in reversed(tensors)]
         self._crc32 = self._size_bytes = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nbdist-crc")
         try:
             self._write_with_checksum(memoryview(build_header(tensors)))
         except BaseException:
-            self.abort()
+            self._abort()
             raise
 
     def write(self, content: memoryview) -> None:
@@ -174,43 +176,32 @@ class SafetensorsWriter:
                 self._crc32 = checksum.result()
         self._size_bytes += content.nbytes
 
-    def close(self) -> CheckpointFile:
-        """Make the file durable and close it. Return its name, size and checksum.
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Make the file durable and close it, or remove it after an exception.
 
         Raises:
             OSError: the file cannot be synced.
             ValueError: not all bytes of the tensors were written.
         """
-        if self._part is None:
-            if any(self._left):
-                raise ValueError(f"{sum(self._left)} bytes of {self._name} are missing.")
-            self._output.close()
-            self._pool.shutdown()
-            self._part = CheckpointFile(
-                name=self._name, size_bytes=self._size_bytes, crc32=self._crc32
-            )
-        return self._part
-
-    @property
-    def result(self) -> CheckpointFile:
-        """Name, size and checksum of the file. Closes it if it is open."""
-        return self.close()
-
-    def abort(self) -> None:
-        """Stop writing and remove the file."""
-        self._pool.shutdown()
-        self._output.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the file, or remove it after an exception."""
-        if kind is not None:
-            self.abort()
+        missing = sum(self._left)
+        if kind is not None or missing:
+            self._abort()
+            if kind is None:
+                raise ValueError(f"{missing} bytes of {self._name} are missing.")
             return
         try:
-            self.close()
+            self._output.close()
         except BaseException:
-            self.abort()
+            self._abort()
             raise
+        self._pool.shutdown()
+        self.result = CheckpointFile(
+            name=self._name, size_bytes=self._size_bytes, crc32=self._crc32
+        )
+
+    def _abort(self) -> None:
+        self._pool.shutdown()
+        self._output.abort()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING, ClassVar
 
-from nbdist.checkpoint.manifest import RankWriteReport
-from nbdist.checkpoint.name_validation import printable, rank_report_name
+from nbdist.checkpoint.manifest import MAX_TEXT_CHARS, RankWriteReport
+from nbdist.checkpoint.name_validation import list_first, printable, rank_report_name
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
     from nbdist.checkpoint.safetensors_writer import SafetensorsWriter, StoredTensor
     from nbdist.checkpoint.url import Url
-
-_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +114,9 @@ class PendingCheckpoint(ABC):
 
     def write_failure(self, rank: int, reason: str) -> None:
         """Report that a rank has failed."""
-        self.write_small_file(
-            rank_report_name(rank), RankWriteReport.from_failure(reason).to_json()
-        )
+        text = "".join(char if char.isprintable() else " " for char in reason)
+        report = RankWriteReport(error=text[:MAX_TEXT_CHARS] or "?")
+        self.write_small_file(rank_report_name(rank), report.to_json())
 
     def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
@@ -167,10 +165,6 @@ class Storage(ABC):
         """Attach to a draft that another process has created."""
 
     @abstractmethod
-    def remove_abandoned(self) -> None:
-        """Remove what dead processes of this user left. Errors are ignored."""
-
-    @abstractmethod
     def remove_oldest(self, count: int, *, written: str | None = None) -> list[str]:
         """Remove the oldest checkpoints except for the newest `count`; return the removed names.
 
@@ -200,9 +194,8 @@ class Storage(ABC):
 
     def _missing_error(self, name: str, available: Sequence[str]) -> CheckpointError:
         """Build the error for a name that does not exist; it lists up to 10 names that do."""
-        names = ", ".join(available[::-1][:_MAX_LISTED])
-        suffix = ", ..." if len(available) > _MAX_LISTED else ""
-        others = f"Available: {names}{suffix}." if available else "It contains no checkpoints."
+        names = list_first(available[::-1])
+        others = f"Available: {names}." if available else "It contains no checkpoints."
         return CheckpointError(f"No checkpoint {name} in {self.root}. {others}")
 
 

@@ -1,27 +1,46 @@
-"""URLs of checkpoints, accessed with fsspec, which is imported on first use.
+"""URLs of checkpoints, accessed with fsspec, and the download of a checkpoint.
 
-Each fsspec file system takes credentials from the environment, its own configuration files, or
-the URL. Passwords in a URL are redacted in all messages.
+fsspec is imported on first use. Each of its file systems takes credentials from the environment,
+its own configuration files, or the URL. Passwords in a URL are redacted in all messages.
+
+A checkpoint is downloaded into a folder that the ranks of one machine share:
+
+    constructor   downloads manifest.json and the safetensors header of each file. Each file is
+                  created as a sparse file of its final size, so that tensors can be located.
+    fetch         downloads whole files, compares their checksums and replaces the sparse files
+
+The rank that holds the lock of a file downloads it; other ranks wait.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from contextlib import contextmanager
+import shutil
+import time
+from collections import deque
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from nbdist.checkpoint import durable_io
+from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
+from nbdist.checkpoint.name_validation import MANIFEST_NAME
+from nbdist.checkpoint.reader import crc32_of_file
+from nbdist.checkpoint.safetensors_writer import LENGTH_BYTES, MAX_HEADER_BYTES
 from nbdist.errors import CheckpointError
 from nbdist.redaction import redact_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _MAX_WORDS = 200
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "tos"}
 """Object stores: they need no folders, and creating one could create a bucket."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -87,6 +106,17 @@ class Url:
             )
         return system, path
 
+    def read_bytes(self) -> bytes:
+        """Read a small file.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        system, path = self.open_filesystem()
+        with translate_errors(f"Cannot read {self}"):
+            content: bytes = system.cat_file(path)
+        return content
+
     def make_folder(self) -> None:
         """Create the folder, except in object stores, which need none."""
         system, path = self.open_filesystem()
@@ -142,3 +172,141 @@ def describe_error(error: Exception) -> str:
 def _protocols(system: Any) -> set[str]:
     found = system.protocol
     return {found} if isinstance(found, str) else set(found)
+
+
+class CheckpointDownload:
+    """Local folder with downloaded files of a checkpoint at a URL."""
+
+    def __init__(self, url: Url, folder: Path) -> None:
+        """Download the manifest and the file headers. Blocks while another rank does so.
+
+        Args:
+            url: URL of the checkpoint's files.
+            folder: private folder, the same for all ranks of this machine.
+
+        Raises:
+            CheckpointError: the URL cannot be read or the folder cannot be written.
+        """
+        self.folder, self._url = folder, url
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with translate_errors(f"Cannot download {url} to {folder}"):
+                while not self._create_if_missing(MANIFEST_NAME, self._download_headers):
+                    time.sleep(_POLL_S)
+            self.manifest = Manifest.from_json((folder / MANIFEST_NAME).read_bytes())
+        except BaseException:
+            self.remove()
+            raise
+
+    def fetch(
+        self,
+        names: Collection[str],
+        on_progress: Callable[[int], object] | None = None,
+        first: int = 0,
+    ) -> None:
+        """Download files, and wait for those that other ranks are downloading.
+
+        Args:
+            names: names of the files.
+            on_progress: called with the number of bytes downloaded.
+            first: index of the file to begin with. With a different index on each rank, the
+                ranks download different files.
+
+        Raises:
+            CheckpointError: a file cannot be read, its checksum differs, or the disk is full.
+        """
+        files = deque(file for file in self.manifest.files if file.name in names)
+        needed = sum(file.size_bytes for file in files if not self._is_downloaded(file))
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise CheckpointError(
+                f"Downloading {self._url} to {self.folder} needs {needed >> 20} MiB, but only"
+                f" {free >> 20} MiB are free. Free space, or set TMPDIR to a larger disk and"
+                " restart."
+            )
+        files.rotate(-first)
+        done = skipped = 0
+        while files:
+            file = files.popleft()
+            if self._create_if_missing(
+                file.name, partial(self.download_file, file, on_progress, done)
+            ):
+                done, skipped = done + file.size_bytes, 0
+                continue
+            files.append(file)
+            skipped += 1
+            if skipped >= len(files):
+                time.sleep(_POLL_S)
+
+    def remove(self) -> None:
+        """Remove the folder. Several ranks may call this at the same time."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _is_downloaded(self, file: CheckpointFile) -> bool:
+        lock = self._lock(file.name)
+        return lock.exists() and lock.stat().st_size > 0
+
+    def _lock(self, name: str) -> Path:
+        return self.folder / f".{name}.lock"
+
+    def _create_if_missing(self, name: str, make: Callable[[], object]) -> bool:
+        """Create a file unless it exists. Return False if another process is creating it."""
+        lock = os.open(self._lock(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not durable_io.try_lock(lock, exclusive=True):
+                return False
+            if not os.fstat(lock).st_size:
+                make()
+                os.write(lock, b"1")  # a lock file that is not empty marks the file as complete
+            return True
+        finally:
+            durable_io.unlock_and_close(lock)
+
+    def _download_headers(self) -> None:
+        text = (self._url / MANIFEST_NAME).read_bytes()
+        if len(text) > MAX_BYTES:
+            raise CheckpointError(
+                f"The manifest at {self._url} is too large. Load another checkpoint."
+            )
+        files = Manifest.from_json(text).files
+        system, url_path = self._url.open_filesystem()
+        paths = [f"{url_path}/{file.name}" for file in files]
+        ends = [min(LENGTH_BYTES, file.size_bytes) for file in files]
+        lengths = system.cat_ranges(paths, [0] * len(files), ends, on_error="raise")
+        for index, (file, length) in enumerate(zip(files, lengths, strict=True)):
+            header_bytes = min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)
+            ends[index] = min(LENGTH_BYTES + header_bytes, file.size_bytes)
+        heads = system.cat_ranges(paths, [0] * len(files), ends, on_error="raise")
+        for file, head in zip(files, heads, strict=True):
+            with (self.folder / file.name).open("wb") as sparse:
+                sparse.write(head)
+                sparse.truncate(file.size_bytes)
+        (self.folder / MANIFEST_NAME).write_bytes(text)
+
+    def download_file(
+        self, file: CheckpointFile, on_progress: Callable[[int], object] | None, before: int
+    ) -> None:
+        """Download one file and replace its sparse file."""
+        system, path = self._url.open_filesystem()
+        part = self.folder / f".{file.name}.part"
+        with translate_errors(f"Cannot download {self._url / file.name} to {self.folder}"):
+            options: dict[str, Any] = {}
+            if on_progress is not None:
+                from fsspec.callbacks import Callback
+
+                def report(_size: int, value: int, **_: object) -> None:
+                    on_progress(before + value)
+
+                options["callback"] = Callback(hooks={"progress": report})
+            system.get_file(f"{path}/{file.name}", str(part), **options)
+            with part.open("rb", buffering=0) as content:
+                size_bytes = os.fstat(content.fileno()).st_size
+                is_valid = size_bytes == file.size_bytes and crc32_of_file(content) == file.crc32
+        if not is_valid:
+            with suppress(OSError):
+                part.unlink()
+            raise CheckpointError(
+                f"Checksum mismatch in {self._url / file.name}: the file is corrupt. Load another"
+                " checkpoint."
+            )
+        part.replace(self.folder / file.name)

@@ -110,7 +110,10 @@ class UrlStorage(Storage):
         saves = self._saves()
         if not overwrite:
             self.check_name_free(name, saves)
-        self._remove_dead(saves)
+        for save in saves:
+            with suppress(CheckpointError), translate_errors("not removed"):
+                if self._is_dead(save):
+                    save.remove()
         draft = self.attach(name, secrets.token_hex(16))
         draft.write_owner()
         return draft
@@ -139,11 +142,6 @@ class UrlStorage(Storage):
                 if any(save.url == summary.path for summary in oldest):
                     save.remove()
         return [summary.name for summary in oldest]
-
-    def remove_abandoned(self) -> None:
-        """Remove what this user's dead processes left. Errors are ignored."""
-        with suppress(CheckpointError):
-            self._remove_dead(self._saves())
 
     def remove_older(self, name: str, manifest: Manifest) -> None:
         """Remove older saves of the same name."""
@@ -195,26 +193,17 @@ class UrlStorage(Storage):
             return None
         if save.url not in self._manifests:
             with suppress(CheckpointError):
-                text = read_file(save.url / MANIFEST_NAME)
+                text = (save.url / MANIFEST_NAME).read_bytes()
                 self._manifests[save.url] = Manifest.from_json(text)
         return self._manifests.get(save.url)
 
-    def _remove_dead(self, saves: Iterable[_SavedFiles]) -> None:
-        for save in saves:
-            with suppress(CheckpointError), translate_errors("not removed"):
-                if self._is_dead(save):
-                    save.remove()
-
     def _is_dead(self, save: _SavedFiles) -> bool:
-        """Return whether an incomplete save is abandoned.
-
-        Its process has exited, or, if that cannot be determined, its files are old.
-        """
+        """Return whether a save is incomplete, and its process has exited or its files are old."""
         if MANIFEST_NAME in save.files:
             return False
         if OWNER_FILE not in save.files:
             return True  # the owner file is written first and removed last
-        owner = ProcessIdentity.from_json(read_file(save.url / OWNER_FILE))
+        owner = ProcessIdentity.from_json((save.url / OWNER_FILE).read_bytes())
         if owner is not None and owner.is_checkable:
             return owner.has_ended
         system, path = save.url.open_filesystem()
@@ -271,7 +260,7 @@ class PendingUrlCheckpoint(PendingCheckpoint):
 
     def read_small_file(self, name: str) -> bytes | None:
         """Read a small file."""
-        return read_file(self.location / name)
+        return (self.location / name).read_bytes()
 
     def read_reports(self, ranks: Iterable[int]) -> dict[int, RankWriteReport]:
         """Return the reports written so far by these ranks."""
@@ -335,24 +324,8 @@ class _UploadedFile:
             self._file.close()
 
 
-def read_file(url: Url) -> bytes:
-    """Read a small file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    system, path = url.open_filesystem()
-    with translate_errors(f"Cannot read {url}"):
-        content: bytes = system.cat_file(path)
-    return content
-
-
 def _list_files(url: Url) -> dict[str, int]:
-    """Return the size in bytes of each file below a URL, by relative path.
-
-    Raises:
-        CheckpointError: the URL cannot be listed.
-    """
+    """Return the size in bytes of each file below a URL, by relative path."""
     system, root = url.open_filesystem()
     with translate_errors(f"Cannot list {url}"):
         system.invalidate_cache()

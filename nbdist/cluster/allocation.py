@@ -6,22 +6,20 @@ cells, output and files use the agents' own connections to the kernel.
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from nbdist._version import __version__
 from nbdist.errors import OptionError, StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DeviceType = Literal["cpu", "cuda"]
-CHECKED_PACKAGES = ("python", "torch", "nbdist")
-"""Names as in ``node_bootstrap.software_versions``.
-
-Cells, messages and tensors are exchanged between the nodes: different versions fail late and
-obscurely.
-"""
-NOTEBOOK_NAME = "the notebook"
+MAX_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +68,71 @@ class RankDistribution:
         return f"{format_count(self.num_nodes, 'node')} x {format_count(self.ranks_per_node, unit)}"
 
 
-def allocated_nodes(
-    descriptions: Sequence[Mapping[str, Any]], names: Sequence[str], distribution: RankDistribution
-) -> list[AllocatedNode]:
-    """Return nodes from their descriptions by ``NodeBootstrap.describe_node``."""
-    per_node = distribution.ranks_per_node
-    return [
+def software_versions() -> dict[str, str]:
+    """Versions that kernel and ranks must share; does not import torch."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return {"python": platform.python_version(), "torch": torch, "nbdist": __version__}
+
+
+def number_nodes(
+    descriptions: Sequence[Mapping[str, Any]], kernel_address: str, distribution: RankDistribution
+) -> tuple[list[int], list[AllocatedNode]]:
+    """Number the nodes, this machine first.
+
+    Args:
+        descriptions: of the nodes, by ``NodeBootstrap.describe_node``.
+        kernel_address: address of this machine.
+        distribution: the ranks on each node.
+
+    Returns:
+        For each node in order the index of its description, and the nodes.
+
+    Raises:
+        StartError: a node cannot be used, or its versions differ from the notebook's.
+    """
+    for node in descriptions:
+        if "error" in node:
+            raise StartError(f"Cannot use node {node['host']}: {node['error']}")
+    order = sorted(
+        range(len(descriptions)), key=lambda i: descriptions[i]["address"] != kernel_address
+    )
+    ranks, on_gpus = distribution.ranks_per_node, distribution.kind == "cuda"
+    names = unique_names([(node["host"], node["address"]) for node in descriptions])
+    nodes = [
         AllocatedNode(
-            name=name,
-            address=node["address"],
-            ranks=per_node,
-            gpus=tuple(node["gpus"][:per_node]) if distribution.kind == "cuda" else (),
-            versions=node["versions"],
+            name=names[i],
+            address=descriptions[i]["address"],
+            ranks=ranks,
+            gpus=tuple(descriptions[i]["gpus"][:ranks]) if on_gpus else (),
+            versions=descriptions[i]["versions"],
         )
-        for name, node in zip(names, descriptions, strict=True)
+        for i in order
     ]
+    check_versions(software_versions(), nodes)
+    return order, nodes
+
+
+def unique_names(nodes: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the host names, with the address if several nodes share one."""
+    often = Counter(host for host, _ in nodes)
+    return [host if often[host] == 1 else f"{host} ({ip})" for host, ip in nodes]
+
+
+def check_folder(nodes: Sequence[Mapping[str, Any]], folder: str) -> None:
+    """Check that all nodes have the notebook's folder.
+
+    Raises:
+        StartError: names the nodes that do not.
+    """
+    without = [node["host"] for node in nodes if not node["has_folder"]]
+    if without:
+        raise StartError(
+            f"The notebook's folder {folder} does not exist on {', '.join(without)}. Open the"
+            " notebook in a folder that all nodes share under the same path."
+        )
 
 
 def format_count(number: int, what: str) -> str:
@@ -113,7 +161,6 @@ def requested_counts(request: AllocationRequest) -> tuple[int | None, int | None
 
 
 def _divide_evenly(nproc: int | None, parts: int | None, option: str) -> int | None:
-    """Divide the ranks evenly; raise if that is not possible."""
     if nproc is None or parts is None:
         return None
     if nproc % parts:
@@ -142,10 +189,29 @@ def fit_to_nodes(
     """
     nodes, per_node = requested_counts(request)
     sizes = sorted((size for size in available.values() if size > 0), reverse=True)
-    distribution = _first_fitting_distribution(request, nodes, per_node, sizes)
-    if distribution is None:
-        raise StartError(_not_enough_devices_message(request, nodes, per_node, available, cluster))
-    return distribution
+    if distribution := _first_fitting_distribution(request, nodes, per_node, sizes):
+        return distribution
+    unit = "GPU" if request.kind == "cuda" else "CPU"
+    wanted = format_count(request.nproc, "rank") if request.nproc else "ranks"
+    if nodes is not None:
+        wanted += f" on {format_count(nodes, 'node')}"
+    if per_node is not None:
+        wanted += f" with {format_count(per_node, unit)} each"
+    listed = ", ".join(f"{size} on {name}" for name, size in available.items() if size) or "none"
+    # the largest number of ranks that can be spread evenly
+    best = max(range(1, len(sizes) + 1), key=lambda n: n * sizes[n - 1], default=0)
+    if best:
+        each = sizes[best - 1]
+        words = f"--gpus-per-node {each}" if unit == "GPU" else f"-n {best * each}"
+        hint = f"Use --nodes {best} {words} or less"
+    elif unit == "CPU":
+        hint = "Request fewer, or use --on local"
+    else:
+        hint = "Use --gpus-per-node 0 for CPU ranks"
+    raise StartError(
+        f"{cluster} has {format_count(sum(available.values()), unit)} ({listed}), not enough for"
+        f" {wanted}. {hint}."
+    )
 
 
 def _first_fitting_distribution(
@@ -173,54 +239,20 @@ def _first_fitting_distribution(
     return None
 
 
-def _not_enough_devices_message(
-    request: AllocationRequest,
-    nodes: int | None,
-    per_node: int | None,
-    available: Mapping[str, int],
-    cluster: str,
-) -> str:
-    unit = "GPU" if request.kind == "cuda" else "CPU"
-    request_text = format_count(request.nproc, "rank") if request.nproc else "ranks"
-    if nodes is not None:
-        request_text += f" on {format_count(nodes, 'node')}"
-    if per_node is not None:
-        request_text += f" with {format_count(per_node, unit)} each"
-    listed = ", ".join(f"{size} on {name}" for name, size in available.items() if size) or "none"
-    has = f"{cluster} has {format_count(sum(available.values()), unit)} ({listed})"
-    return (
-        f"{has}, not enough for {request_text}. {_largest_request_hint(request.kind, available)}."
-    )
-
-
-def _largest_request_hint(kind: DeviceType, available: Mapping[str, int]) -> str:
-    """Return a hint with the largest number of ranks that can be spread evenly."""
-    sizes = sorted(available.values(), reverse=True)
-    best = max(range(1, len(sizes) + 1), key=lambda n: n * sizes[n - 1], default=0)
-    if not best or not sizes[best - 1]:
-        return (
-            "Request fewer, or use --on local"
-            if kind == "cpu"
-            else "Use --gpus-per-node 0 for CPU ranks"
-        )
-    per_node = sizes[best - 1]
-    words = f"--gpus-per-node {per_node}" if kind == "cuda" else f"-n {best * per_node}"
-    return f"Use --nodes {best} {words} or less"
-
-
 def check_versions(
     kernel_versions: Mapping[str, str], nodes_to_check: Sequence[AllocatedNode]
 ) -> None:
     """Raise if a node's versions differ from the notebook's.
 
-    Python's micro version may differ; torch's build ("+cu130", "+cpu") may not.
+    Cells, messages and tensors are exchanged between the nodes: different versions fail late and
+    obscurely. Python's micro version may differ; torch's build ("+cu130", "+cpu") may not.
 
     Raises:
         StartError: lists the versions and their nodes.
     """
     lines = []
-    for name in CHECKED_PACKAGES:
-        found: dict[str, list[str]] = {kernel_versions.get(name, "none"): [NOTEBOOK_NAME]}
+    for name in kernel_versions:
+        found: dict[str, list[str]] = {kernel_versions[name]: ["the notebook"]}
         for node in nodes_to_check:
             found.setdefault(node.versions.get(name, "none"), []).append(node.name)
         # of Python, the micro version is not compared
@@ -229,17 +261,16 @@ def check_versions(
             words = [f"{version} on {format_names(nodes)}" for version, nodes in found.items()]
             lines.append(f"{name} {', '.join(words)}")
     if lines:
-        msg = (
+        raise StartError(
             f"Versions differ between the nodes: {'; '.join(lines)}."
             " Install the same versions everywhere. Nothing was started."
         )
-        raise StartError(msg)
 
 
-def format_names(nodes: Sequence[str], max_names: int = 4) -> str:
+def format_names(nodes: Sequence[str]) -> str:
     """Return the first few names of nodes: "alpha, beta and 3 more"."""
-    more = len(nodes) - max_names
-    return ", ".join(nodes[:max_names]) + (f" and {more} more" if more > 0 else "")
+    more = len(nodes) - MAX_NAMES
+    return ", ".join(nodes[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 class Cluster(Protocol):

@@ -34,11 +34,17 @@ def create_cluster(
     ray = _RAY.fullmatch(on)
     if ray is None and on not in {"local", "slurm"}:
         raise OptionError(f"Unknown --on {on!r}. Use local, ray, ray://HOST:PORT or slurm.")
-    _reject_options(cluster_options, SLURM_OPTIONS if on != "slurm" else (), "--on slurm")
-    _reject_options(
-        cluster_options, NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm"
-    )
-    _reject_options(cluster_options, () if on == "local" else ("python",), "--on local")
+    unsupported = [
+        (SLURM_OPTIONS if on != "slurm" else (), "--on slurm"),
+        (NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm"),
+        (("python",) if on != "local" else (), "--on local"),
+    ]
+    for names, where in unsupported:
+        given = [
+            f"--{name.replace('_', '-')}" for name in names if cluster_options.get(name) is not None
+        ]
+        if given:
+            raise OptionError(f"{', '.join(given)} can be used with {where} only. Leave it out.")
     interface = str(cluster_options.get("interface") or "")
     if ray:
         return RayCluster(ray[1] or "", interface)
@@ -46,9 +52,3 @@ def create_cluster(
         options = {name: str(cluster_options.get(name) or "") for name in SLURM_OPTIONS}
         return SlurmCluster(interface=interface, **options)
     return None
-
-
-def _reject_options(options: Mapping[str, object], names: tuple[str, ...], where: str) -> None:
-    unsupported = [f"--{name.replace('_', '-')}" for name in names if options.get(name) is not None]
-    if unsupported:
-        raise OptionError(f"{', '.join(unsupported)} can be used with {where} only. Leave it out.")

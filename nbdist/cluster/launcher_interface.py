@@ -1,22 +1,25 @@
 """Interfaces of the session to its launchers: one on this machine, or one on each of several nodes.
 
-``local.Launcher`` and ``node_group.NodeGroup`` implement ``LauncherGroup``, so that all code above
-is the same for both.
+``local_launcher.Launcher`` and ``node_group.NodeGroup`` implement ``LauncherGroup``, so that all
+code above is the same for both. What a method returns here is right for ranks on this machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from nbdist.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
+    from nbdist.cluster.run_dir import RunDir
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
     from nbdist.protocol import messages
@@ -59,17 +62,17 @@ class RankProcessInfo(Protocol):
         """Start time (psutil)."""
 
 
-class LauncherProvider(Protocol):
+class LauncherProvider:
     """Provides launcher groups."""
 
-    memory_events_file: Path | None
+    memory_events_file: Path | None = None
     """File with the OOM killer's counters; None: that of the kernel's own cgroup."""
 
     def check_limits(self, world_size: int) -> None:
-        """Check the limits of this machine; raises StartError."""
+        """Check the limits of this machine; raises StartError. By default there are none."""
 
     def warm_up(self, kind: DeviceType, python: RankPython) -> None:
-        """Prepare for ranks of this kind."""
+        """Prepare for ranks of this kind. By default nothing is prepared."""
 
     def acquire_launchers(
         self,
@@ -79,9 +82,10 @@ class LauncherProvider(Protocol):
         python: RankPython,
     ) -> LauncherGroup:
         """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """End unused launchers."""
+        """End unused launchers, if there are any."""
 
 
 class LauncherGroup(Protocol):
@@ -89,6 +93,7 @@ class LauncherGroup(Protocol):
 
     kind: DeviceType
     listener: Callable[[messages.LauncherMessage], None]
+    run_dir: RunDir
 
     @property
     def is_warm(self) -> bool:
@@ -134,14 +139,17 @@ class LauncherGroup(Protocol):
     def describe(self) -> list[dict[str, Any]]:
         """Return the launchers as JSON values: pid, alive, name, node."""
 
-    def node_of(self, rank: int) -> str:
+    def node_of(self, rank: int) -> str:  # noqa: ARG002 - one machine
         """Return the name of a rank's node; "" on one machine."""
+        return ""
 
-    def nodes_for(self, world_size: int) -> list[SessionNode]:
+    def nodes_for(self, world_size: int) -> list[SessionNode]:  # noqa: ARG002 - one machine
         """Return the machines of this many ranks with their hardware; empty for this machine."""
+        return []
 
-    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:  # noqa: ARG002 - no nodes
         """Return the usage of the ranks' nodes by name, of those that respond in time."""
+        return {}
 
     def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launchers, by name: "rank 1", "the launcher"."""
@@ -159,10 +167,19 @@ class LauncherGroup(Protocol):
 
     @property
     def staging_folders(self) -> list[Path]:
-        """Folders for the kernel's payload files, preferred first."""
+        """Folders for the kernel's payload files: shared memory, then the temp folder."""
+        return self.run_dir.folders
 
-    def payload_folders(self, rank: int) -> list[str]:
+    def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - those of the kernel
         """Return the folders for a rank's payload files, preferred first."""
+        return [str(folder) for folder in self.staging_folders]
+
+    def check_payload_path(self, rank: int, path: str) -> None:
+        """Raise PayloadError if a path that a rank has sent is outside its payload folders."""
+        if str(Path(path).parent) not in self.payload_folders(rank):
+            raise PayloadError(
+                f"A rank sent the path {path}, which is outside this session's folders."
+            )
 
     def ship_file(
         self, file: Path, ranks: Sequence[int], on_progress: TransferCallback

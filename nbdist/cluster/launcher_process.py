@@ -1,4 +1,4 @@
-"""A launcher's process and its ranks: environment, file limits, status, stacks, crashes, log.
+"""A launcher's process and its ranks: environment, file limits, status, stacks, log.
 
 Runs in the kernel for launchers on this machine, and in the agent for those of a node.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts
+from nbdist.cluster.launcher_interface import EXITED
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 
@@ -103,17 +103,6 @@ def process_status(pid: int, created: float | None = None) -> str:
     except psutil.NoSuchProcess:
         return EXITED
     return EXITED if now == psutil.STATUS_ZOMBIE else now
-
-
-def read_crash_artifacts(folder: Path) -> CrashArtifacts:
-    """Read the crash artifacts of one start's ranks from its folder."""
-    crashes = {
-        int(file.stem.removeprefix("rank")): file.read_text(errors="replace")
-        for file in folder.glob("rank*.crash")
-    }
-    notes = sorted(folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
-    tracebacks = [(int(note.stem.removeprefix("rank")), note.read_text()) for note in notes]
-    return CrashArtifacts(crashes, tracebacks)
 
 
 def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict[str, str]:

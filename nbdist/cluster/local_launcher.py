@@ -22,7 +22,12 @@ from typing import TYPE_CHECKING, Any
 from nbdist import rank_python
 from nbdist._version import __version__
 from nbdist.cluster import launcher_process, orphan_cleanup
-from nbdist.cluster.launcher_interface import ProcessStatus
+from nbdist.cluster.launcher_interface import (
+    CrashArtifacts,
+    LauncherGroup,
+    LauncherProvider,
+    ProcessStatus,
+)
 from nbdist.cluster.launcher_process import (
     ProcessLogTail,
     check_descriptors,
@@ -30,19 +35,17 @@ from nbdist.cluster.launcher_process import (
 )
 from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
 from nbdist.cluster.run_dir import RunDir, make_private_folders
-from nbdist.errors import PayloadError, StartError
+from nbdist.errors import StartError
 from nbdist.hardware import process_identity
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.launcher_interface import CrashArtifacts, RankProcessInfo, TransferCallback
+    from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
-    from nbdist.hardware.discovery import SessionNode
-    from nbdist.hardware.telemetry import NodeUsage
     from nbdist.rank_python import RankPython
 
 CLOSE_S = 5.0
@@ -60,7 +63,7 @@ def ignore_message(_message: messages.LauncherMessage) -> None:
     """Ignore messages before a session has taken the launcher, and while it is closed."""
 
 
-class Launcher:
+class Launcher(LauncherGroup):
     """A launcher process and the kernel's end of its link.
 
     Starting takes milliseconds: imports run in the background. `listener` is called with every
@@ -68,23 +71,40 @@ class Launcher:
     """
 
     module = "nbdist.launcher"
+    is_warm = False
+    """True if its imports are done."""
 
     def __init__(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
         self.kind, self.python = kind, python
         self.run_dir = RunDir.create()
         self._package_folder = python.link_package(self.run_dir.path)
-        self.is_warm = False
-        """True if its imports are done."""
         self.listener: Callable[[messages.LauncherMessage], None] = ignore_message
         self.log = ProcessLogTail()
         self._link, theirs = socket.socketpair()
+        fd = theirs.fileno()
+        kernel = process_identity.ProcessIdentity.current_process()
+        inherited = python.environment(os.environ, self._package_folder)
+        env = remove_launch_variables(inherited) | {
+            "NBDIST_BULK_DIR": str(self.run_dir.payload_dir),
+            # these two identify all descendants as processes of this session
+            process_identity.KERNEL_VARIABLE: kernel.to_json(),
+            process_identity.RUN_DIR_VARIABLE: str(self.run_dir.path),
+            "DS_ACCELERATOR": kind,  # read only when DeepSpeed is imported
+        }
         try:
-            self.process = self._spawn(theirs)
+            self.process = subprocess.Popen(  # noqa: S603 - our own module
+                [python.executable, "-m", self.module, str(fd), str(self.run_dir.path)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log.write_fd,
+                stderr=self.log.write_fd,
+                pass_fds=[fd],
+                start_new_session=True,
+            )
         except OSError as error:
             self.log.close()
             self.run_dir.remove()
-            msg = f"Cannot start the launcher: {error}."
-            raise StartError(msg) from error
+            raise StartError(f"Cannot start the launcher: {error}.") from error
         finally:
             self.log.close_write_end()
             theirs.close()
@@ -95,28 +115,6 @@ class Launcher:
         self._reader.start()
         atexit.register(self.close)
         orphan_cleanup.remove_orphans_async()
-
-    def _spawn(self, child_socket: socket.socket) -> subprocess.Popen[bytes]:
-        fd = child_socket.fileno()
-        command = [self.python.executable, "-m", self.module, str(fd), str(self.run_dir.path)]
-        kernel = process_identity.ProcessIdentity.current_process()
-        inherited = self.python.environment(os.environ, self._package_folder)
-        env = remove_launch_variables(inherited) | {
-            "NBDIST_BULK_DIR": str(self.run_dir.payload_dir),
-            # these two identify all descendants as processes of this session
-            process_identity.KERNEL_VARIABLE: kernel.to_json(),
-            process_identity.RUN_DIR_VARIABLE: str(self.run_dir.path),
-            "DS_ACCELERATOR": self.kind,  # read only when DeepSpeed is imported
-        }
-        return subprocess.Popen(  # noqa: S603 - our own module
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log.write_fd,
-            stderr=self.log.write_fd,
-            pass_fds=[fd],
-            start_new_session=True,
-        )
 
     def send(self, message: messages.LauncherMessage) -> None:
         """Send one message.
@@ -135,8 +133,9 @@ class Launcher:
                     f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 )
             log = redact_secrets(self.log_tail())
-            msg = f"Cannot start ranks: {LAUNCHER_NAME} {problem}. Its log: {log}"
-            raise StartError(msg) from error
+            raise StartError(
+                f"Cannot start ranks: {LAUNCHER_NAME} {problem}. Its log: {log}"
+            ) from error
 
     @property
     def is_alive(self) -> bool:
@@ -174,18 +173,6 @@ class Launcher:
         pid = self.process.pid
         return [{"pid": pid, "alive": self.is_alive, "name": LAUNCHER_NAME, "node": ""}]
 
-    def node_of(self, rank: int) -> str:  # noqa: ARG002 - one machine
-        """Return "": ranks on this machine have no node name."""
-        return ""
-
-    def nodes_for(self, world_size: int) -> list[SessionNode]:  # noqa: ARG002 - one machine
-        """Return an empty list: there are no other machines."""
-        return []
-
-    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:  # noqa: ARG002 - no nodes
-        """Return an empty dict: there are no nodes."""
-        return {}
-
     def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launcher, by name."""
         pid = self.process.pid
@@ -210,16 +197,13 @@ class Launcher:
 
     def crash_artifacts(self) -> CrashArtifacts:
         """Return the crash artifacts of the last ranks."""
-        return launcher_process.read_crash_artifacts(self._folder)
-
-    @property
-    def staging_folders(self) -> list[Path]:
-        """Folders for the kernel's payload files: shared memory, then the temp folder."""
-        return self.run_dir.folders
-
-    def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - the same for all
-        """Return the folders for the ranks' payload files, equal to those of the kernel."""
-        return [str(folder) for folder in self.staging_folders]
+        crashes = {
+            int(file.stem.removeprefix("rank")): file.read_text(errors="replace")
+            for file in self._folder.glob("rank*.crash")
+        }
+        notes = sorted(self._folder.glob("*.died"), key=lambda note: note.stat().st_mtime)
+        tracebacks = [(int(note.stem.removeprefix("rank")), note.read_text()) for note in notes]
+        return CrashArtifacts(crashes, tracebacks)
 
     @contextlib.contextmanager
     def ship_file(
@@ -236,8 +220,7 @@ class Launcher:
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:  # noqa: ARG002 - no transfer
         """Return the path of a payload file; raises PayloadError outside the session's folders."""
-        if str(Path(path).parent) not in self.payload_folders(rank):
-            raise PayloadError(foreign_file_message(path))
+        self.check_payload_path(rank, path)
         return Path(path)
 
     def check_shared_folder(self, folder: Path) -> None:
@@ -275,7 +258,13 @@ class Launcher:
         if self._wait_for_exit_code(within_s=KILL_TIMEOUT_S) is None:
             stuck.add(self.process.pid)
         if stuck:
-            warnings.warn(unkillable_message(stuck), RuntimeWarning, stacklevel=2)
+            listed = ", ".join(str(pid) for pid in sorted(stuck))
+            msg = (
+                f"These processes of the session cannot be killed: {listed}. They are blocked in a"
+                " system call (state D, a disk or driver that does not respond) and may hold device"
+                " memory until the call returns or the machine is restarted."
+            )
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_S)
         self._link.close()
@@ -296,9 +285,15 @@ class Launcher:
         with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
             for line in lines:
                 message = messages.decode_line(line)
-                if isinstance(message, messages.LauncherHello) and (
-                    refusal := protocol_mismatch(message)
+                if (
+                    isinstance(message, messages.LauncherHello)
+                    and message.protocol != messages.PROTOCOL
                 ):
+                    refusal = (
+                        f"the launcher uses protocol {message.protocol} (nbdist {message.version})"
+                        f" and this notebook protocol {messages.PROTOCOL} (nbdist {__version__}):"
+                        " nbdist was replaced while the notebook ran. Restart the notebook's kernel"
+                    )
                     self._link.shutdown(socket.SHUT_RDWR)  # ends the launcher
                     break
                 self.is_warm = self.is_warm or isinstance(message, messages.LauncherReady)
@@ -312,33 +307,7 @@ class Launcher:
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
 
 
-def protocol_mismatch(hello: messages.LauncherHello) -> str:
-    """Return why this notebook cannot use a launcher; "" if it can."""
-    if hello.protocol == messages.PROTOCOL:
-        return ""
-    return (
-        f"the launcher uses protocol {hello.protocol} (nbdist {hello.version}) and this notebook"
-        f" protocol {messages.PROTOCOL} (nbdist {__version__}): nbdist was replaced while the"
-        " notebook ran. Restart the notebook's kernel"
-    )
-
-
-def unkillable_message(pids: Iterable[int]) -> str:
-    """Return the warning about processes that cannot be killed."""
-    listed = ", ".join(str(pid) for pid in sorted(pids))
-    return (
-        f"These processes of the session cannot be killed: {listed}. They are blocked in a system"
-        " call (state D, a disk or driver that does not respond) and may hold device memory until"
-        " the call returns or the machine is restarted."
-    )
-
-
-def foreign_file_message(path: str) -> str:
-    """Return the error for a path outside the session's folders."""
-    return f"A rank sent the path {path}, which is outside this session's folders."
-
-
-class LocalLauncherProvider:
+class LocalLauncherProvider(LauncherProvider):
     """Provides launchers on this machine and keeps one ready in advance.
 
     Args:

@@ -7,10 +7,8 @@ Only this process holds the agent's stdin open, so the agent ends with it.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -19,64 +17,23 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist._version import __version__
+from nbdist.cluster.allocation import software_versions
 from nbdist.cluster.launcher_process import ProcessLogTail
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.paths import PACKAGE_DIR
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 STDOUT_MARKER = "nbdist-place "
 """Prefix of the lines that an srun task sends to the kernel; other scripts may print too."""
 END_S = 10.0
-DRAIN_POLL_S = 1.0
 """Time for the agent to end launcher and ranks before it is killed."""
+DRAIN_POLL_S = 1.0
 LOG_TAIL_BYTES = 2000
 DROPPED_ENV_PREFIXES = ("RAY_", "OMP_NUM_THREADS", "SLURM_", "PMI_", "PMIX_")
 """Prefixes of environment variables that the cluster sets only for its own process."""
-
-
-def software_versions() -> dict[str, str]:
-    """Versions that kernel and ranks must share; does not import torch."""
-    try:
-        torch = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        torch = "none"
-    return {
-        "python": platform.python_version(),
-        "torch": torch,
-        "nbdist": __version__,
-    }
-
-
-def check_nodes(nodes: Iterable[Mapping[str, Any]]) -> None:
-    """Check that all nodes can be used.
-
-    Args:
-        nodes: descriptions of the nodes by ``NodeBootstrap.describe_node``.
-
-    Raises:
-        StartError: the error of the first node that has one.
-    """
-    for node in nodes:
-        if "error" in node:
-            raise StartError(f"Cannot use node {node['host']}: {node['error']}")
-
-
-def check_folder(nodes: Iterable[Mapping[str, Any]], folder: str) -> None:
-    """Check that all nodes have the notebook's folder.
-
-    Raises:
-        StartError: names the nodes that do not.
-    """
-    without = [node["host"] for node in nodes if not node["has_folder"]]
-    if without:
-        raise StartError(
-            f"The notebook's folder {folder} does not exist on {', '.join(without)}. Open the"
-            " notebook in a folder that all nodes share under the same path."
-        )
 
 
 def local_address_toward(toward: str) -> str:

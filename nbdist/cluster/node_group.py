@@ -12,7 +12,6 @@ import itertools
 import logging
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -25,14 +24,18 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from nbdist.cluster import protocol
-from nbdist.cluster.agent_connections import CLOSE_S, AgentConnections
+from nbdist.cluster.agent_connections import CLOSE_S, AgentConnections, KeyValueStore
 from nbdist.cluster.allocation import AllocationRequest
-from nbdist.cluster.kv_store import KeyValueStore
-from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts, ProcessStatus
+from nbdist.cluster.launcher_interface import (
+    EXITED,
+    CrashArtifacts,
+    LauncherGroup,
+    LauncherProvider,
+    ProcessStatus,
+)
 from nbdist.cluster.local_launcher import (
     LAUNCHER_GONE,
     LAUNCHER_NAME,
-    foreign_file_message,
     ignore_message,
 )
 from nbdist.cluster.protocol import (
@@ -43,7 +46,7 @@ from nbdist.cluster.protocol import (
     SHARED_FOLDER_HINT,
     SHARED_FOLDER_TIMEOUT_S,
 )
-from nbdist.cluster.rank_channels import BUSY_POLL_MS, QUIET_POLL_MS, RankChannels
+from nbdist.cluster.rank_channels import RankChannels
 from nbdist.cluster.run_dir import RunDir
 from nbdist.errors import CheckpointError, PayloadError, SessionError, StartError
 from nbdist.hardware.discovery import Machine, SessionNode
@@ -51,7 +54,7 @@ from nbdist.hardware.telemetry import NodeUsage
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
     from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
@@ -72,6 +75,7 @@ END_S = 10.0
 """Time for the agents to end everything by themselves."""
 POLL_INTERVAL_S = 1.0
 SHARED_POLL_S = 0.25
+WAIT_POLL_S = 0.02
 RUNNING = "running"
 
 
@@ -125,8 +129,6 @@ class NodeChannels(RankChannels):
         self._inbox: SimpleQueue[tuple[Node, protocol.MessagesFromRanks, list[bytes]] | None] = (
             SimpleQueue()
         )
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
         self._thread.start()
 
     def add_messages(
@@ -142,11 +144,8 @@ class NodeChannels(RankChannels):
 
     def close(self) -> None:
         """End the reader thread."""
-        self._closing = True
         self._group.detach_channels(self)
-        self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(REQUEST_TIMEOUT_S)
+        super().close()
 
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
         by_node: dict[Node, list[int]] = {}
@@ -156,23 +155,16 @@ class NodeChannels(RankChannels):
             message = protocol.RequestToRanks(node_ranks, channel, self._generation)
             self._group.agent_connections.queue_message(node.index, message, *frames)
 
-    def _serve(self) -> None:
-        timeout_s, due = 0.0, time.monotonic()
-        while not self._closing:
-            woken = False
-            with contextlib.suppress(Empty):  # no message: run periodic work
-                item = self._inbox.get(timeout=max(timeout_s, 0.001))
-                woken = item is None
-                if item is not None:
-                    self._open(*item)
-            if woken or time.monotonic() >= due:
-                timeout_s = (BUSY_POLL_MS if self._run_idle_work() else QUIET_POLL_MS) / 1000
-                due = time.monotonic() + timeout_s
-
-    def _open(self, node: Node, messages: protocol.MessagesFromRanks, frames: list[bytes]) -> None:
-        """Verify and handle the messages of a node's ranks; log invalid ones and continue."""
-        remaining = iter(frames)
+    def _transfer(self, within_s: float) -> bool:
         try:
+            item = self._inbox.get(timeout=max(within_s, 0.001))
+        except Empty:
+            return True
+        if item is None:
+            return True
+        node, messages, frames = item
+        remaining = iter(frames)
+        try:  # log invalid messages and continue
             for ranks, channel, num_frames in messages.index:
                 signed = list(itertools.islice(remaining, num_frames))
                 if not ranks or not all(rank in node.ranks for rank in ranks):
@@ -182,9 +174,10 @@ class NodeChannels(RankChannels):
                 self._deliver(tuple(ranks), cast("Channel", channel), message)
         except (ValueError, TypeError):
             log.exception("node %d: dropped malformed messages", node.index)
+        return False
 
 
-class NodeGroup:
+class NodeGroup(LauncherGroup):
     """The nodes of a session.
 
     Args:
@@ -213,9 +206,8 @@ class NodeGroup:
         self._numbers = itertools.count(1)
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._log = ""
-        self._closing = self._closed = False
-        self._ends = threading.Event()
-        """Set when the thread that polls the cluster can end."""
+        self._closed = False
+        self._closing = threading.Event()
         self._over = threading.Event()
         """Set when everything has ended and is released."""
         self._lock = threading.Lock()
@@ -234,8 +226,9 @@ class NodeGroup:
         self.nodes = [Node(index, place) for index, place in enumerate(places)]
         got = sum(place.ranks for place in places)
         if request.nproc is not None and got < request.nproc:
-            msg = f"Requested {request.nproc} ranks, but {self._cluster.name} provides {got}."
-            raise StartError(msg)
+            raise StartError(
+                f"Requested {request.nproc} ranks, but {self._cluster.name} provides {got}."
+            )
         self.agent_connections = AgentConnections(
             self._cluster.kernel_address,
             on_message=self._on_agent_message,
@@ -258,30 +251,23 @@ class NodeGroup:
                 hub_key=self.agent_connections.public_key,
                 public=public,
                 secret=secret,
-                index=node.index,
                 kind=self.kind,
-                cwd=str(Path.cwd()),
-                path=list(sys.path),
                 lease_s=LEASE_S,
             )
             tickets.append(ticket.to_json())
         self._cluster.start_agents(tickets)
-        self._wait_for_agents()
-
-    def _wait_for_agents(self) -> None:
         deadline = time.monotonic() + AGENT_START_TIMEOUT_S
         while missing := [node.title for node in self.nodes if node.hello is None]:
             if self._failure:
                 raise StartError(f"{self._failure}.")
             if time.monotonic() > deadline:
-                msg = (
+                raise StartError(
                     f"The agent of {', '.join(missing)} did not connect to this machine at"
                     f" {self.agent_connections.address} within {AGENT_START_TIMEOUT_S:.0f} s."
                     " The nodes must be able to connect to that address:"
                     " check the network and its firewalls."
                 )
-                raise StartError(msg)
-            threading.Event().wait(0.02)
+            time.sleep(WAIT_POLL_S)
 
     @property
     def is_warm(self) -> bool:
@@ -291,7 +277,7 @@ class NodeGroup:
     @property
     def is_alive(self) -> bool:
         """True if no node is lost."""
-        return not self._failure and not self._closing
+        return not self._failure and not self._closing.is_set()
 
     def can_start(self, kind: DeviceType, world_size: int) -> bool:
         """Return True if these nodes can start this many ranks of this kind."""
@@ -305,33 +291,26 @@ class NodeGroup:
         if closed:
             self._over.wait(END_S + CLOSE_S)  # until another thread has closed
             return
-        try:
-            self._close()
-        finally:
-            try:
-                self._cluster.close()
-            finally:
-                self.run_dir.remove()
-                atexit.unregister(self.close)
-                self._over.set()
-
-    def _close(self) -> None:
-        self._log = self.log_tail()
-        self._closing = True
-        self.listener = ignore_message
-        if self._threads:
-            for node in self.nodes:
-                if node.hello is not None:
-                    self.agent_connections.send(node.index, protocol.StopAgentRequest())
-            deadline = time.monotonic() + END_S
-            while any(node.is_connected for node in self.nodes) and time.monotonic() < deadline:
-                threading.Event().wait(0.02)
-            self.agent_connections.close()
-        self._events.put(None)
-        self._ends.set()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(REQUEST_TIMEOUT_S)
+        with contextlib.ExitStack() as released:
+            released.callback(self._over.set)
+            released.callback(atexit.unregister, self.close)
+            released.callback(self.run_dir.remove)
+            released.callback(self._cluster.close)
+            self._log = self.log_tail()
+            self._closing.set()
+            self.listener = ignore_message
+            if self._threads:
+                for node in self.nodes:
+                    if node.hello is not None:
+                        self.agent_connections.send(node.index, protocol.StopAgentRequest())
+                deadline = time.monotonic() + END_S
+                while any(node.is_connected for node in self.nodes) and time.monotonic() < deadline:
+                    time.sleep(WAIT_POLL_S)
+                self.agent_connections.close()
+            self._events.put(None)
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(REQUEST_TIMEOUT_S)
 
     # -- LauncherGroup
 
@@ -398,7 +377,6 @@ class NodeGroup:
         self._send_to_all(protocol.LauncherLinkMessage(messages.encode_line(message).decode()))
 
     def _send_to_all(self, message: protocol.Message) -> None:
-        """Send a message to all connected agents."""
         for node in self.nodes:
             if node.is_connected:
                 self.agent_connections.queue_message(node.index, message)
@@ -412,7 +390,7 @@ class NodeGroup:
         return [
             {
                 "pid": node.hello.launcher,
-                "alive": node.lost is None and not self._closing,
+                "alive": node.lost is None and not self._closing.is_set(),
                 "name": node.launcher_name,
                 "node": node.place.name,
             }
@@ -428,7 +406,7 @@ class NodeGroup:
         """Return the status of ranks and launchers, as last reported by the agents."""
 
         def status(node: Node, name: str, pid: int) -> ProcessStatus:
-            has_ended = node.lost is not None or self._closing
+            has_ended = node.lost is not None or self._closing.is_set()
             return ProcessStatus(pid, EXITED if has_ended else node.states.get(name, RUNNING))
 
         found = {}
@@ -465,7 +443,7 @@ class NodeGroup:
 
     def log_tail(self) -> str:
         """Return the end of the logs of all nodes."""
-        if self._closing:
+        if self._closing.is_set():
             return self._log
         connected: dict[Node, dict[str, Any]] = {
             node: {} for node in self.nodes if node.is_connected
@@ -474,11 +452,6 @@ class NodeGroup:
         return "\n".join(f"-- {node.place.name} --\n{log}" for node, log in found.items() if log)
 
     # -- files
-
-    @property
-    def staging_folders(self) -> list[Path]:
-        """Folders for the kernel's payload files, preferred first."""
-        return self.run_dir.folders
 
     def payload_folders(self, rank: int) -> list[str]:
         """Return the folders for a rank's payload files, preferred first."""
@@ -492,57 +465,50 @@ class NodeGroup:
         """Copy a file once to each node of these ranks."""
         paths: dict[Node, str] = {}
         try:
-            arguments = {"name": f"{secrets.token_hex(8)}.payload", "size": file.stat().st_size}
+            name, size = f"{secrets.token_hex(8)}.payload", file.stat().st_size
             for node in dict.fromkeys(self.node_by_rank[rank] for rank in ranks):
-                paths[node] = self._wait_for_reply(self._request(node, "receive", arguments))
-            self._transfer(file, paths, on_progress)
+                request = self._request(node, "receive", name=name, size=size)
+                paths[node], _ = self._wait_for_reply(request)
+            done, total = 0, size * len(paths)
+            with file.open("rb") as source:
+                chunks = iter(functools.partial(source.read, CHUNK_BYTES), b"")
+                requests = (
+                    self._request(node, "chunk", chunk, path=path)
+                    for chunk in chunks
+                    for node, path in paths.items()
+                )
+                for written, _ in self._pipelined(requests, MAX_UNREAD_CHUNKS * len(paths)):
+                    done += written
+                    on_progress(done, total)
             yield {rank: paths[self.node_by_rank[rank]] for rank in ranks}
         finally:
             file.unlink(missing_ok=True)
             for node, path in paths.items():
-                self._request(node, "remove", {"path": path}).cancel()  # the reply is not needed
-
-    def _transfer(
-        self, file: Path, paths: Mapping[Node, str], on_progress: TransferCallback
-    ) -> None:
-        """Send a file in chunks, with a limited number in flight."""
-        in_flight: deque[Future[AgentResult]] = deque()
-        done, total = 0, file.stat().st_size * len(paths)
-        with file.open("rb") as source:
-            while (chunk := source.read(CHUNK_BYTES)) or in_flight:
-                for node, path in paths.items() if chunk else ():
-                    in_flight.append(self._request(node, "chunk", {"path": path}, chunk))
-                while in_flight and (not chunk or len(in_flight) >= MAX_UNREAD_CHUNKS * len(paths)):
-                    written, _ = self._wait_for_transfer_step(in_flight.popleft())
-                    done += written
-                    on_progress(done, total)
+                self._request(node, "remove", path=path).cancel()  # the reply is not needed
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
         """Copy a payload file of a rank to this machine and remove it on the node."""
-        if str(Path(path).parent) not in self.payload_folders(rank):
-            raise PayloadError(foreign_file_message(path))
+        self.check_payload_path(rank, path)
         node = self.node_by_rank[rank]
-        size: int = self._wait_for_reply(self._request(node, "size", {"path": path}))
+        size: int = self._wait_for_reply(self._request(node, "size", path=path))[0]
         preferred, other = self.staging_folders
         has_room = shutil.disk_usage(preferred).free > size + MIN_FREE_BYTES
         file = (preferred if has_room else other) / f"{secrets.token_hex(8)}.payload"
         file.touch(mode=0o600)
-        in_flight: deque[Future[AgentResult]] = deque()
-        offsets = iter(range(0, size, CHUNK_BYTES))
+        requests = (
+            self._request(node, "read", path=path, offset=offset)
+            for offset in range(0, size, CHUNK_BYTES)
+        )
         try:
             with file.open("wb") as sink:
-                while sink.tell() < size:
-                    for offset in itertools.islice(offsets, MAX_UNREAD_CHUNKS - len(in_flight)):
-                        arguments = {"path": path, "offset": offset}
-                        in_flight.append(self._request(node, "read", arguments))
-                    _, frames = self._wait_for_transfer_step(in_flight.popleft())
+                for _, frames in self._pipelined(requests, MAX_UNREAD_CHUNKS):
                     sink.write(frames[0])
                     on_progress(sink.tell(), size)
         except BaseException:
             file.unlink(missing_ok=True)
             raise
         finally:
-            self._request(node, "remove", {"path": path}).cancel()
+            self._request(node, "remove", path=path).cancel()
         return file
 
     def make_private_folders(self) -> list[Path]:
@@ -566,16 +532,18 @@ class NodeGroup:
             folder.mkdir(parents=True, exist_ok=True)
             trial.write_text(text := secrets.token_hex(16))
         except OSError as error:
-            msg = f"Cannot write to {folder}: {error.strerror}."
-            raise CheckpointError(msg) from error
-        arguments = {"path": str(trial), "text": text}
+            raise CheckpointError(f"Cannot write to {folder}: {error.strerror}.") from error
         deadline = time.monotonic() + SHARED_FOLDER_TIMEOUT_S
         try:
             for node in self._used_nodes():
-                while problem := self._wait_for_reply(self._request(node, "sees", arguments)):
+                while True:
+                    request = self._request(node, "sees", path=str(trial), text=text)
+                    problem, _ = self._wait_for_reply(request)
+                    if not problem:
+                        break
                     if time.monotonic() > deadline:
                         raise CheckpointError(f"{node.title}: {problem}. {SHARED_FOLDER_HINT}.")
-                    self._ends.wait(SHARED_POLL_S)  # network file systems show it with a delay
+                    self._closing.wait(SHARED_POLL_S)  # network file systems show it with a delay
         finally:
             trial.unlink(missing_ok=True)
 
@@ -598,7 +566,7 @@ class NodeGroup:
     # -- requests to agents
 
     def _request(
-        self, node: Node, kind: str, arguments: dict[str, Any] | None = None, *frames: bytes
+        self, node: Node, kind: str, /, *frames: bytes, **arguments: Any
     ) -> Future[AgentResult]:
         """Send a request to an agent; a failed one raises SessionError."""
         number = next(self._numbers)
@@ -608,18 +576,19 @@ class NodeGroup:
         if node.lost is not None:
             reply.set_exception(SessionError(node.lost))
         else:
-            query = protocol.AgentRequest(number, kind, arguments or {})
+            query = protocol.AgentRequest(number, kind, arguments)
             self.agent_connections.send(node.index, query, *frames)
         return reply
 
-    def _wait_for_reply(self, reply: Future[AgentResult]) -> Any:
-        """Wait for the value of a reply; raises SessionError for an error or a timeout."""
+    def _wait_for_reply(
+        self, reply: Future[AgentResult], within_s: float = REQUEST_TIMEOUT_S
+    ) -> AgentResult:
+        """Wait for a reply; raises SessionError for an error or a timeout."""
         try:
-            return reply.result(REQUEST_TIMEOUT_S)[0]
+            return reply.result(within_s)
         except TimeoutError:
             reply.cancel()
-            msg = f"A node did not respond within {REQUEST_TIMEOUT_S:.0f} s."
-            raise SessionError(msg) from None
+            raise SessionError(f"A node did not respond within {within_s:.0f} s.") from None
 
     def _request_many(
         self,
@@ -629,7 +598,7 @@ class NodeGroup:
     ) -> dict[Node, Any]:
         """Send a request to several agents; return the replies by node, without failed ones."""
         replies = {
-            node: self._request(node, kind, arguments) for node, arguments in requests.items()
+            node: self._request(node, kind, **arguments) for node, arguments in requests.items()
         }
         futures.wait(replies.values(), within_s)
         found = {}
@@ -639,15 +608,21 @@ class NodeGroup:
                 found[node] = reply.result()[0]
         return found
 
-    def _wait_for_transfer_step(self, reply: Future[AgentResult]) -> AgentResult:
-        """Wait for the next step of a file transfer."""
-        try:
-            return reply.result(TRANSFER_TIMEOUT_S)
-        except TimeoutError:
-            msg = f"A node sent no reply about a file transfer within {TRANSFER_TIMEOUT_S:.0f} s."
-            raise SessionError(msg) from None
-        except SessionError as error:
-            raise PayloadError(f"File transfer with a node failed: {error}") from error
+    def _pipelined(
+        self, requests: Iterable[Future[AgentResult]], max_in_flight: int
+    ) -> Iterator[AgentResult]:
+        """Yield the results of the requests of a file transfer, with a limited number in flight."""
+        in_flight: deque[Future[AgentResult]] = deque()
+        remaining = iter(requests)
+        while True:
+            in_flight.extend(itertools.islice(remaining, max_in_flight - len(in_flight)))
+            if not in_flight:
+                return
+            try:
+                result = self._wait_for_reply(in_flight.popleft(), TRANSFER_TIMEOUT_S)
+            except SessionError as error:
+                raise PayloadError(f"File transfer with a node failed: {error}") from error
+            yield result
 
     # -- what arrives, on the agent server's thread
 
@@ -683,7 +658,7 @@ class NodeGroup:
 
     def _on_connection_end(self, index: int, reason: str) -> None:
         node = self.nodes[index]
-        if not self._closing:
+        if not self._closing.is_set():
             reason = self._cluster.lost_nodes().get(index, reason)
             self._events.put(lambda: self._lose_node(node, reason))
         elif node.lost is None:
@@ -701,7 +676,7 @@ class NodeGroup:
     def _poll_cluster(self) -> None:
         """Poll the cluster for lost and drained nodes, and the store for timeouts."""
         reported: set[int] = set()
-        while not self._closing:
+        while not self._closing.is_set():
             for index, reason in self._cluster.lost_nodes().items():
                 if self.nodes[index].lost is None:
                     self._events.put(functools.partial(self._lose_node, self.nodes[index], reason))
@@ -714,7 +689,7 @@ class NodeGroup:
                 self._events.put(functools.partial(self.listener, notice))
             reported |= drained.keys()
             self._store.expire_requests()
-            self._ends.wait(POLL_INTERVAL_S)
+            self._closing.wait(POLL_INTERVAL_S)
 
     def _on_launcher_message(self, node: Node, line: messages.LauncherMessage) -> None:
         """Handle a launcher message; the end of the ranks is reported for all nodes together."""
@@ -754,7 +729,7 @@ class NodeGroup:
         self, node: Node, reason: str, ended: messages.AllRanksExited | None = None
     ) -> None:
         """Handle the loss of a node or its launcher: end everything."""
-        if node.lost is not None or self._closing:
+        if node.lost is not None or self._closing.is_set():
             return
         node.lost = reason or "lost its launcher, which ended"
         failure = f"{node.title} {node.lost}"
@@ -768,29 +743,11 @@ class NodeGroup:
         self._events.put(None)  # end the other nodes too
 
 
-class ClusterLauncherProvider:
-    """Provides launchers on the nodes of a cluster.
+class ClusterLauncherProvider(LauncherProvider):
+    """Provides launchers on the nodes of a cluster; each agent checks its own machine."""
 
-    Args:
-        cluster: Ray or Slurm.
-        nodes: number of nodes. Default: the cluster decides.
-        gpus_per_node: GPUs on each node, one per rank.
-    """
-
-    memory_events_file: Path | None = None
-    """None: this machine's OOM counter does not cover the nodes."""
-
-    def __init__(
-        self, cluster: Cluster, *, nodes: int | None = None, gpus_per_node: int | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._nodes, self._gpus_per_node = nodes, gpus_per_node
-
-    def check_limits(self, world_size: int) -> None:
-        """Do nothing: each agent checks its own machine."""
-
-    def warm_up(self, kind: DeviceType, python: RankPython) -> None:
-        """Do nothing: no nodes are reserved in advance."""
 
     def acquire_launchers(
         self,
@@ -806,19 +763,8 @@ class ClusterLauncherProvider:
         """
         group = NodeGroup(self.cluster, kind)
         try:
-            group.start(
-                AllocationRequest(
-                    kind=kind,
-                    nproc=world_size,
-                    nodes=self._nodes,
-                    gpus_per_node=self._gpus_per_node,
-                ),
-                progress,
-            )
+            group.start(AllocationRequest(kind=kind, nproc=world_size), progress)
         except BaseException:
             group.close()
             raise
         return group
-
-    def close(self) -> None:
-        """Do nothing: there are no unused launchers."""

@@ -1,21 +1,7 @@
 """Messages between the kernel and the agents of the nodes.
 
 Each node has one encrypted connection (CurveZMQ over TCP). A message is a JSON text followed by any
-number of binary frames.
-
-    AgentHello               agent -> kernel  agent started: its folders, versions and hardware
-    LauncherLinkMessage      both ways        a line of the link between kernel and launcher
-    LaunchNodeRanksRequest   kernel -> agent  start ranks: the launch request and the signing key
-    CloseRankSocketsRequest  kernel -> agent  close the sockets of the ranks
-    RequestToRanks           kernel -> agent  a signed message to some ranks
-    MessagesFromRanks        agent -> kernel  signed messages of ranks (`agent/message_merger.py`)
-    KeyValueMessage          both ways        a rank's request to the key-value store, or the reply
-    ProcessStates            agent -> kernel  processes that are stopped or have exited
-    AgentRequest             kernel -> agent  files, stacks, logs, memory; one or several replies
-    AgentReply               agent -> kernel  reply or error
-    Heartbeat                both ways        the sender is alive
-    StopAgentRequest         kernel -> agent  end the launcher, the ranks and the agent
-    AgentExited              agent -> kernel  the agent ends, with the reason
+number of binary frames. The classes say who sends it.
 """
 
 from __future__ import annotations
@@ -53,12 +39,8 @@ class AgentCredentials:
     public: str
     secret: str
     """Secret key of this node; `public` belongs to it."""
-    index: int
     kind: Literal["cpu", "cuda"]
     """Device type of the ranks."""
-    cwd: str
-    path: list[str] = field(default_factory=list)
-    """The kernel's sys.path."""
     lease_s: float = LEASE_S
 
     def to_json(self) -> str:
@@ -81,29 +63,29 @@ class AgentCredentials:
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The agent has started."""
+    """Agent to kernel: the agent has started."""
 
-    host: str
-    pid: int
     launcher: int
     """Process id of the launcher."""
     run_dir: str
     bulk_dir: str
-    versions: dict[str, str]
     machine: dict[str, Any]
     """``hardware.discovery.Machine.to_json()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherLinkMessage:
-    """A line of the link between kernel and launcher."""
+    """Both ways: a line of the link between kernel and launcher."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchNodeRanksRequest:
-    """Start ranks: `fields` of the launch message, in which the agent fills in its folders."""
+    """Kernel to agent: start ranks.
+
+    `fields` are those of the launch message, in which the agent fills in its folders.
+    """
 
     fields: dict[str, Any]
     key: str
@@ -114,12 +96,12 @@ class LaunchNodeRanksRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseRankSocketsRequest:
-    """Close the sockets of the ranks."""
+    """Kernel to agent: close the sockets of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestToRanks:
-    """A message to some ranks of a node."""
+    """Kernel to agent: a signed message to some ranks of the node."""
 
     ranks: list[int]
     channel: str
@@ -128,7 +110,7 @@ class RequestToRanks:
 
 @dataclass(frozen=True, slots=True)
 class MessagesFromRanks:
-    """Messages of a node's ranks, in the frames."""
+    """Agent to kernel: signed messages of the node's ranks, in the frames."""
 
     generation: int
     index: list[tuple[tuple[int, ...], str, int]]
@@ -140,7 +122,10 @@ class MessagesFromRanks:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueMessage:
-    """Request to the key-value store, or its reply. The frames hold the requester and values."""
+    """Both ways: a rank's request to the key-value store, or the reply.
+
+    The frames hold the requester and values.
+    """
 
     op: str
     keys: list[str] = field(default_factory=list)
@@ -153,7 +138,7 @@ class KeyValueMessage:
 
 @dataclass(frozen=True, slots=True)
 class ProcessStates:
-    """Processes of the ranks and the launcher in an unusual state, by name.
+    """Agent to kernel: ranks and launcher that are stopped or have exited, by name.
 
     The state is "gone", or psutil's status.
     """
@@ -163,7 +148,7 @@ class ProcessStates:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """Request to the agent itself."""
+    """Kernel to agent: a request about files, stacks, logs or memory."""
 
     id: int
     what: str
@@ -172,27 +157,26 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """Reply to a request, or a part of it."""
+    """Agent to kernel: the reply to a request."""
 
     id: int
     value: Any = None
     error: str = ""
-    """One sentence; it is then the last reply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Keeps the connection alive."""
+    """Both ways: the sender is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAgentRequest:
-    """End the launcher, the ranks and the agent."""
+    """Kernel to agent: end the launcher, the ranks and the agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentExited:
-    """The agent ends."""
+    """Agent to kernel: the agent ends."""
 
     why: str
 
@@ -230,6 +214,7 @@ def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
         name, fields = json.loads(frames[0])
         message: Message = _TYPES[name](**fields)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        msg = f"{frames[:1]!r:.100} is not a node message ({type(error).__name__})"
-        raise ValueError(msg) from error
+        raise ValueError(
+            f"{frames[:1]!r:.100} is not a node message ({type(error).__name__})"
+        ) from error
     return message, frames[1:]

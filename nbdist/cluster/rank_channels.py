@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -35,10 +36,9 @@ CHANNELS: dict[Channel, int] = {
     "iopub": zmq.SUB,
 }
 RECONNECT_MS = 5  # ZMQ's default of 100 ms would dominate a restart
-QUIET_POLL_MS = 500
-BUSY_POLL_MS = 40
+QUIET_POLL_S = 0.5
+BUSY_POLL_S = 0.04
 CLOSE_S = 5.0
-WAKE_ADDRESS = "inproc://wake"
 
 
 class MessageListener(Protocol):
@@ -91,6 +91,8 @@ def write_connections(
 class RankChannels(ABC):
     """Signed channels to all ranks of one start, independent of the transport.
 
+    A subclass starts the thread once it has connected.
+
     Args:
         key: signing key.
         reader: receives verified messages.
@@ -99,7 +101,8 @@ class RankChannels(ABC):
     def __init__(self, key: bytes, reader: MessageListener) -> None:
         self._reader = reader
         self._signer = MessageSigner(key=key, username="nbdist")
-        self._unsigned_logged = self._idle_failed = False
+        self._unsigned_logged = self._idle_failed = self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
 
     def queue_request(
         self,
@@ -122,24 +125,35 @@ class RankChannels(ABC):
     def wake(self) -> None:
         """Wake the reader thread to send queued requests and call the reader's `on_idle`."""
 
-    @abstractmethod
     def close(self) -> None:
         """End the reader thread and close the channels."""
+        self._closing = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
 
     @abstractmethod
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
         """Queue frames to some ranks."""
 
-    def _run_idle_work(self) -> bool:
-        """Run the reader's periodic work; log errors, so that messages are still read."""
-        try:
-            busy, self._idle_failed = self._reader.on_idle(), False
-        except Exception:
-            busy = True
-            if not self._idle_failed:  # log it once, not at every poll
-                self._idle_failed = True
-                log.exception("periodic work of the session failed")
-        return busy
+    @abstractmethod
+    def _transfer(self, within_s: float) -> bool:
+        """Send and receive what is there; return True if woken, or if nothing came in time."""
+
+    def _serve(self) -> None:
+        timeout_s, idle_due = 0.0, time.monotonic()
+        while not self._closing:
+            if not self._transfer(timeout_s) and time.monotonic() < idle_due:
+                continue
+            try:
+                busy, self._idle_failed = self._reader.on_idle(), False
+            except Exception:  # messages are still read
+                busy = True
+                if not self._idle_failed:  # log it once, not at every poll
+                    self._idle_failed = True
+                    log.exception("periodic work of the session failed")
+            timeout_s = BUSY_POLL_S if busy else QUIET_POLL_S
+            idle_due = time.monotonic() + timeout_s
 
     def _deliver(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
         """Pass a message to the reader, None for an unsigned one; log errors and continue."""
@@ -159,42 +173,40 @@ def connect_socket(
     context: zmq.Context[Any], connection: RankConnectionInfo, channel: Channel
 ) -> zmq.Socket[bytes]:
     """Connect to a rank. ZMQ retries until the rank has bound its sockets."""
-    socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
-    socket.linger = 0
-    socket.set_hwm(0)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    rank_socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
+    rank_socket.linger = 0
+    rank_socket.set_hwm(0)
+    rank_socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     if channel == "iopub":
-        socket.subscribe(b"")
-    socket.connect(connection.address(channel))
-    return socket
+        rank_socket.subscribe(b"")
+    rank_socket.connect(connection.address(channel))
+    return rank_socket
 
 
 class PollWaker:
     """Wakes a thread that polls ZMQ sockets, from any other thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.socket = context.socket(zmq.PAIR)
-        self.socket.bind(WAKE_ADDRESS)
-        self._ringing = context.socket(zmq.PAIR)
-        self._ringing.connect(WAKE_ADDRESS)
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._reading, self._writing = socket.socketpair()
+        self._reading.settimeout(0)
+        self._writing.settimeout(0)
+        self.fd = self._reading.fileno()
+        """To be polled."""
 
     def wake(self) -> None:
         """Wake the thread."""
-        with self._lock, contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
-            # the other thread is closing its sockets and need not be woken
-            self._ringing.send(b"", zmq.DONTWAIT)
+        with contextlib.suppress(OSError):  # it is woken already, or closes its sockets
+            self._writing.send(b"\0")
 
     def clear(self) -> None:
         """Clear pending wake-ups, on the polling thread."""
-        with contextlib.suppress(zmq.Again):  # no more wake-ups
-            while True:
-                self.socket.recv(zmq.DONTWAIT)
+        with contextlib.suppress(BlockingIOError):
+            self._reading.recv(4096)
 
     def close(self) -> None:
         """Close both ends."""
-        self.socket.close(0)
-        self._ringing.close(0)
+        self._reading.close()
+        self._writing.close()
 
 
 class LocalRankChannels(RankChannels):
@@ -210,9 +222,11 @@ class LocalRankChannels(RankChannels):
             for rank, connection in enumerate(connections)
             for channel in CHANNELS
         }
-        self._waker = PollWaker(self._context)
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
+        self._waker = PollWaker()
+        self._places = {socket: place for place, socket in self._sockets.items()}
+        self._poller = zmq.Poller()
+        for polled in (*self._places, self._waker.fd):
+            self._poller.register(polled, zmq.POLLIN)
         self._thread.start()
 
     def _queue(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
@@ -222,38 +236,25 @@ class LocalRankChannels(RankChannels):
         """Wake the reader thread to send queued requests and call the reader's `on_idle`."""
         self._waker.wake()
 
-    def close(self) -> None:
-        """End the reader thread and close all sockets."""
-        self._closing = True
-        self.wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+    def _transfer(self, within_s: float) -> bool:
+        ready = dict(self._poller.poll(int(within_s * 1000)))
+        is_woken = self._waker.fd in ready
+        if is_woken:
+            self._waker.clear()
+        while self._outbox:
+            rank, channel, frames = self._outbox.popleft()
+            self._sockets[rank, channel].send_multipart(frames)
+        for readable in ready.keys() & self._places.keys():
+            rank, channel = self._places[readable]
+            with contextlib.suppress(zmq.Again):  # nothing more to read
+                while True:
+                    frames = readable.recv_multipart(zmq.DONTWAIT)
+                    self._deliver((rank,), channel, self._signer.verify_message(frames))
+        return is_woken or not ready
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        places = {socket: place for place, socket in self._sockets.items()}
-        for socket in (*places, self._waker.socket):
-            poller.register(socket, zmq.POLLIN)
-        timeout, idle_due = 0, time.monotonic()
-        while not self._closing:
-            ready = dict(poller.poll(timeout))
-            if self._waker.socket in ready:
-                self._waker.clear()
-            while self._outbox:
-                rank, channel, frames = self._outbox.popleft()
-                self._sockets[rank, channel].send_multipart(frames)
-            for socket in ready.keys() & places.keys():
-                self._read(socket, *places[socket])
-            if not ready or time.monotonic() >= idle_due or self._waker.socket in ready:
-                timeout = BUSY_POLL_MS if self._run_idle_work() else QUIET_POLL_MS
-                idle_due = time.monotonic() + timeout / 1000
-        for socket in places:
-            socket.close(0)
+        super()._serve()
+        for place in self._places:
+            place.close(0)
         self._waker.close()
         self._context.term()
-
-    def _read(self, socket: zmq.Socket[bytes], rank: int, channel: Channel) -> None:
-        with contextlib.suppress(zmq.Again):  # nothing more to read
-            while True:
-                frames = socket.recv_multipart(zmq.DONTWAIT)
-                self._deliver((rank,), channel, self._signer.verify_message(frames))

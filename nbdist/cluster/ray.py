@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,9 +22,10 @@ from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
     RankDistribution,
-    allocated_nodes,
-    check_versions,
+    check_folder,
     fit_to_nodes,
+    number_nodes,
+    unique_names,
 )
 from nbdist.errors import StartError
 from nbdist.paths import PACKAGE_DIR
@@ -128,27 +128,23 @@ class RayCluster:
                     socket.create_connection((address, node["NodeManagerPort"]), ANSWER_S).close()
                 except OSError:
                     self._unreachable.add(address)
-            resource = "GPU" if kind == "cuda" else "CPU"
-            nodes_with_resources = [
-                n for n in self._alive_nodes() if n["Resources"].get(resource, 0) >= each
-            ]
-            return min(len(nodes_with_resources), nodes)
+            return min(len(self._nodes_with_room(kind, each)), nodes)
 
     def _alive_nodes(self) -> list[dict[str, Any]]:
         """Nodes that Ray lists as alive, without those that did not respond."""
         alive = [node for node in _ray().nodes() if node["Alive"]]
         return [node for node in alive if node["NodeManagerAddress"] not in self._unreachable]
 
+    def _nodes_with_room(self, kind: DeviceType, each: int) -> list[dict[str, Any]]:
+        resource = "GPU" if kind == "cuda" else "CPU"
+        return [node for node in self._alive_nodes() if node["Resources"].get(resource, 0) >= each]
+
     def _resources(self, kind: str) -> dict[str, int]:
         """Amount of a resource on each living node, by name."""
-        alive_nodes = self._alive_nodes()
-        names = _unique_names(
-            [(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in alive_nodes]
-        )
-        return {
-            name: int(node["Resources"].get(kind, 0))
-            for name, node in zip(names, alive_nodes, strict=True)
-        }
+        nodes = self._alive_nodes()
+        names = unique_names([(n["NodeManagerHostname"], n["NodeManagerAddress"]) for n in nodes])
+        amounts = [int(node["Resources"].get(kind, 0)) for node in nodes]
+        return dict(zip(names, amounts, strict=True))
 
     def _title(self) -> str:
         return "The Ray cluster" + ("" if self._address == "auto" else f" at {self._address}")
@@ -185,12 +181,11 @@ class RayCluster:
             try:
                 socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
             except (OSError, ValueError) as error:
-                msg = (
+                raise StartError(
                     f"No response from {self._address} ({error}). --on ray://HOST:{CLIENT_PORT}"
                     " names the head of a running Ray cluster (`ray start --head` prints it), and"
                     " --on ray is the cluster that this machine belongs to."
-                )
-                raise StartError(msg) from error
+                ) from error
         env: dict[str, Any] = {"py_modules": [str(PACKAGE_DIR)]}
         if folder is not None:
             env |= {"working_dir": str(folder), "excludes": EXCLUDED_UPLOADS}
@@ -270,11 +265,15 @@ class RayCluster:
                     request.nodes,
                     0 if request.kind == "cpu" else request.gpus_per_node,
                 )
-                self._reserve(spread, progress)
                 self._places = self._start_actors(spread, progress)
                 if self._nodes_without_folder and not self._copied:
-                    self._ship_folder(spread, progress)
-                check_versions(node_bootstrap.software_versions(), self._places)
+                    if not self._is_connection_owner:  # Ray copies folders when it is connected
+                        check_folder(self._nodes_without_folder, str(Path.cwd()))
+                    progress("Ray is copying the notebook's folder to nodes that do not share it")
+                    self.disconnect()
+                    self._connect(Path.cwd())
+                    self._copied = True
+                    self._places = self._start_actors(spread, progress)
             except BaseException:
                 self.close()
                 raise
@@ -287,13 +286,8 @@ class RayCluster:
         bundle: dict[str, float] = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
         bundles: list[dict[str, float]] = [bundle] * spread.num_nodes
         if self._unreachable:  # Ray would still use these nodes
-            resource = next(reversed(bundle))
-            nodes_with_resources = [
-                n
-                for n in self._alive_nodes()
-                if n["Resources"].get(resource, 0) >= spread.ranks_per_node
-            ]
-            pins = [f"node:{node['NodeManagerAddress']}" for node in nodes_with_resources]
+            nodes = self._nodes_with_room(spread.kind, spread.ranks_per_node)
+            pins = [f"node:{node['NodeManagerAddress']}" for node in nodes]
             bundles = [{**bundle, pin: 0.001} for pin in pins[: spread.num_nodes]] or bundles
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
         since = time.monotonic()
@@ -306,9 +300,10 @@ class RayCluster:
     def _start_actors(
         self, spread: RankDistribution, progress: Callable[[str], None]
     ) -> list[AllocatedNode]:
-        """Start the actors and number their nodes, this machine first: Ray's order is undefined."""
+        """Reserve nodes, start the actors and number their nodes: Ray's order is undefined."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
+        self._reserve(spread, progress)
         progress(f"starting {spread.num_nodes} Ray actors")
         cpus, gpus = _node_resources(spread)
         node = _ray().remote(
@@ -329,26 +324,13 @@ class RayCluster:
             found = list(_ray().get(calls, timeout=ACTORS_S))
         except _ray().exceptions.RayError as error:
             raise StartError(f"A Ray node does not respond: {error_cause(error)}.") from error
-        node_bootstrap.check_nodes(found)
-        self._nodes_without_folder = [node for node in found if not node["has_folder"]]
-        order = sorted(
-            range(len(found)),
-            key=lambda i: (found[i]["address"] != self.kernel_address, found[i]["address"]),
+        self._nodes_without_folder = [node for node in found if not node.get("has_folder")]
+        ordered = sorted(
+            zip(actors, found, strict=True), key=lambda pair: pair[1].get("address", "")
         )
-        self._actors, found = [actors[i] for i in order], [found[i] for i in order]
-        names = _unique_names([(node["host"], node["address"]) for node in found])
-        return allocated_nodes(found, names, spread)
-
-    def _ship_folder(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
-        """Reconnect so that Ray copies the notebook's folder to each node."""
-        if not self._is_connection_owner:  # the folder can only be set when connecting
-            node_bootstrap.check_folder(self._nodes_without_folder, str(Path.cwd()))
-        progress("Ray is copying the notebook's folder to nodes that do not share it")
-        self.disconnect()
-        self._connect(Path.cwd())
-        self._copied = True
-        self._reserve(spread, progress)
-        self._places = self._start_actors(spread, progress)
+        order, nodes = number_nodes([node for _, node in ordered], self.kernel_address, spread)
+        self._actors = [ordered[i][0] for i in order]
+        return nodes
 
     def start_agents(self, tickets: Sequence[str]) -> None:
         """Run the agents as children of the actors; the ticket is an argument of the call."""
@@ -394,12 +376,13 @@ class RayCluster:
             from ray.util.placement_group import remove_placement_group
 
             ray, actors = _ray(), self._actors
-            remaining_actors = [
-                actor for index, actor in enumerate(actors) if index not in self._causes
-            ]
             self._actors, self._runs, self._drains = [], {}, {}
             with contextlib.suppress(ray.exceptions.RayError):  # an actor may be lost
-                ends = [actor.end.remote() for actor in remaining_actors]
+                ends = [
+                    actor.end.remote()
+                    for index, actor in enumerate(actors)
+                    if index not in self._causes
+                ]
                 if ends:
                     ray.wait(ends, num_returns=len(ends), timeout=END_S)
                 for actor in actors:
@@ -412,12 +395,6 @@ class RayCluster:
         with self._lock:
             self.close()
             self._disconnect()
-
-
-def _unique_names(nodes: Sequence[tuple[str, str]]) -> list[str]:
-    """Host names, with the address if several nodes share one."""
-    often = Counter(host for host, _ in nodes)
-    return [host if often[host] == 1 else f"{host} ({ip})" for host, ip in nodes]
 
 
 def _node_resources(distribution: RankDistribution) -> tuple[int, int]:
@@ -442,14 +419,11 @@ def error_cause(error: Exception) -> str:
 
 
 def _ray() -> Any:
-    """Return the Ray module, imported at first use.
-
-    Raises:
-        StartError: Ray is not installed.
-    """
+    """Return the Ray module, imported at first use; raises StartError if it is not installed."""
     try:
         import ray
     except ImportError as error:
-        msg = "--on ray needs Ray, which is not installed: pip install 'nbdist[ray]'."
-        raise StartError(msg) from error
+        raise StartError(
+            "--on ray needs Ray, which is not installed: pip install 'nbdist[ray]'."
+        ) from error
     return ray

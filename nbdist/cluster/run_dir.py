@@ -71,14 +71,10 @@ class RunDir:
         for folder in (self.path, self.payload_dir):
             process_identity.remove_folder(folder)
 
-    # -- file transfers between a node and the kernel
+    # -- file transfers between a node and the kernel; a path outside the folders raises OSError
 
     def create_file(self, name: str, size: int) -> str:
-        """Create an empty file in the first folder with enough space; return its path.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
+        """Create an empty file in the first folder with enough space; return its path."""
         for folder in self.folders:
             if shutil.disk_usage(folder).free > size + MIN_FREE_BYTES:
                 break
@@ -87,45 +83,25 @@ class RunDir:
         return str(path)
 
     def append_chunk(self, path: str, chunk: bytes) -> int:
-        """Append to a file; return the number of bytes.
-
-        Raises:
-            OSError: no space, or the path is outside the folders.
-        """
+        """Append to a file; return the number of bytes."""
         with self._check_own_path(path).open("ab") as file:
             return file.write(chunk)
 
-    def remove_file(self, path: str) -> bool:
-        """Remove a file; return whether it existed."""
-        file = self._check_own_path(path)
-        existed = file.exists()
-        file.unlink(missing_ok=True)
-        return existed
+    def remove_file(self, path: str) -> None:
+        """Remove a file if it exists."""
+        self._check_own_path(path).unlink(missing_ok=True)
 
     def file_size_bytes(self, path: str) -> int:
-        """Return the size of a file in bytes.
-
-        Raises:
-            OSError: no such file, or the path is outside the folders.
-        """
+        """Return the size of a file in bytes."""
         return self._check_own_path(path).stat().st_size
 
     def read_chunk(self, path: str, offset: int) -> bytes:
-        """Read one chunk of a file.
-
-        Raises:
-            OSError: no such file, or the path is outside the folders.
-        """
+        """Read one chunk of a file."""
         with self._check_own_path(path).open("rb") as file:
             file.seek(offset)
             return file.read(CHUNK_BYTES)
 
     def _check_own_path(self, path: str) -> Path:
-        """Return the path if it is in the session's folders.
-
-        Raises:
-            PermissionError: it is not.
-        """
         file = Path(path)
         if file.parent not in self.folders or file.is_symlink():
             raise PermissionError(f"{path} is outside this session's folders")
@@ -197,11 +173,10 @@ def make_private(folders: list[Path], purpose: str, *, max_bytes: int | None = N
             return _create_private_folder(folder)
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
-    msg = (
+    raise StartError(
         f"No folder for {purpose}: {'; '.join(reasons)}."
         " Set TMPDIR to a short, writable folder of your own."
     )
-    raise StartError(msg)
 
 
 def _create_private_folder(folder: Path) -> Path:

@@ -27,9 +27,9 @@ from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
     RankDistribution,
-    allocated_nodes,
-    check_versions,
+    check_folder,
     format_count,
+    number_nodes,
     requested_counts,
 )
 from nbdist.errors import OptionError, StartError
@@ -188,7 +188,6 @@ class SlurmCluster:
         try:
             self._srun = SrunProcess(self._command(spread, avoided), self._environ())
             self._places = self._number_nodes(spread, self._srun, progress)
-            check_versions(node_bootstrap.software_versions(), self._places)
         except BaseException:
             self.close()
             raise
@@ -236,41 +235,54 @@ class SlurmCluster:
         folder = os.getcwd()  # noqa: PTH109 - sent as a string
         with contextlib.suppress(StartError):  # srun's error is reported below
             srun.send(about=["", self._interface, folder])
-        found = self._collect_answers(srun, "about", spread.num_nodes, progress)
-        node_bootstrap.check_nodes(found.values())
-        node_bootstrap.check_folder(found.values(), folder)
-        self._kernel_address = next(iter(found.values()))["toward"]
-        self._tasks = sorted(
-            found, key=lambda task: (found[task]["address"] != self.kernel_address, task)
-        )
-        nodes = [found[task] for task in self._tasks]
-        return allocated_nodes(nodes, [node["host"] for node in nodes], spread)
+        found = self._wait_for_tasks(srun, spread.num_nodes, progress)
+        tasks = sorted(found)
+        self._kernel_address = found[tasks[0]]["toward"]
+        nodes = [found[task] for task in tasks]
+        order, places = number_nodes(nodes, self.kernel_address, spread)
+        check_folder(nodes, folder)
+        self._tasks = [tasks[i] for i in order]
+        return places
 
-    def _collect_answers(
-        self, srun: SrunProcess, what: str, count: int, progress: Callable[[str], None]
+    def _wait_for_tasks(
+        self, srun: SrunProcess, count: int, progress: Callable[[str], None]
     ) -> dict[int, Any]:
-        """Return an answer of every task. Waits in the queue without a timeout."""
-        queue, answers = QueuedJobMonitor(srun, progress), dict[int, Any]()
-        while len(answers) < count:
-            answer = srun.next_answer(POLL_S)
-            if answer is not None and what in answer:
-                answers[answer["task"]] = answer[what]
-            elif srun.exit_code is not None and answer is None:
+        """Return the description of every task's node. Waits in the queue without a timeout."""
+        found = dict[int, Any]()
+        began = running_since = time.monotonic()
+        polled_at, is_queued = 0.0, False
+        while len(found) < count:
+            with contextlib.suppress(Empty):
+                answer = srun.answers.get(timeout=POLL_S)
+                found[answer["task"]] = answer["about"]
+                continue
+            now = time.monotonic()
+            if srun.exit_code is not None:
                 raise StartError(
                     self._slurm_error(srun.last_output() or f"code {srun.exit_code} of srun")
                 )
-            elif queue.is_waiting():
-                if queue.reason in UNSATISFIABLE_REASONS:
-                    raise StartError(self._slurm_error(f"the request exceeds {queue.reason}"))
-            elif queue.seconds_since_waiting() > TASKS_S:
+            if srun.job and now - polled_at >= ASK_QUEUE_S:
+                polled_at = now
+                state, reason = srun.queue_state()
+                is_queued = state in {"PENDING", "CONFIGURING"}
+                if is_queued and reason in UNSATISFIABLE_REASONS:
+                    raise StartError(self._slurm_error(f"the request exceeds {reason}"))
+                words = state.lower() or "starts"
+                words += f": {reason}" if reason not in {"", "None"} else ""
+                progress(
+                    f"Slurm job {srun.job} is {words} ({now - began:.0f} s);"
+                    " interrupt the cell to cancel it"
+                )
+            if is_queued:
+                running_since = now
+            elif now - running_since > TASKS_S:
                 raise StartError(
-                    f"{count - len(answers)} of {format_count(count, 'Slurm task')} did not respond"
+                    f"{count - len(found)} of {format_count(count, 'Slurm task')} did not respond"
                     f" within {TASKS_S:.0f} s. {srun.last_output()}"
                 )
-        return answers
+        return found
 
     def _slurm_error(self, message: str) -> str:
-        """Return an error with Slurm's message and the available nodes."""
         command = ["sinfo", "--noheader"]
         command += ["--format", "%P: %D nodes, %c CPUs and %G on each, %l"]
         if "partition" in self._job_options:
@@ -297,15 +309,9 @@ class SlurmCluster:
         srun = self._srun
         if srun is None:
             return {}
-        by_task, by_node = srun.ended_tasks()
-        lost = {}
-        for place, task in enumerate(self._tasks):
-            cause = by_task.get(task) or by_node.get(self._places[place].name)
-            if cause is None and srun.exit_code is not None:
-                cause = f"Slurm ended the job: {srun.last_output() or f'code {srun.exit_code}'}"
-            if cause is not None:
-                lost[place] = f"is lost: {cause}"
-        return lost
+        nodes = zip(self._tasks, self._places, strict=True)
+        causes = [srun.end_cause(task, node.name) for task, node in nodes]
+        return {i: f"is lost: {cause}" for i, cause in enumerate(causes) if cause is not None}
 
     def close(self) -> None:
         """End the tasks, and the job or job step."""
@@ -317,11 +323,7 @@ class SlurmCluster:
 
 
 def _find_srun() -> str:
-    """Return the path of srun.
-
-    Raises:
-        StartError: it was not found.
-    """
+    """Return the path of srun; raises StartError if it was not found."""
     path = shutil.which("srun")
     if path is None:
         raise StartError(
@@ -345,11 +347,11 @@ class SrunProcess:
             text=True,
             start_new_session=True,
         )
-        self._answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self.answers: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._lock = threading.Lock()
         self._messages: deque[str] = deque(maxlen=_LAST_LINES)
-        self._ended: dict[int, str] = {}
-        self._failed: dict[str, str] = {}
+        self._ended: dict[int | str, str] = {}
+        """Causes of ended tasks, by number, and of failed nodes, by name."""
         self._has_answered = False
         """True if a task has answered."""
         self.job = ""
@@ -377,12 +379,11 @@ class SrunProcess:
         except OSError as error:
             raise StartError(f"Slurm ended the job. {self.last_output()}") from error
 
-    def next_answer(self, within_s: float) -> dict[str, Any] | None:
-        """Return the next answer of a task; None after a timeout."""
-        try:
-            return self._answers.get(timeout=within_s)
-        except Empty:
-            return None
+    def queue_state(self) -> tuple[str, str]:
+        """Return the state of the queued job, and why it is pending, in Slurm's words."""
+        command = ("squeue", "--noheader", "--jobs", self.job, "--format", "%T|%r")
+        state, _, reason = run_slurm_command(*command).partition("|")
+        return state, reason
 
     def last_output(self) -> str:
         """Return the last messages of srun as one line; complete once srun has ended."""
@@ -392,10 +393,13 @@ class SrunProcess:
         with self._lock:
             return "; ".join(self._messages)
 
-    def ended_tasks(self) -> tuple[dict[int, str], dict[str, str]]:
-        """Return ended tasks and failed nodes, with the cause as text."""
+    def end_cause(self, task: int, node: str) -> str | None:
+        """Return why a task or its node has ended; None while it runs."""
         with self._lock:
-            return dict(self._ended), dict(self._failed)
+            cause = self._ended.get(task) or self._ended.get(node)
+        if cause is None and self.exit_code is not None:
+            cause = f"Slurm ended the job: {self.last_output() or f'code {self.exit_code}'}"
+        return cause
 
     def close(self) -> None:
         """Close stdin, then end what still runs."""
@@ -430,7 +434,7 @@ class SrunProcess:
                 with self._lock:
                     self._ended.setdefault(answer["task"], answer["ended"])
             else:
-                self._answers.put(answer)
+                self.answers.put(answer)
 
     def _read_stderr(self) -> None:
         """Keep srun's last messages, and the states of job, tasks and nodes that they report."""
@@ -443,44 +447,7 @@ class SrunProcess:
                 for task, words in parse_ended_tasks(line).items():
                     self._ended.setdefault(task, words)
                 if failed := _NODE_FAILED.search(line):
-                    self._failed[failed[1]] = "Slurm reported a node failure"
-
-
-class QueuedJobMonitor:
-    """Polls and reports the state of a queued job."""
-
-    def __init__(self, srun: SrunProcess, progress: Callable[[str], None]) -> None:
-        self._srun, self._progress = srun, progress
-        self._polled_at = 0.0
-        self._waits = False
-        self.reason = ""
-        """Slurm's reason why it is pending."""
-        self._running_since = self._since = time.monotonic()
-
-    def is_waiting(self) -> bool:
-        """Return True while the job is pending; report its state."""
-        now = time.monotonic()
-        if not self._srun.job:
-            return False
-        if now - self._polled_at >= ASK_QUEUE_S:
-            self._polled_at = now
-            state, _, self.reason = run_slurm_command(
-                "squeue", "--noheader", "--jobs", self._srun.job, "--format", "%T|%r"
-            ).partition("|")
-            self._waits = state in {"PENDING", "CONFIGURING"}
-            words = state.lower() or "starts"
-            words += f": {self.reason}" if self.reason not in {"", "None"} else ""
-            self._progress(
-                f"Slurm job {self._srun.job} is {words} ({now - self._since:.0f} s);"
-                " interrupt the cell to cancel it"
-            )
-        if self._waits:
-            self._running_since = now
-        return self._waits
-
-    def seconds_since_waiting(self) -> float:
-        """Return the seconds since the job was last seen pending."""
-        return time.monotonic() - self._running_since
+                    self._ended[failed[1]] = "Slurm reported a node failure"
 
 
 def parse_ended_tasks(line: str) -> dict[int, str]:

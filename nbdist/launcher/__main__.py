@@ -20,7 +20,7 @@ from queue import Empty
 
 from nbdist._version import __version__
 from nbdist.hardware import process_identity
-from nbdist.launcher import device_visibility, faulthandler_setup, process_tree
+from nbdist.launcher import device_visibility, process_tree
 from nbdist.launcher.kernel_link import KernelLink
 from nbdist.protocol import messages
 
@@ -81,13 +81,13 @@ def main() -> None:
     device_visibility.hide_gpus()
     # Ray 2.60 starts workers with SIGINT blocked, and children inherit the mask
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    faulthandler_setup.install_crash_dump(sys.argv[2], "launcher")
+    process_tree.install_crash_dump(sys.argv[2], "launcher")
     # Python 3.12 warns at each fork of a process with threads: of ranks, of DataLoader's workers
     warnings.filterwarnings("ignore", r".*multi-threaded, use of fork", DeprecationWarning)
     process_tree.adopt_orphans()
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences a warning at each start
     run_dir = Path(sys.argv[2])
-    link = KernelLink(int(sys.argv[1]), run_dir, [os.environ["NBDIST_BULK_DIR"]])
+    link = KernelLink(int(sys.argv[1]), run_dir, Path(os.environ["NBDIST_BULK_DIR"]))
     link.send(messages.LauncherHello(messages.PROTOCOL, __version__))
     link.install_signal_actions()
     os.register_at_fork(after_in_parent=link.install_signal_actions)

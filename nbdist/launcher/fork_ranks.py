@@ -10,7 +10,6 @@ without a network, and the ranks use a file store (`worker.rendezvous_store`).
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -33,17 +32,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies
-from nbdist.launcher import (
-    device_visibility,
-    offload_setup,
-    process_tree,
-)
+from nbdist.launcher import device_visibility, offload_setup, process_tree
 from nbdist.launcher.rank_exit_watch import RankExitWatch
 from nbdist.protocol import messages
 from nbdist.worker.main import rank_main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from nbdist.launcher.kernel_link import KernelLink
 
@@ -61,7 +56,7 @@ _NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
 """MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
 
 
-class InMemoryRendezvous(RendezvousHandler):
+class _InMemoryRendezvous(RendezvousHandler):
     """A single agent on one machine: rank 0 of 1 as torch elastic counts agents."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -69,45 +64,45 @@ class InMemoryRendezvous(RendezvousHandler):
         self._store = HashStore()
 
     def get_backend(self) -> str:
-        """Name of this handler in torch elastic."""
         return RENDEZVOUS_BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """True, so that torch's rank 0 does not serve a TCPStore."""
-        return True
+        return True  # so that torch's rank 0 does not serve a TCPStore
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store and the only agent's rank."""
         return RendezvousInfo(self._store, 0, 1, _NOWHERE)
 
     def is_closed(self) -> bool:
-        """Return False: it stays open for its agent."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing: there are no other agents."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: there are no other nodes."""
         return 0
 
     def get_run_id(self) -> str:
-        """Id given by the launcher."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Drop the store."""
         del self._store
         return True
 
 
-rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, InMemoryRendezvous)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _InMemoryRendezvous)
 
 
 def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages.AllRanksExited:
     """Start the ranks, wait until they end, and return their exit codes."""
-    apply_environment(launch)
+    # the kernel's environment (except for its GPUs), working folder and import path
+    interface = launch.interface
+    os.environ.update(launch.env, GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
+    device_visibility.hide_gpus()
+    os.chdir(launch.cwd)
+    sys.path[:] = launch.path
+    # torch elastic creates log folders and error files here; ranks reset it in `worker.main`
+    tempfile.tempdir = launch.run_dir
     options = strategies.Options.from_json(launch.options)
     hardware = strategies.Hardware.from_json(launch.hardware)
     # auto chooses the backend on the ranks, which then load the ops they need
@@ -119,48 +114,22 @@ def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages
     device_visibility.close_nvml()
     gc.collect()
     gc.freeze()  # else a garbage collection on a rank copies all shared pages
-    try:
-        with (
-            offload_setup.create_nvme_folder(options) as own,
-            watch_ranks(launch, link) as watch,
-        ):
+    codes: dict[str, int] = {}
+    with offload_setup.create_nvme_folder(options) as own:
+        watch = RankExitWatch(launch.generation, link.send)
+        try:
             if own.offload_path is not None:
                 link.register_folder_cleanup(own.offload_path)
             fork_ranks(replace(launch, options=own.to_json()), link, watch, shown)
-    except ChildFailedError as error:
-        codes = {str(launch.first + n): failure.exitcode for n, failure in error.failures.items()}
-        return messages.AllRanksExited(launch.generation, codes)
-    return messages.AllRanksExited(launch.generation)
-
-
-@contextlib.contextmanager
-def watch_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> Iterator[RankExitWatch]:
-    """Report each rank that starts and exits to the kernel; finally end all ranks."""
-    watch = RankExitWatch(launch.generation, link.send)
-    try:
-        yield watch
-    except ChildFailedError:
-        raise
-    except BaseException:
-        watch.stop_reporting()
-        raise
-    finally:
-        process_tree.end_descendants()
-        watch.close()
-
-
-def apply_environment(launch: messages.LaunchRanksRequest) -> None:
-    """Apply the kernel's environment (except for its GPUs), working folder and import path."""
-    os.environ.update(launch.env)
-    os.environ.update(
-        GLOO_SOCKET_IFNAME=launch.interface,
-        NCCL_SOCKET_IFNAME=launch.interface,
-    )
-    device_visibility.hide_gpus()
-    os.chdir(launch.cwd)
-    sys.path[:] = launch.path
-    # torch elastic creates log folders and error files here; ranks reset it in `worker.main`
-    tempfile.tempdir = launch.run_dir
+        except ChildFailedError as error:
+            codes = {str(launch.first + n): end.exitcode for n, end in error.failures.items()}
+        except BaseException:
+            watch.stop_reporting()
+            raise
+        finally:
+            process_tree.end_descendants()
+            watch.close()
+    return messages.AllRanksExited(launch.generation, codes)
 
 
 def fork_ranks(

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -23,19 +22,19 @@ log = logging.getLogger("nbdist.launcher")
 class KernelLink:
     """The launcher's end of the link to the kernel."""
 
-    def __init__(self, fd: int, run_dir: Path, folders: list[str]) -> None:
+    def __init__(self, fd: int, run_dir: Path, payload_dir: Path) -> None:
         """Take over the inherited socket and start the reading thread.
 
         Args:
             fd: file descriptor of the socket.
             run_dir: the launcher's private folder.
-            folders: further folders to remove when the kernel ends.
+            payload_dir: its folder for payload files.
         """
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
-        self._run_dir = run_dir
-        self._folders = folders
-        self._own = tuple(folders)
+        self._run_dir, self._payload_dir = run_dir, payload_dir
+        self._folders: list[str] = []
+        """Further folders to remove when the kernel ends."""
         self._ending = self._is_terminating = False
         self._pid = os.getpid()
         self.launch_queue: SimpleQueue[messages.LaunchRanksRequest] = SimpleQueue()
@@ -79,7 +78,7 @@ class KernelLink:
         # The kernel has ended.
         process_tree.end_descendants()
         process_identity.remove_orphaned_files(self._run_dir)
-        for folder in (*map(Path, self._folders), self._run_dir):
+        for folder in (*map(Path, self._folders), self._payload_dir, self._run_dir):
             process_identity.remove_folder(folder)
         os._exit(0)  # the main thread may be blocked in torch elastic
 
@@ -103,11 +102,9 @@ class KernelLink:
         self._is_terminating = True
         signal.signal(number, self.exit_by_signal)
         self.send(messages.TerminationNotice("SIGTERM to the launcher"))
-        threading.Thread(target=self._end_after_grace, daemon=True).start()
-
-    def _end_after_grace(self) -> None:
-        time.sleep(messages.TERMINATION_GRACE_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        grace = threading.Timer(messages.TERMINATION_GRACE_S, os.kill, (self._pid, signal.SIGTERM))
+        grace.daemon = True
+        grace.start()
 
     def exit_by_signal(self, number: int, _frame: object = None) -> None:
         """End the ranks, then end this process by the signal it received.
@@ -117,7 +114,7 @@ class KernelLink:
         """
         self._ending = True
         process_tree.end_descendants()
-        for folder in set(self._folders) - set(self._own):
+        for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

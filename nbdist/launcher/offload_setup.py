@@ -129,8 +129,9 @@ def build_lock(folder: Path, *, progress: Callable[[str], None], limit_s: float)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "nbdist-lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        message = f"Cannot write to {str(folder)!r} ({error}). Set NBDIST_CACHE_DIR to a folder."
-        raise StartError(message) from error
+        raise StartError(
+            f"Cannot write to {str(folder)!r} ({error}). Set NBDIST_CACHE_DIR to a folder."
+        ) from error
     start = time.monotonic()
     try:
         while True:
@@ -186,10 +187,9 @@ def _build(
         while child.poll() is None:
             elapsed = time.monotonic() - start
             if elapsed > BUILD_TIMEOUT_S:
-                message = (
+                raise StartError(
                     f"Building DeepSpeed's {op} took more than {BUILD_TIMEOUT_S:.0f} s. See {log}."
                 )
-                raise StartError(message)
             progress(f"building DeepSpeed's {op}, once (1-4 minutes): {elapsed:.0f} s")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(TICK_S)
@@ -228,8 +228,9 @@ def _load(op: str, folder: Path) -> None:
         loader.exec_module(module)
     except ImportError as error:
         (folder / BUILT_FILE).unlink(missing_ok=True)
-        message = f"Cannot load DeepSpeed's {op} ({error}). Start again to rebuild it."
-        raise StartError(message) from error
+        raise StartError(
+            f"Cannot load DeepSpeed's {op} ({error}). Start again to rebuild it."
+        ) from error
     loaded[op] = module
     if op == "pin_memory":
         # deepspeed 0.19: async_io resolves symbols of pin_memory in the global table.
@@ -261,8 +262,9 @@ def create_nvme_folder(options: Options) -> Iterator[Options]:
         own = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
         process_identity.ProcessIdentity.current_process().write_owner_file(own)
     except OSError as error:
-        message = f"Cannot write to {str(parent)!r} for offload {options.offload}: {error}."
-        raise StartError(message) from error
+        raise StartError(
+            f"Cannot write to {str(parent)!r} for offload {options.offload}: {error}."
+        ) from error
     try:
         yield replace(options, offload=f"nvme:{own}")
     finally:
@@ -270,7 +272,6 @@ def create_nvme_folder(options: Options) -> Iterator[Options]:
 
 
 def _main(op: str) -> None:
-    """Build one op. This is the main function of the build process."""
     # When the parent ends it, or dies, this process first ends its compilers: ninja puts each into
     # its own process group, and a remaining one would write into the next build.
     process_tree.adopt_orphans()
@@ -282,7 +283,6 @@ def _main(op: str) -> None:
 
 
 def _end_compilers(*_: object) -> NoReturn:
-    """End all child processes, then this process."""
     process_tree.end_descendants()
     os._exit(1)
 

@@ -1,20 +1,50 @@
-"""Adopts, ends and reaps the launcher's descendants; never affects other processes."""
+"""Crash dumps of the launcher and the ranks; adopts, ends and reaps the launcher's descendants.
+
+Never affects other processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import time
 from multiprocessing import process as multiprocessing_process
+from typing import TYPE_CHECKING, TextIO
 
 import psutil
+
+from nbdist.protocol import messages
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 1.0
 """Time between SIGTERM and SIGKILL."""
 POLL_S = 0.005
+_dump_files: list[TextIO] = []
+"""Keeps the files open: faulthandler stores only their descriptors."""
+
+
+def install_crash_dump(folder: str | Path, name: str) -> None:
+    """Write Python stacks into `folder` on a crash and on `messages.STACKS_SIGNAL`.
+
+    The kernel reads the file of a process that crashed or does not respond. A rank calls it again
+    after the fork to use its own files.
+    """
+    paths = messages.crash_file(folder, name), messages.stacks_file(folder, name)
+    for path in paths:
+        path.touch(mode=0o600)  # whatever the umask
+    crash, stacks = (path.open("w") for path in paths)
+    faulthandler.enable(crash)
+    faulthandler.register(messages.STACKS_SIGNAL, stacks, all_threads=True, chain=False)
+    for file in _dump_files:
+        file.close()
+    _dump_files[:] = [crash, stacks]
 
 
 def adopt_orphans() -> None:
@@ -54,8 +84,9 @@ def end_descendants(*, grace_s: float = GRACE_S) -> list[int]:
             process for process in psutil.Process().children(recursive=True) if _alive(process)
         ]
         for process in running:
-            _signal(process, signal.SIGKILL if process.pid in ranks else number)
-            _signal(process, signal.SIGCONT)  # a stopped process gets SIGTERM when continued
+            with contextlib.suppress(psutil.NoSuchProcess):  # already ended
+                process.send_signal(signal.SIGKILL if process.pid in ranks else number)
+                process.send_signal(signal.SIGCONT)  # a stopped one gets SIGTERM when continued
         deadline = time.monotonic() + grace_s
         while any(map(_alive, running)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -74,13 +105,6 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # already ended
 
 
 def _prctl(option: int, value: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbdist.checkpoint import atomic_folder
+from nbdist.checkpoint import durable_io
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
@@ -86,7 +86,7 @@ def export(workers: WorkerGroup, request: ExportRequest) -> ExportReport:
         NotEmptyError: the folder is not empty; no request was sent.
         CheckpointError: the export failed; no files remain.
     """
-    atomic_folder.check_target(Path(request.folder), overwrite=request.overwrite)
+    durable_io.check_target(Path(request.folder), overwrite=request.overwrite)
     with StatusLine() as line:
         reports = CollectiveRequest(
             workers, EXPORT, lambda text: line.show(f"nbdist: export: {text}")

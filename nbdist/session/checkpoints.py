@@ -437,7 +437,7 @@ class BackgroundSaves:
             if isinstance(save.root, Url):
                 save.discard()
             elif save.root.is_dir():
-                checkpoint.storage_for(save.root).remove_abandoned()
+                checkpoint.FolderStorage(save.root).remove_abandoned()
 
 
 def show_when_done(save: Save) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from nbdist import strategies
 from nbdist.hardware import discovery
-from nbdist.launcher import device_visibility, faulthandler_setup, process_tree
+from nbdist.launcher import device_visibility, process_tree
 from nbdist.protocol import messages
 from nbdist.worker import (
     collective_check,
@@ -52,7 +52,7 @@ def rank_main(
         signal.signal(number, signal.SIG_DFL)  # the fork inherited torch elastic's handlers
     rank = set_rank_environment(launch)
     watch.announce_rank(rank)
-    faulthandler_setup.install_crash_dump(launch.run_dir, f"rank{rank}")
+    process_tree.install_crash_dump(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
     tempfile.tempdir = None  # the launcher set it to its own folder
     os.environ["NBDIST_RANK"] = str(rank)

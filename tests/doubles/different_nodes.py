@@ -3,7 +3,7 @@
 import os
 
 import nbdist.hardware.discovery
-from nbdist.cluster.agent import __main__ as agent
+from nbdist.cluster import agent
 from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
 
 HAS = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from nbdist.cluster import kv_store, protocol
-from nbdist.cluster.agent.agent import NodeAgent
-from nbdist.cluster.agent_connections import AgentConnections
+from nbdist.cluster import protocol
+from nbdist.cluster.agent import NodeAgent
+from nbdist.cluster.agent_connections import AgentConnections, KeyValueStore
 from nbdist.cluster.protocol import KeyValueMessage
 from nbdist.cluster.run_dir import RunDir, shared_folder_error
 from nbdist.protocol import messages
@@ -31,7 +31,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
-        self.point = kv_store.KeyValueStore(self.take)
+        self.point = KeyValueStore(self.take)
 
     def take(self, index: int, message: KeyValueMessage, *frames: bytes) -> None:
         self.replies.append((index, message, list(frames)))
@@ -199,9 +199,7 @@ def test_an_agent_answers_and_forwards_until_it_is_stopped(
         hub_key=made.public_key,
         public=public,
         secret=secret,
-        index=0,
         kind="cpu",
-        cwd="/",
     )
     agent = NodeAgent(ticket, launcher=FakeLauncher)  # type: ignore[arg-type]
     serving = threading.Thread(target=agent.serve)

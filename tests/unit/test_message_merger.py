@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jupyter_client.session import DELIM
 
-from nbdist.cluster.agent.message_merger import MERGE_DELAY_S, MessageMerger
 from nbdist.cluster.allocation import AllocatedNode
+from nbdist.cluster.message_merger import MERGE_DELAY_S, MessageMerger
 from nbdist.cluster.node_group import Node as SessionNode
 from nbdist.cluster.node_group import NodeChannels
 from nbdist.cluster.protocol import MessagesFromRanks
@@ -151,6 +152,8 @@ def test_a_stream_without_text_is_passed_on(node: Node, content: str) -> None:
 
 class Kernel:
     """The kernel's side of two nodes with one rank each."""
+
+    agent_connections = SimpleNamespace(wake=lambda: None)
 
     def __init__(self) -> None:
         self.received: list[tuple[tuple[int, ...], str]] = []

@@ -36,17 +36,7 @@ class Agent:
         self.socket.curve_publickey = given.public.encode()
         self.socket.curve_secretkey = given.secret.encode()
         self.socket.connect(given.hub)
-        self.send(
-            protocol.AgentHello(
-                host="h",
-                pid=1,
-                launcher=2,
-                run_dir="/run",
-                bulk_dir="/bulk",
-                versions={},
-                machine={},
-            )
-        )
+        self.send(protocol.AgentHello(launcher=2, run_dir="/run", bulk_dir="/bulk", machine={}))
 
     def send(self, message: protocol.Message) -> None:
         self.socket.send_multipart(protocol.pack_message(message))

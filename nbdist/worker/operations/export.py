@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbdist.checkpoint import atomic_folder
+from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.safetensors_writer import StoredTensor, build_header
 from nbdist.errors import CheckpointError
@@ -82,7 +83,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
         if problem := too_large_tokenizer(model, context.variables):
             report.notes.append(problem)
         report.files = list(files)
-        atomic_folder.check_target(target, overwrite=request.overwrite)
+        durable_io.check_target(target, overwrite=request.overwrite)
     with phase("comparing"):
         planned = [(name, file.head, file.size_bytes) for name, file in files.items()]
         digest = hashlib.sha256(repr(planned).encode()).hexdigest()
@@ -95,7 +96,7 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
     try:
         with phase("preparing"):
             if collectives.rank() == 0:
-                temporary = atomic_folder.create_temporary(target)
+                temporary = durable_io.create_temporary(target)
                 hf_export_plan.write_configs(model, temporary, dtype or tensors.widest_dtype)
                 for name, value in find_processors(context.variables, report.notes).items():
                     value.save_pretrained(str(temporary))
@@ -106,8 +107,8 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
                     text = json.dumps(index, indent=2, sort_keys=True)
                     (temporary / f"{kind}.safetensors.index.json").write_text(text + "\n")
                 for name, file in files.items():
-                    atomic_folder.preallocate(temporary / name, file.head, file.size_bytes)
-                atomic_folder.sync_files(temporary)
+                    durable_io.preallocate(temporary / name, file.head, file.size_bytes)
+                durable_io.sync_files(temporary)
         folder = Path(collectives.all_gather_values(str(temporary))[0])
         with phase("writing"):
             report.gathered_bytes = _write(
@@ -123,10 +124,10 @@ def export(request: ExportRequest, context: RankContext) -> RankExportReport:
             )
         with phase("finishing"):
             if temporary is not None:
-                atomic_folder.commit(temporary, target, overwrite=request.overwrite)
+                durable_io.commit_folder(temporary, target, overwrite=request.overwrite)
     except BaseException:
         if temporary is not None:
-            atomic_folder.abort(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     return report
 

@@ -1,7 +1,9 @@
 """Agent of one node: its launcher, the sockets of its ranks, file transfers, and the heartbeat.
 
-Runs in its own process on the node, on one thread. It forwards messages in both directions, opens
-no port, and ends everything when the kernel or the connection to it is lost.
+`python -m nbdist.cluster.agent`, started on the node by the cluster (Ray, Slurm), with the ticket
+on stdin's first line. It forwards messages in both directions on one thread and opens no port. It
+ends everything when the kernel or the connection to it is lost, or at the end of stdin, also after
+the parent was killed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -22,13 +25,13 @@ import psutil
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nbdist.cluster import launcher_process, node_bootstrap, protocol
-from nbdist.cluster.agent.message_merger import MessageMerger
+from nbdist.cluster import launcher_process, protocol
 from nbdist.cluster.launcher_interface import EXITED
 from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
 from nbdist.cluster.local_launcher import LAUNCHER_NAME, Launcher, ignore_message
-from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL
-from nbdist.cluster.rank_channels import CHANNELS, connect_socket, write_connections
+from nbdist.cluster.message_merger import MessageMerger
+from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL, AgentCredentials
+from nbdist.cluster.rank_channels import CHANNELS, PollWaker, connect_socket, write_connections
 from nbdist.cluster.run_dir import shared_folder_error
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
@@ -39,9 +42,12 @@ from nbdist.signals import TerminationSignal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.cluster.protocol import AgentCredentials
     from nbdist.cluster.rank_channels import Channel
 
+AGENT_LEFT_BEHIND = 3
+"""Exit code when the parent has ended."""
+END_S = 9.5
+"""Time for the agent to end launcher and ranks, which otherwise end after it."""
 POLL_INTERVAL_S = 0.7
 """Interval of checking the processes."""
 LAST_MESSAGE_TIMEOUT_MS = 500
@@ -85,7 +91,7 @@ class NodeAgent:
         self._outbox: deque[messages.LauncherMessage | protocol.AgentReply] = deque()
         """What other threads send to the kernel: the launcher's messages, and slow replies."""
         self._watch = NodeUsageMonitor(lambda *reply: self._queue(protocol.AgentReply(*reply)))
-        self._awake, self._waker = socket.socketpair()
+        self._waker = PollWaker()
         self._context = zmq.Context()
         hub = self._kernel_socket = self._context.socket(zmq.DEALER)
         hub.set_hwm(0)
@@ -101,8 +107,8 @@ class NodeAgent:
         self._monitor = self._kernel_socket.get_monitor_socket(monitored)
         self._kernel_socket.connect(ticket.hub)
         self._poller = zmq.Poller()
-        for end in (self._kernel_socket, self._monitor, self._awake):
-            self._poller.register(end, zmq.POLLIN)
+        for polled in (self._kernel_socket, self._monitor, self._waker.fd):
+            self._poller.register(polled, zmq.POLLIN)
         self._sockets: dict[zmq.Socket[bytes], tuple[int, Channel]] = {}
         self._places: dict[tuple[int, str], zmq.Socket[bytes]] = {}
         self._mergers: dict[Channel, MessageMerger] = {}
@@ -116,7 +122,7 @@ class NodeAgent:
         self._is_connected = self._is_disconnected = False
         self._started_at = time.monotonic()
         self._due = self._next_process_check = 0.0
-        self._launcher: Launcher | None = None
+        self._launcher: Launcher
         self._folder, self._generation = Path(), 0
 
     # -- life
@@ -124,9 +130,21 @@ class NodeAgent:
     def serve(self) -> None:
         """Forward messages until the session ends."""
         try:
-            self._start_launcher()
-            while True:
-                self._poll_once()
+            launcher = self._launcher = self._make_launcher(self._ticket.kind)
+            try:
+                launcher.listener = self._queue
+                hello = protocol.AgentHello(
+                    launcher=launcher.process.pid,
+                    run_dir=str(launcher.run_dir.path),
+                    bulk_dir=str(launcher.run_dir.payload_dir),
+                    machine=discovery.discover_machine().to_json(),
+                )
+                self._send(hello)
+                while True:
+                    self._poll_once()
+            finally:
+                launcher.listener = ignore_message
+                launcher.close()
         except SessionEnded:
             self._close("lost its agent, which ended")
         except (StartError, OSError) as error:
@@ -137,20 +155,6 @@ class NodeAgent:
         except BaseException as error:
             self._close(f"failed: agent raised {type(error).__name__}: {error}")
             raise
-
-    def _start_launcher(self) -> None:
-        launcher = self._launcher = self._make_launcher(self._ticket.kind)
-        launcher.listener = self._queue
-        hello = protocol.AgentHello(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            launcher=launcher.process.pid,
-            run_dir=str(launcher.run_dir.path),
-            bulk_dir=str(launcher.run_dir.payload_dir),
-            versions=node_bootstrap.software_versions(),
-            machine=discovery.discover_machine().to_json(),
-        )
-        self._send(hello)
 
     def report_sigterm(self) -> None:
         """Report the first SIGTERM to the kernel, which saves and then ends this agent.
@@ -165,18 +169,8 @@ class NodeAgent:
 
         sigterm = TerminationSignal(report)
 
-    @property
-    def _running_launcher(self) -> Launcher:
-        if self._launcher is None:
-            msg = "The launcher is not running."
-            raise StartError(msg)
-        return self._launcher
-
     def _close(self, reason: str) -> None:
-        """End everything on this node; send the reason to the kernel if it is connected."""
-        if self._launcher is not None:
-            self._launcher.listener = ignore_message
-            self._launcher.close()
+        """Close all connections; send the reason to the kernel if it is connected."""
         self._watch.close()
         self._close_rank_sockets()
         if not self._is_disconnected:
@@ -186,19 +180,22 @@ class NodeAgent:
         self._kernel_socket.close(0 if self._is_disconnected else LAST_MESSAGE_TIMEOUT_MS)
         self._monitor.close(0)
         self._context.term()
-        self._awake.close()
         self._waker.close()
 
     def _poll_once(self) -> None:
-        ready = dict(self._poller.poll(self._poll_timeout_ms()))
+        # wait until a held message is due, at most half a heartbeat
+        dues = [merger.next_due_at for merger in self._mergers.values()]
+        left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
+        timeout_ms = math.ceil(max(0.0, min(HEARTBEAT_S / 2, left_s)) * 1000)
+        ready = dict(self._poller.poll(timeout_ms))
         if self._monitor in ready:
             event = recv_monitor_message(self._monitor)["event"]
             self._is_connected = self._is_connected or event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if event & (_DISCONNECT_EVENTS | _REJECT_EVENTS):
                 self._is_disconnected = True
                 raise SessionEnded
-        if self._awake.fileno() in ready:
-            self._awake.recv(4096)
+        if self._waker.fd in ready:
+            self._waker.clear()
         self._send_queued()
         if self._kernel_socket in ready:
             self._read_kernel()
@@ -217,12 +214,6 @@ class NodeAgent:
         if not self._is_connected and now - self._started_at > CONNECT_TIMEOUT_S:
             self._is_disconnected = True
             raise SessionEnded
-
-    def _poll_timeout_ms(self) -> int:
-        """Return the time until a held message is due, at most half a heartbeat."""
-        dues = [merger.next_due_at for merger in self._mergers.values()]
-        left_s = min((due for due in dues if due is not None), default=math.inf) - time.monotonic()
-        return math.ceil(max(0.0, min(HEARTBEAT_S / 2, left_s)) * 1000)
 
     def _send(self, message: protocol.Message, *frames: bytes) -> None:
         self._kernel_socket.send_multipart(protocol.pack_message(message, *frames))
@@ -261,8 +252,8 @@ class NodeAgent:
 
     def _send_to_launcher(self, line: messages.LauncherMessage) -> None:
         if isinstance(line, messages.StopRanksRequest):
-            self._running_launcher.resume_stopped()
-        self._running_launcher.send(line)
+            self._launcher.resume_stopped()
+        self._launcher.send(line)
 
     def _launch(self, message: protocol.LaunchNodeRanksRequest) -> None:
         launch = messages.LaunchRanksRequest(**message.fields)
@@ -274,11 +265,11 @@ class NodeAgent:
                 k: v for k, v in remove_launch_variables(os.environ).items() if _is_node_variable(k)
             }
             given = {k: v for k, v in launch.env.items() if not _is_node_variable(k)}
-            self._running_launcher.send(
+            self._launcher.send(
                 replace(
                     launch,
                     run_dir=str(self._folder),
-                    bulk_dir=str(self._running_launcher.run_dir.payload_dir),
+                    bulk_dir=str(self._launcher.run_dir.payload_dir),
                     env=given | own,
                     cwd=launch.cwd if Path(launch.cwd).is_dir() else str(Path.cwd()),
                     path=[*dict.fromkeys([*launch.path, *sys.path])],
@@ -296,7 +287,7 @@ class NodeAgent:
         self._states = {}
         self._send(protocol.ProcessStates({}))  # discard states of the previous ranks
         self._generation = launch.generation
-        self._folder = self._running_launcher.make_start_folder(launch.generation)
+        self._folder = self._launcher.make_start_folder(launch.generation)
         connections = write_connections(
             self._folder, world_size=launch.local_world_size, key=key.encode(), first=launch.first
         )
@@ -326,8 +317,7 @@ class NodeAgent:
     def _queue(self, message: messages.LauncherMessage | protocol.AgentReply) -> None:
         """Queue a message to the kernel, from any thread."""
         self._outbox.append(message)
-        with contextlib.suppress(OSError):  # the agent is closing
-            self._waker.send(b"\0")
+        self._waker.wake()
 
     def _send_queued(self) -> None:
         while self._outbox:
@@ -371,9 +361,6 @@ class NodeAgent:
                         self._send(message, ident, *values)
 
     def _report_process_states(self) -> None:
-        """Report stopped and exited processes when they change."""
-        if self._launcher is None:
-            return
         pids = {f"rank {rank}": pid for rank, pid in self._pids.items()}
         pids[LAUNCHER_NAME] = self._launcher.process.pid
         found = {name: launcher_process.process_status(pid) for name, pid in pids.items()}
@@ -395,31 +382,30 @@ class NodeAgent:
             ranks = {rank: (gpu, pids.get(rank)) for rank, gpu in self._gpus.items()}
             self._watch.request_usage(ask.id, ranks)
             return
-        files, given = self._running_launcher.run_dir, ask.given
-        # these take no time
-        known: dict[str, Callable[[], Any]] = {
-            "receive": lambda: files.create_file(given["name"], given["size"]),
-            "chunk": lambda: files.append_chunk(given["path"], frames[0]),
-            "remove": lambda: files.remove_file(given["path"]),
-            "size": lambda: files.file_size_bytes(given["path"]),
-            "sees": lambda: shared_folder_error(given["path"], given["text"]),
-            "left": lambda: asdict(self._running_launcher.crash_artifacts()),
-            "log": self._running_launcher.log_tail,
+        files = self._launcher.run_dir
+        known: dict[str, Callable[..., Any]] = {  # they take no time
+            "receive": files.create_file,
+            "chunk": lambda path: files.append_chunk(path, frames[0]),
+            "read": files.read_chunk,
+            "remove": files.remove_file,
+            "size": files.file_size_bytes,
+            "sees": shared_folder_error,
+            "left": lambda: asdict(self._launcher.crash_artifacts()),
+            "log": self._launcher.log_tail,
         }
         try:
-            if ask.what == "read":
-                chunk = files.read_chunk(given["path"], given["offset"])
-                self._send(protocol.AgentReply(ask.id, len(chunk)), chunk)
+            value = known[ask.what](**ask.given)
+            if isinstance(value, bytes):
+                self._send(protocol.AgentReply(ask.id, len(value)), value)
             else:
-                self._send(protocol.AgentReply(ask.id, known[ask.what]()))
+                self._send(protocol.AgentReply(ask.id, value))
         except (OSError, ValueError, LookupError) as error:
             self._send(protocol.AgentReply(ask.id, error=f"{type(error).__name__}: {error}"))
 
     def _stacks(self, ask: protocol.AgentRequest) -> None:
-        """Collect stacks, on a separate thread."""
         pids = {int(rank): pid for rank, pid in ask.given["pids"].items()}
         launchers = ask.given["launchers"]
-        stacks = self._running_launcher.dump_stacks(pids, launchers=launchers)
+        stacks = self._launcher.dump_stacks(pids, launchers=launchers)
         self._queue(protocol.AgentReply(ask.id, stacks))
 
 
@@ -432,9 +418,50 @@ def interface_for_address(address: str) -> str:
     for name, ends in psutil.net_if_addrs().items():
         if any(end.address.partition("%")[0] == address for end in ends):
             return name
-    msg = f"No network interface of {socket.gethostname()} has the address {address}."
-    raise StartError(msg)
+    raise StartError(f"No network interface of {socket.gethostname()} has the address {address}.")
 
 
 def _is_node_variable(name: str) -> bool:
     return name in _NODE_VARIABLES or name.startswith(_NODE_VARIABLE_PREFIXES)
+
+
+def main(launcher: type[Launcher] = Launcher) -> None:
+    """Serve one session on this node until it ends; leave nothing behind.
+
+    Args:
+        launcher: class of the launcher.
+
+    Raises:
+        ValueError: the first line is not a ticket.
+    """
+    signal.signal(signal.SIGHUP, _exit)
+    signal.signal(signal.SIGTERM, _exit)  # until the agent reports it to the kernel
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)  # only the line: the thread reads the rest
+        if not byte:
+            sys.exit(AGENT_LEFT_BEHIND)
+        line += byte
+    threading.Thread(target=_exit_with_parent, name="stdin", daemon=True).start()
+    agent = NodeAgent(AgentCredentials.from_json(line.decode()), launcher=launcher)
+    agent.report_sigterm()
+    agent.serve()
+
+
+def _exit(*_: object) -> None:
+    """Leave `serve`, which then cleans up."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(AGENT_LEFT_BEHIND)
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 4096):
+        continue  # ignore further input
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(END_S)
+    os._exit(AGENT_LEFT_BEHIND)
+
+
+if __name__ == "__main__":
+    main()

@@ -102,13 +102,13 @@ class MessageMerger:
             size += len(line) or sum(map(len, parts))
             if size > MAX_BATCH_BYTES:
                 break
-        return [(message.ranks, self._signed(message)) for message in outgoing]
-
-    def _signed(self, message: _MergedMessage) -> list[bytes]:
-        parts = message.parts
-        if message.stream is not None:
-            content = {**json.loads(parts[3]), "text": "".join(message.text)}
-            # the number makes the signature unique: equal text may leave twice under one header
-            number = {"part": next(self._numbers)}
-            parts = [*parts[:2], json.dumps(number).encode(), json.dumps(content).encode()]
-        return [DELIM, self._signer.sign(parts[:4]), *parts]
+        signed = []
+        for message in outgoing:
+            parts = message.parts
+            if message.stream is not None:
+                content = {**json.loads(parts[3]), "text": "".join(message.text)}
+                # the number makes the signature unique: equal text may leave twice under one header
+                number = {"part": next(self._numbers)}
+                parts = [*parts[:2], json.dumps(number).encode(), json.dumps(content).encode()]
+            signed.append((message.ranks, [DELIM, self._signer.sign(parts[:4]), *parts]))
+        return signed
