@@ -37,7 +37,7 @@ from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import NodeUsageMonitor
 from nbdist.protocol import messages
-from nbdist.signals import TerminationSignal
+from nbdist.signal_handling import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ from nbdist.protocol.operations import (
 )
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
-from nbdist.signals import suppress_interrupt
+from nbdist.signal_handling import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -30,7 +30,7 @@ from nbdist.protocol.operations import ReportT, RequestT
 from nbdist.session.interrupt import InterruptEscalation, InterruptStage, release_request
 from nbdist.session.progress import StatusLine
 from nbdist.session.rank_activity import RankActivityPoller, have_collectives_diverged
-from nbdist.signals import suppress_interrupt
+from nbdist.signal_handling import suppress_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ from nbdist.planner.model_spec import num_trainable_params
 from nbdist.protocol.messages import TERMINATION_GRACE_S
 from nbdist.protocol.operations import SaveRequest
 from nbdist.session.rank_activity import PreparedModelPoller
-from nbdist.signals import TerminationSignal
+from nbdist.signal_handling import TerminationSignal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

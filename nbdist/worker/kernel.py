@@ -31,7 +31,7 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS, REBUILD_MODELS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
-from nbdist.signals import TerminationSignal
+from nbdist.signal_handling import TerminationSignal
 from nbdist.worker import process_group, stacks
 from nbdist.worker.debugger import (
     RankDebugger,

@@ -30,7 +30,7 @@ from nbdist.protocol.serialization.format import (
     align_offset,
     corrupt_file_error,
 )
-from nbdist.signals import defer_interrupt
+from nbdist.signal_handling import defer_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

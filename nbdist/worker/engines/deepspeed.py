@@ -35,7 +35,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
-from nbdist.signals import defer_interrupt
+from nbdist.signal_handling import defer_interrupt
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.worker.engines import cpu_patches, wrap_policy
 from nbdist.worker.library_patches import patch, patched

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import CheckpointError, CollectiveMismatch, NbdistError
-from nbdist.signals import suppress_interrupt
+from nbdist.signal_handling import suppress_interrupt
 from nbdist.state import collectives
 
 if TYPE_CHECKING:

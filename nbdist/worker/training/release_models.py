@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from nbdist.signals import defer_interrupt
+from nbdist.signal_handling import defer_interrupt
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
