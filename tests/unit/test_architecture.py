@@ -27,7 +27,7 @@ PURE = {
     "rank_sets",
     "redaction",
     "rank_python",
-    "signals",
+    "signal_handling",
 }
 PURE |= {"strategies"}
 MAY_IMPORT = {
@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "redaction": set(),
     "rank_python": {"errors"},
     "rank_sets": {"errors"},
-    "signals": set(),
-    "protocol": {"errors", "signals"},
+    "signal_handling": set(),
+    "protocol": {"errors", "signal_handling"},
     "checkpoint": {"errors", "hardware", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint", "number_formatting"},
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "display": {"number_formatting", "output", "panel", "planner", "profiler"},
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
-    | {"redaction", "signals"},
+    | {"redaction", "signal_handling"},
     "output": {"number_formatting", "protocol", "rank_sets"},
     # "state" where a user asks for tensors; test_loading_brings_no_torch holds it to that
     "session": {*PURE, "checkpoint", "cluster", "display", "operations", "output", "planner"}
