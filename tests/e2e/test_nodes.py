@@ -571,6 +571,7 @@ def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 -
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
 @pytest.mark.fault("N3")
+@pytest.mark.nightly
 def test_a_host_that_is_cut_off_ends_itself() -> None:
     try:
         hosts = Hosts().__enter__()

@@ -15,6 +15,7 @@ from nbdist.protocol import messages, operations
 from tests.conftest import eventually
 from tests.interrupts import meanwhile, press, runs_for, stopped, stopped_with
 from tests.live_kernel import LiveKernel
+from tests.nightly import nightly
 from tests.session_internals import num_stops, workers
 
 if TYPE_CHECKING:
@@ -53,10 +54,7 @@ else:
 """
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp2", "zero3")]
-
-
-@pytest.fixture(scope="module", params=["ddp", *NIGHTLY])
+@pytest.fixture(scope="module", params=["ddp", nightly("fsdp2"), nightly("zero3")])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks with a model in training."""
     with nbdist.Session(nproc=2, backend=request.param) as running:
@@ -152,7 +150,7 @@ def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain:
 
 @pytest.mark.fault("C5")
 @pytest.mark.parametrize(
-    "error", ["ValueError('bad batch')", "torch.OutOfMemoryError('CUDA out of memory')"]
+    "error", ["ValueError('bad batch')", nightly("torch.OutOfMemoryError('CUDA out of memory')")]
 )
 def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
     session: Session, error: str
@@ -367,6 +365,7 @@ def test_a_kernel_that_was_suspended_declares_no_rank_dead(tmp_path: Path) -> No
         assert "ended" not in kernel.run("%nbdist status").text
 
 
+@pytest.mark.nightly
 def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
     held = "import ctypes, time\nctypes.PyDLL(None).sleep(120)"  # holds the interpreter in C
     with nbdist.Session(nproc=2) as session:
