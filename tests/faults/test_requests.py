@@ -80,7 +80,7 @@ torn = Torn()
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["ddp", nightly("fsdp2")])
 def session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Session]:

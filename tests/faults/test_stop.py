@@ -206,7 +206,7 @@ def test_what_was_prepared_before_says_so(session: Session) -> None:
         pytest.param(
             "dist.barrier() if rank == 0 else accelerator.gather(torch.ones(2))",
             "rank 0 called barrier, rank 1 called all_gather",
-            marks=pytest.mark.fault("C8"),
+            marks=[pytest.mark.fault("C8"), pytest.mark.nightly],
         ),
     ],
 )
