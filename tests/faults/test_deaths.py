@@ -88,7 +88,7 @@ def ends_in_time(session: Session) -> str:
     ("number", "cause"),
     [
         (signal.SIGKILL, "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg"),
-        (signal.SIGTERM, "SIGTERM to rank 1"),
+        nightly(signal.SIGTERM, "SIGTERM to rank 1"),
         nightly(signal.SIGHUP, "rank 1 ended with signal 1 (SIGHUP): its login session ended"),
         nightly(signal.SIGSEGV, "rank 1 ended with signal 11 (SIGSEGV)"),
     ],
@@ -222,6 +222,7 @@ with Session(nproc=2) as session:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("F1")
 def test_the_real_oom_killer_is_named_with_the_limit(small_cgroup: Path) -> None:
     script = [sys.executable, "-c", FULL, str(small_cgroup)]

@@ -11,6 +11,7 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, Session
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
 from tests.interrupts import meanwhile, press, runs_for, stopped, stopped_with
@@ -94,7 +95,7 @@ def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> N
 def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        session = nbdist.Session(nproc=1).start()
+        session = nbdist.Session(nproc=1, engine=LocalLauncherProvider()).start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with session:
