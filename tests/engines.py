@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from nbdist.strategies import STRATEGIES
+from tests.nightly import with_core
 
 CORE = ("ddp", "zero3")
 """The two that differ most in where they keep the training state."""
@@ -18,7 +17,4 @@ def each(*core: str) -> list[Any]:
     Args:
         core: engines that `make test` runs too; DDP and ZeRO-3 unless given.
     """
-    return [
-        name if name in (core or CORE) else pytest.param(name, marks=pytest.mark.nightly)
-        for name in STRATEGIES
-    ]
+    return with_core(STRATEGIES, *(core or CORE))

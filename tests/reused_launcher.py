@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import pytest
 
 from nbdist import rank_python
 from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.cluster.local_launcher import Launcher, LocalLauncherProvider
 from nbdist.protocol import messages
+from nbdist.session import session as session_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from nbdist.cluster.allocation import DeviceType
     from nbdist.rank_python import RankPython
@@ -127,6 +131,14 @@ class ReusingLauncherProvider(LocalLauncherProvider):
 
 reusing_provider = ReusingLauncherProvider()
 """Of this pytest process."""
+
+
+@contextmanager
+def reusing_launchers() -> Iterator[None]:
+    """Let sessions take over the launcher of those before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session_module, "LocalLauncherProvider", lambda: reusing_provider)
+        yield
 
 
 def environment() -> dict[str, str]:

@@ -17,6 +17,7 @@ pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 from playwright.sync_api import expect
 
 from tests.browser.panel_page import AXE, BLOCK, PANEL, SETUP, Panel, train, violations
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,9 +89,9 @@ def test_training_moves_bars_and_curves(notebook: Notebook, panel: Panel) -> Non
     expect(panel.root.locator(".nbd-legend").first).to_contain_text("optimizer")
 
 
-@pytest.mark.parametrize("served", [True, False], ids=["by the comm", "by the server"])
-def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel, *, served: bool) -> None:
-    notebook.comms_while_busy(served=served)
+@pytest.mark.parametrize("way", [nightly("by the comm"), "by the server"])
+def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel, way: str) -> None:
+    notebook.comms_while_busy(served=way == "by the comm")
     cell = notebook.start(BLOCK)
     panel.says(re.compile("running cell"))
     expect(panel.ranks().first).to_contain_text("In[")

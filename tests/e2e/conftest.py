@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist.session import session as session_module
 from tests.live_kernel import LiveKernel
-from tests.reused_launcher import reusing_provider
+from tests.reused_launcher import reusing_launchers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_launcher() -> Iterator[None]:
-    """Sessions take over the launcher of those before; in tests/faults each starts its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "LocalLauncherProvider", lambda: reusing_provider)
+    """Sessions take over the launcher of those before; in tests/faults many start their own."""
+    with reusing_launchers():
         yield
 
 

@@ -13,6 +13,7 @@ from nbdist import CheckpointError, RankDied, Session
 from nbdist.checkpoint import FolderStorage
 from tests.conftest import eventually
 from tests.e2e.training import BACKENDS, MODEL, START, apart, one
+from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,8 +90,8 @@ def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     ("before", "after"),
     [
         ((2, "fsdp2"), (1, "ddp")),
-        pytest.param((1, "ddp"), (2, "zero3"), marks=pytest.mark.nightly),
-        pytest.param((2, "ddp"), (4, "fsdp2"), marks=pytest.mark.nightly),
+        nightly((1, "ddp"), (2, "zero3")),
+        nightly((2, "ddp"), (4, "fsdp2")),
     ],
 )
 def test_another_number_of_ranks(
@@ -127,7 +128,8 @@ def test_an_epoch_that_is_just_over(trained: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", ["make=torch.optim.SGD, momentum=0.9", "make=torch.optim.NAdam", "llama"]
+    "build",
+    [nightly("make=torch.optim.SGD, momentum=0.9"), "make=torch.optim.NAdam", nightly("llama")],
 )
 def test_other_optimizers_and_models(trained: Session, build: str) -> None:
     trained.run(START.format(build))
@@ -170,8 +172,8 @@ LOADERS = textwrap.dedent(
     "loader",
     [
         "tokens, batch_size=2, shuffle=True, num_workers=2",
-        "tokens, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True",
-        "tokens, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)",
+        nightly("tokens, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True"),
+        nightly("tokens, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)"),
         "Stream(), batch_size=2",
     ],
 )
@@ -396,7 +398,7 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("part", HOSTILE)
+@pytest.mark.parametrize("part", with_core(HOSTILE, "positions", "an optimizer", "a digest"))
 def test_a_hostile_manifest_is_one_sentence(trained: Session, part: str) -> None:
     trained.run(START.format(""))
     path = trained.save("hostile", overwrite=True).wait(60).path / "manifest.json"

@@ -22,6 +22,7 @@ from tests.conftest import eventually
 from tests.e2e.test_checkpoints import ANY_RANKS, STATE, WAITING
 from tests.e2e.training import MODEL, START, apart, one
 from tests.interrupts import meanwhile
+from tests.nightly import nightly
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.terminate()
 
 
-@pytest.fixture(scope="module", params=["file", "s3"])
+@pytest.fixture(scope="module", params=[nightly("file"), "s3"])
 def url(request: pytest.FixtureRequest, folder: Path) -> str:
     if request.param == "file":
         return f"file://{folder}/at a url"

@@ -89,13 +89,14 @@ def test_torchrun_prints_the_same_loss(folder: Path, losses_here: dict[str, set[
     assert set(LOSS.findall(done.stdout)) == losses_here["`torchrun`"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("tool", "module"),
     [
         ("notebook_launcher", "accelerate"),
-        pytest.param("ipyparallel", "ipyparallel", marks=pytest.mark.nightly),
-        pytest.param("Ray Train", "ray.train", marks=pytest.mark.nightly),
-        pytest.param("Lightning", "lightning", marks=pytest.mark.nightly),
+        ("ipyparallel", "ipyparallel"),
+        ("Ray Train", "ray.train"),
+        ("Lightning", "lightning"),
     ],
 )
 def test_the_other_side_prints_the_same_loss(

@@ -16,6 +16,7 @@ import pytest
 from nbdist.protocol.messages import END_OF_INPUT
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +107,7 @@ def test_several_stopped_ranks_have_one_prompt(ranks: LiveKernel) -> None:
     assert "[0-1] 2.0" in shown.text
 
 
-@pytest.mark.parametrize("command", ["q", "all q", "quit"])
+@pytest.mark.parametrize("command", ["q", "all q", nightly("quit")])
 def test_quitting_stops_all_ranks_after_the_same_step(ranks: LiveKernel, command: str) -> None:
     code = "%%distribute\nkept = rank\ntrain(5, stop=lambda step: rank == 1 and step == 2)"
     shown, _ = ranks.run_with_answers(code, command)

@@ -149,6 +149,7 @@ def test_a_save_that_takes_longer_than_the_time_left_is_announced(
     assert "before the deadline. Save earlier with %nbdist save NAME" in "".join(said)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("B17")
 def test_sigterm_to_a_rank_does_not_end_the_ranks_of_a_restart(session: Session) -> None:
     send_sigterm(session, 1)

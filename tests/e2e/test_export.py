@@ -192,7 +192,7 @@ def test_a_folder_appears_whole_or_not_at_all(trained: Session, tmp_path: Path) 
         trained.export(tmp_path / "none", model="step")
 
 
-@pytest.mark.parametrize("backend", engines.each("fsdp2", "zero3"))
+@pytest.mark.parametrize("backend", engines.each("zero3"))
 def test_every_engine_gives_a_state_dict(trained: Session, backend: str) -> None:
     trained.switch(backend)
     trained.run(BUILD.format("gpt2"))

@@ -193,6 +193,7 @@ def test_an_adapter_and_an_encoder_decoder_generate(backend: str) -> None:
             )
 
 
+@pytest.mark.nightly
 def test_an_adapter_generates_where_units_have_another_precision() -> None:
     """PEFT calls the model below the one whose forward Accelerate runs under autocast."""
     with Session(nproc=2, backend="fsdp1", precision="bf16") as session:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.conftest import eventually
 
@@ -54,6 +55,7 @@ def test_what_the_time_does_not_allow_is_not_run(tmp_path: Path) -> None:
     assert {row["status"] for row in rows(tmp_path).values()} == {"not run", "skipped"}
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_keeps_its_results_and_leaves_no_process(tmp_path: Path) -> None:
     process = started(tmp_path, "--only", "start,descriptors")
     family: list[psutil.Process] = []

@@ -32,6 +32,7 @@ from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
 from tests.doubles import different_nodes
 from tests.interrupts import runs_for, stopped
+from tests.nightly import nightly
 from tests.processes import gone
 from tests.session_internals import workers
 from tests.two_nodes import Hosts, LocalNodes
@@ -156,7 +157,7 @@ def test_a_slow_push_and_pull_say_how_far_they_are(
     session.run("del given")
 
 
-@pytest.mark.parametrize("doing", ["push", "pull"])
+@pytest.mark.parametrize("doing", ["push", nightly("pull")])
 def test_stop_ends_a_push_or_pull_and_leaves_no_file(
     session: Session, cluster: LocalNodes, doing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +505,7 @@ def test_a_killed_rank_is_reported_with_its_node(session: Session) -> None:
     eventually(lambda: gone(everyone), within_s=DEAD_S)
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("N1")
 def test_a_crash_on_the_other_node_shows_its_stack(session: Session) -> None:
     code = "import ctypes, time\nif rank == 2: ctypes.string_at(0)\ntime.sleep(60)"
@@ -572,6 +574,7 @@ def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 -
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
 @pytest.mark.fault("N3")
+@pytest.mark.nightly
 def test_a_host_that_is_cut_off_ends_itself() -> None:
     try:
         hosts = Hosts().__enter__()

@@ -61,6 +61,7 @@ def test_widget_state_that_nbclient_saves_is_the_front_end_and_nothing_more(
     assert "2 CPU ranks" in found.cells[0].outputs[0].data["text/html"]
 
 
+@pytest.mark.nightly
 def test_a_notebook_that_ends_with_stop_is_read_without_the_state(tmp_path: Path) -> None:
     found = executed(tmp_path, SHOW, BUSY, STOP)
     (output,) = found.cells[0].outputs

@@ -18,6 +18,7 @@ from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
 from tests.interrupts import meanwhile
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +66,7 @@ PREPARE_ALL = textwrap.dedent(
 )
 
 
-@pytest.fixture(scope="module", params=engines.each())
+@pytest.fixture(scope="module", params=engines.each("zero3"))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param, precision="bf16") as session:
         session.run(MODEL)
@@ -155,7 +156,7 @@ def test_a_mode_of_the_user_around_the_training_stays_alone(ranks: Session) -> N
     assert all(ranks.measured().values())
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "fsdp2"], indirect=True)
+@pytest.mark.parametrize("ranks", ["ddp", nightly("fsdp2")], indirect=True)
 def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) -> None:
     ranks.run(PREPARE + "train(model, optimizer, 2)")
     with pytest.raises(CellError, match="ZeroDivisionError"):
@@ -233,7 +234,7 @@ def test_auto_searches_within_what_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["", "**nbdist.trainer_arguments(model, batch_size=2, seq_len=64)"]
+    "arguments", [nightly(""), "**nbdist.trainer_arguments(model, batch_size=2, seq_len=64)"]
 )
 def test_auto_goes_with_trainer(arguments: str) -> None:
     trainer = f"""

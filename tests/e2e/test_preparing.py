@@ -10,6 +10,7 @@ import pytest
 
 from nbdist import CellError, Session
 from tests import engines
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,7 +103,7 @@ WRAPPED = {
 IN_ONE_CALL = "model = build(); model, optimizer = accelerator.prepare(model, adam(model))\n"
 
 
-@pytest.fixture(scope="module", params=engines.each())
+@pytest.fixture(scope="module", params=engines.each("zero3"))
 def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param) as session:
         session.run(MODEL)
@@ -180,7 +181,7 @@ def test_two_models_stay_and_both_train(ranks: Session) -> None:
     assert losses[0] == losses[1] or of(ranks).startswith("zero")
 
 
-@pytest.mark.parametrize("build", ["bert", "t5"])
+@pytest.mark.parametrize("build", [nightly("bert"), "t5"])
 def test_a_model_whose_embedding_or_head_is_shared_trains_as_without_an_engine(
     ranks: Session, build: str
 ) -> None:
@@ -207,14 +208,16 @@ def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path)
     ranks.run("del outputs, loss")
 
 
-@pytest.mark.parametrize("ranks", ["ddp", "fsdp1", "fsdp2", "zero3"], indirect=True)
+@pytest.mark.parametrize(
+    "ranks", [*map(nightly, ("ddp", "fsdp1", "fsdp2")), "zero3"], indirect=True
+)
 def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
     expected = value(ranks, TRAINER.format(before=""))
     found = value(ranks, TRAINER.format(before="trainer.evaluate()"))
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("ranks", ["fsdp1", "zero3"], indirect=True)
+@pytest.mark.parametrize("ranks", [nightly("fsdp1"), "zero3"], indirect=True)
 def test_a_trainer_that_evaluated_without_training_data_says_so(ranks: Session) -> None:
     before = (
         "rows, trainer.train_dataset = trainer.train_dataset, None\n"

@@ -14,6 +14,8 @@ from nbdist import CellError
 from nbdist.errors import SwitchError
 from nbdist.protocol import messages
 from nbdist.session import collective_request
+from tests import engines
+from tests.nightly import nightly
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -37,10 +39,6 @@ def loss_of(step):
     return accelerator.reduce(loss.detach(), "mean").item()
 """
 ANEW = "model = optimizer = None\nmodel, optimizer = prepare()"
-EACH_ENGINE = [
-    *("ddp", "fsdp2", "zero3"),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp1", "zero1", "zero2")),
-]
 
 
 def losses(session: Session, first: int, count: int) -> list[float]:
@@ -64,7 +62,7 @@ def renew(session: Session) -> str:
     return collective_request.rebuild_models(workers(session), groups=True)
 
 
-@pytest.fixture(scope="module", params=EACH_ENGINE)
+@pytest.fixture(scope="module", params=engines.each())
 def trained(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks under one engine, with something to train."""
     with nbdist.Session(nproc=2, backend=request.param) as running:
@@ -150,8 +148,10 @@ def test_a_save_that_runs_during_a_release_ends(
     [
         "accelerator.end_training()",
         "torch.distributed.destroy_process_group()",
-        "torch.distributed.destroy_process_group(torch.distributed.group.WORLD)",
-        "from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)",
+        nightly("torch.distributed.destroy_process_group(torch.distributed.group.WORLD)"),
+        nightly(
+            "from accelerate.state import AcceleratorState; AcceleratorState._reset_state(True)"
+        ),
     ],
 )
 def test_training_goes_on_after(trained: Session, undisturbed: list[float], ending: str) -> None:

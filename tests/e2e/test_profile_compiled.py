@@ -9,6 +9,7 @@ import pytest
 
 import nbdist
 from tests.conftest import eventually
+from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +78,7 @@ def profiled(session: Session, code: str) -> tuple[Any, Profile]:
     return result.values[0], session.profiles[-1]
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", with_core(HOW, "inside", "whole"))
 def test_what_is_compiled_stays_compiled(session: Session, how: str) -> None:
     session.run("torch.compiler.reset(); prepare()")
     session.run(f"compiled = {HOW[how]}")
@@ -114,7 +115,7 @@ def test_steps_that_compile_are_left_out(session: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["net", "lambda x: torch.compile(torch.square, backend=backend)(net(x))"]
+    "model", ["net", nightly("lambda x: torch.compile(torch.square, backend=backend)(net(x))")]
 )
 def test_a_forward_beside_what_is_compiled_is_forward(session: Session, model: str) -> None:
     session.run("torch.compiler.reset(); prepare(); blocks = net.module.blocks")

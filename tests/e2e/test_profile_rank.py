@@ -15,6 +15,7 @@ from nbdist.profiler.measurements import RankProfile
 from nbdist.protocol import messages
 from nbdist.session.worker_group import WorkerGroup
 from tests.conftest import eventually
+from tests.nightly import nightly
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Profiler:
 
 @pytest.fixture(
     scope="module",
-    params=["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp2", "zero2"))],
+    params=["ddp", nightly("fsdp2"), nightly("zero2")],
 )
 def profiler(request: pytest.FixtureRequest) -> Iterator[Profiler]:
     """Two ranks with a model, under three engines."""

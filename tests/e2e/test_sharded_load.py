@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=engines.each("fsdp2", "zero3"))
+@pytest.fixture(scope="module", params=engines.each("zero3"))
 def session(request: pytest.FixtureRequest, folder: Path) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param, precision="no") as session:
         session.push(folder=str(folder))

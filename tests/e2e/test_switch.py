@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import CellError, OptionError, Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
+from tests.nightly import with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,10 +70,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in {"dropout", "clip"} else pytest.param(name, marks=pytest.mark.nightly)
-        for name in VARIATIONS
-    ],
+    with_core(VARIATIONS, "dropout"),
 )
 def test_variations_go_on_as_without_a_switch(trained: Session, name: str) -> None:
     build, options = VARIATIONS[name]

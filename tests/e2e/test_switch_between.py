@@ -8,6 +8,7 @@ import pytest
 
 from nbdist import CellError, Session, SwitchError
 from tests.e2e.training import one
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +62,7 @@ def begin(session: Session, backend: str, arguments: str = "") -> None:
     session.run(f"model, optimizer = begin({arguments})\ntrain(2, model, optimizer)")
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("backend", ["fsdp2", nightly("fsdp1")])
 def test_an_error_inside_a_forward_loses_nothing(
     ranks: Session, backend: str, tmp_path: Path
 ) -> None:
@@ -73,7 +74,7 @@ def test_an_error_inside_a_forward_loses_nothing(
     ranks.run("train(1, model, optimizer)")
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", [nightly("ddp"), "fsdp2"])
 def test_layers_that_were_unfrozen_are_trained_on(ranks: Session, backend: str) -> None:
     begin(ranks, backend, "frozen=True")
     ranks.run(
@@ -101,7 +102,7 @@ def test_parameters_of_another_model_are_refused(ranks: Session) -> None:
         ranks.switch("fsdp2")
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", [nightly("ddp"), "fsdp2"])
 def test_tensors_kept_aside_say_that_they_are_old(
     ranks: Session, backend: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

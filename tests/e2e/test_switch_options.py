@@ -9,6 +9,7 @@ import pytest
 
 from nbdist import Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one
+from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,8 +64,8 @@ def begin(session: Session, build: str, backend: str, **options: Any) -> None:
     ("home", "away"),
     [
         ("ddp", "zero2"),
-        pytest.param("fsdp2", "fsdp2", marks=pytest.mark.nightly),
-        pytest.param("zero3", "fsdp1", marks=pytest.mark.nightly),
+        nightly("fsdp2", "fsdp2"),
+        nightly("zero3", "fsdp1"),
     ],
 )
 def test_masters_outlive_a_change_of_precision(trained: Session, home: str, away: str) -> None:
@@ -241,7 +242,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind == "lora" else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS],
+    with_core(KINDS, "lora"),
 )
 def test_models_and_optimizers_go_through_all_engines(trained: Session, kind: str) -> None:
     trained.run(MODELS)

@@ -14,6 +14,7 @@ import pytest
 
 from nbdist import Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
+from tests.nightly import with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +73,7 @@ def expected(trained: Session) -> list[float]:
     return straight(trained, "lambda: gpt2(0.1)", 6)
 
 
-@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("lost", with_core(LOST, "nothing", "exp_avg_sq", "random"))
 def test_losses_tell_what_a_switch_lost(trained: Session, expected: list[float], lost: str) -> None:
     trained.switch("fsdp2")
     trained.run(START.format("lambda: gpt2(0.1)"))

@@ -130,6 +130,9 @@ def test_variables_arrive(trained: Session, tmp_path: Path) -> None:
                 size: int
                 def ranks(self): return self.size, world_size
 
+            class Odd(Exception):
+                def __init__(self, one, two): super().__init__(one)
+
             def later(): return what_comes_later
             def counter():
                 count = 0
@@ -150,7 +153,7 @@ def test_variables_arrive(trained: Session, tmp_path: Path) -> None:
             twice = [opened]
             numbers = (n for n in range(3))
             if rank == 1: only_here = 5
-            lock = __import__("threading").Lock()
+            lock, odd = __import__("threading").Lock(), Odd(1, 2)
             report(loss=1.0); report(loss=2.0)
             """
         ).replace("bare_head(model)", "accelerator.unwrap_model(model).lm_head")
@@ -159,6 +162,7 @@ def test_variables_arrive(trained: Session, tmp_path: Path) -> None:
     assert "an open file belongs to its process" in report.not_carried["opened"]
     assert "an open file belongs to its process" in report.not_carried["twice"]
     assert "cannot pickle" in report.not_carried["lock"]
+    assert "TypeError" in report.not_carried["odd"]
     assert "iterator" in report.not_carried["numbers"]
     assert report.not_carried["only_here"] == "only rank 1 had it"
     assert "writes" not in report.not_carried

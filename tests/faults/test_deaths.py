@@ -20,6 +20,7 @@ from nbdist.hardware.discovery import CGROUP_FILES, find_memory_events_file
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.live_kernel import ANSI
+from tests.nightly import nightly
 from tests.processes import gone
 from tests.session_internals import workers
 
@@ -87,9 +88,9 @@ def ends_in_time(session: Session) -> str:
     ("number", "cause"),
     [
         (signal.SIGKILL, "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg"),
-        (signal.SIGTERM, "SIGTERM to rank 1"),
-        (signal.SIGHUP, "rank 1 ended with signal 1 (SIGHUP): its login session ended"),
-        (signal.SIGSEGV, "rank 1 ended with signal 11 (SIGSEGV)"),
+        nightly(signal.SIGTERM, "SIGTERM to rank 1"),
+        nightly(signal.SIGHUP, "rank 1 ended with signal 1 (SIGHUP): its login session ended"),
+        nightly(signal.SIGSEGV, "rank 1 ended with signal 11 (SIGSEGV)"),
     ],
 )
 def test_an_idle_rank_that_ends_is_reported_with_its_signal(
@@ -128,7 +129,7 @@ def test_the_last_lines_are_those_of_the_rank_that_ended(session: Session) -> No
 
 
 @pytest.mark.fault("B9")
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [0, nightly(3)])
 def test_an_exit_without_output_is_reported_with_its_code(session: Session, code: int) -> None:
     session.run(f"import os\nif rank == 0: os._exit({code})\n" + LOOP, background=True)
     assert ends_in_time(session).startswith(f"rank 0 ended with exit code {code}")
@@ -137,7 +138,7 @@ def test_an_exit_without_output_is_reported_with_its_code(session: Session, code
 @pytest.mark.fault("B10")
 @pytest.mark.parametrize(
     ("crash", "name"),
-    [("__import__('ctypes').string_at(0)", "SIGSEGV"), ("os.abort()", "SIGABRT")],
+    [("__import__('ctypes').string_at(0)", "SIGSEGV"), nightly("os.abort()", "SIGABRT")],
 )
 def test_a_crash_in_c_names_the_signal_and_the_line(
     session: Session, crash: str, name: str
@@ -221,6 +222,7 @@ with Session(nproc=2) as session:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("F1")
 def test_the_real_oom_killer_is_named_with_the_limit(small_cgroup: Path) -> None:
     script = [sys.executable, "-c", FULL, str(small_cgroup)]
@@ -306,7 +308,7 @@ def test_a_killed_launcher_is_reported_and_its_processes_end(session: Session) -
 
 
 @pytest.mark.fault("B4")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGHUP)])
 def test_a_launcher_that_is_asked_to_end_ends_cleanly(
     session: Session, number: signal.Signals
 ) -> None:

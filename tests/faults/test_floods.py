@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 
 from nbdist import CellError, Session, SessionBusy
 from tests.conftest import eventually
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +98,7 @@ GIANT = "'x' * 200_000_000"
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "code",
-    [f"print({GIANT})", GIANT, f"display({GIANT})", f"raise ValueError({GIANT})"],
+    [f"print({GIANT})", nightly(GIANT), f"display({GIANT})", nightly(f"raise ValueError({GIANT})")],
     ids=["printed", "value", "displayed", "raised"],
 )
 def test_two_hundred_megabytes_are_cut(

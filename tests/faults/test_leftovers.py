@@ -17,6 +17,7 @@ import pytest
 from nbdist.cluster import orphan_cleanup, run_dir
 from nbdist.cluster.local_launcher import Launcher
 from tests.conftest import eventually
+from tests.nightly import nightly
 from tests.processes import runs
 
 if TYPE_CHECKING:
@@ -94,12 +95,11 @@ def running() -> Iterator[Running]:
     "order",
     [
         ("kernel", "launcher", "ranks"),
-        ("ranks", "launcher", "kernel"),
-        # the others take a minute: `make nightly`
-        pytest.param(("kernel", "ranks", "launcher"), marks=pytest.mark.nightly),
-        pytest.param(("launcher", "kernel", "ranks"), marks=pytest.mark.nightly),
-        pytest.param(("launcher", "ranks", "kernel"), marks=pytest.mark.nightly),
-        pytest.param(("ranks", "kernel", "launcher"), marks=pytest.mark.nightly),
+        nightly(("ranks", "launcher", "kernel")),
+        nightly(("kernel", "ranks", "launcher")),
+        nightly(("launcher", "kernel", "ranks")),
+        nightly(("launcher", "ranks", "kernel")),
+        nightly(("ranks", "kernel", "launcher")),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,7 @@ import nbdist
 from nbdist import Session
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.nightly import nightly
 from tests.processes import gone
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def restart(kernel: LiveKernel) -> None:
 @pytest.mark.fault("B5")
 @pytest.mark.fault("B6")
 @pytest.mark.fault("B12")
-@pytest.mark.parametrize("end", [kill, shut_down, restart])
+@pytest.mark.parametrize("end", [kill, nightly(shut_down), restart])
 def test_nothing_outlives_the_kernel(kernel: LiveKernel, end: Callable[[LiveKernel], None]) -> None:
     started = family(kernel)
     assert len(started) >= 5  # launcher, 2 ranks, their subprocesses and loaders

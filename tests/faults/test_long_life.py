@@ -159,7 +159,7 @@ def check(cells: int, restarts: int, switches: int, *, warm: bool) -> None:
 @pytest.mark.fault("F7")
 @pytest.mark.timeout(180)
 def test_what_a_session_holds_does_not_grow() -> None:
-    check(cells=60, restarts=5, switches=6, warm=False)
+    check(cells=30, restarts=3, switches=3, warm=False)
 
 
 @pytest.mark.nightly

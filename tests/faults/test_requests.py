@@ -15,6 +15,7 @@ from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
 from nbdist.errors import CheckpointError
 from tests.conftest import eventually
 from tests.interrupts import meanwhile
+from tests.nightly import nightly
 from tests.session_internals import workers
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ torn = Torn()
 """
 
 
-@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module", params=["ddp", nightly("fsdp2")])
 def session(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Session]:
@@ -110,7 +111,7 @@ def trains_on(session: Session) -> bool:
     return losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("trap", ["error", "exit"])
+@pytest.mark.parametrize("trap", ["error", nightly("exit")])
 @pytest.mark.parametrize("work", ["save", "load", "switch", "export", "pull"])
 def test_one_rank_that_fails_is_named_soon_and_the_models_train_on(
     session: Session, tmp_path: Path, work: str, trap: str
@@ -134,12 +135,12 @@ def test_one_rank_that_fails_is_named_soon_and_the_models_train_on(
         ("save", "hang"),
         ("switch", "busy"),
         *(
-            pytest.param(*pair, marks=pytest.mark.nightly)
+            nightly(*pair)
             for pair in itertools.product(["load", "export", "pull"], ["hang", "busy"])
         ),
-        pytest.param("save", "busy", marks=pytest.mark.nightly),
-        pytest.param("switch", "hang", marks=pytest.mark.nightly),
-        pytest.param("switch", "swallows", marks=pytest.mark.nightly),
+        nightly("save", "busy"),
+        nightly("switch", "hang"),
+        nightly("switch", "swallows"),
     ],
 )
 def test_stop_ends_what_does_not_get_on_and_the_models_train_on(

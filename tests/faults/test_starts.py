@@ -16,6 +16,7 @@ from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.session import startup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_a_broken_module_of_the_user_is_reported_with_its_traceback(
 
 @pytest.mark.fault("A2")
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("code", ["7", pytest.param("0", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("code", ["7", nightly("0")])
 def test_a_rank_that_crashes_on_start_is_reported_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:

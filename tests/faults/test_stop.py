@@ -11,10 +11,12 @@ import pytest
 
 import nbdist
 from nbdist import CellError, CellInterrupted, Session
+from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
 from tests.interrupts import meanwhile, press, runs_for, stopped, stopped_with
 from tests.live_kernel import LiveKernel
+from tests.nightly import nightly
 from tests.session_internals import num_stops, workers
 
 if TYPE_CHECKING:
@@ -53,10 +55,7 @@ else:
 """
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp2", "zero3")]
-
-
-@pytest.fixture(scope="module", params=["ddp", *NIGHTLY])
+@pytest.fixture(scope="module", params=["ddp", nightly("fsdp2"), nightly("zero3")])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks with a model in training."""
     with nbdist.Session(nproc=2, backend=request.param) as running:
@@ -96,7 +95,7 @@ def test_stop_in_python_ends_all_ranks_and_keeps_everything(plain: Session) -> N
 def test_stop_reaches_ranks_that_began_with_signals_blocked() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
-        session = nbdist.Session(nproc=1).start()
+        session = nbdist.Session(nproc=1, engine=LocalLauncherProvider()).start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with session:
@@ -152,7 +151,7 @@ def test_a_rank_that_never_comes_to_the_step_of_the_others_is_stopped_too(plain:
 
 @pytest.mark.fault("C5")
 @pytest.mark.parametrize(
-    "error", ["ValueError('bad batch')", "torch.OutOfMemoryError('CUDA out of memory')"]
+    "error", ["ValueError('bad batch')", nightly("torch.OutOfMemoryError('CUDA out of memory')")]
 )
 def test_a_rank_that_raises_ends_the_cell_of_those_that_wait_for_it(
     session: Session, error: str
@@ -208,7 +207,7 @@ def test_what_was_prepared_before_says_so(session: Session) -> None:
         pytest.param(
             "dist.barrier() if rank == 0 else accelerator.gather(torch.ones(2))",
             "rank 0 called barrier, rank 1 called all_gather",
-            marks=pytest.mark.fault("C8"),
+            marks=[pytest.mark.fault("C8"), pytest.mark.nightly],
         ),
     ],
 )
@@ -367,6 +366,7 @@ def test_a_kernel_that_was_suspended_declares_no_rank_dead(tmp_path: Path) -> No
         assert "ended" not in kernel.run("%nbdist status").text
 
 
+@pytest.mark.nightly
 def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
     held = "import ctypes, time\nctypes.PyDLL(None).sleep(120)"  # holds the interpreter in C
     with nbdist.Session(nproc=2) as session:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
+from tests.reused_launcher import reusing_launchers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,5 +17,5 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    with nbdist.Session(nproc=2) as running:
+    with reusing_launchers(), nbdist.Session(nproc=2) as running:
         yield running

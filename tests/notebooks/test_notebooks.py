@@ -185,6 +185,7 @@ def test_recipes(name: str, cell_id: str, shown: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly
 def test_panel_is_saved_as_a_page_without_script(bundle: None) -> None:  # noqa: ARG001
     notebook = executed("08_panel.ipynb")
     (shown,) = cell(notebook, "panel").outputs

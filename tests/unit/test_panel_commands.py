@@ -113,7 +113,6 @@ class FakeSession:
         self.running: FakeCell | None = None
         self.done: list[str] = []
         self.busy_times = 0
-        self.profiled = False
         self.hangs = threading.Event()
 
     def load(self, name: str) -> str:
@@ -142,13 +141,6 @@ class FakeSession:
 
     def restart(self) -> None:
         self.done.append("restart")
-
-    def profile(self) -> str:
-        self.done.append(f"profile of {'no cell' if self.running is None else 'the cell'}")
-        if self.profiled:
-            raise SessionBusy("a profile is under way.")
-        self.profiled = True
-        return "the cell is profiled."
 
     def abandon(self) -> None:
         self.running = None
@@ -220,21 +212,6 @@ def test_a_background_cell_that_was_quicker_is_waited_for(session: FakeSession) 
     assert driven.answers[0]["ok"]
 
 
-def test_a_profile_is_of_the_cell_that_runs_and_passes_what_waits_for_it(
-    session: FakeSession,
-) -> None:
-    session.running = FakeCell()
-    with session.lock, Driven(session) as driven:  # as the thread of a cell that blocks has it
-        driven.driver.submit(PanelCommand("1", "save", {"name": "a"}))
-        for identity in "23":
-            driven.driver.submit(PanelCommand(identity, "profile"))
-        eventually(lambda: len(driven.answers) == 2, within_s=5)
-        assert driven.driver.waiting_commands == [{"id": "1", "text": "save a"}]
-    assert session.done == ["profile of the cell"] * 2
-    told = [(one["id"], one["ok"], one["text"]) for one in driven.answers]
-    assert told == [("2", True, "the cell is profiled."), ("3", False, "a profile is under way.")]
-
-
 def test_a_restart_drops_what_waits(session: FakeSession) -> None:
     session.running = FakeCell()
     with Driven(session) as driven:
@@ -244,17 +221,6 @@ def test_a_restart_drops_what_waits(session: FakeSession) -> None:
         eventually(lambda: len(driven.answers) == 2, within_s=5)
     assert session.done == ["restart"]
     assert driven.answers[0]["text"] == "Not run: the ranks are restarted."
-
-
-def test_a_restart_ends_what_hangs(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "RESTART_TIMEOUT_S", 0.1)
-    session.hangs = threading.Event()
-    with Driven(session) as driven:
-        driven.driver.submit(PanelCommand("1", "load", {"name": "a"}))
-        eventually(lambda: driven.driver.doing, within_s=5)
-        driven.driver.submit(PanelCommand("2", "restart"))  # at once, before it is known to hang
-        eventually(driven.hurried(2), within_s=5)
-    assert [(one["id"], one["ok"]) for one in driven.answers] == [("1", False), ("2", True)]
 
 
 def test_a_restart_ends_a_look_at_ranks_that_hang(

@@ -10,9 +10,7 @@ import pytest
 
 from nbdist.errors import PlanError
 from nbdist.planner import memory, optimizers
-from nbdist.planner.memory import zero3, zero_partitioning
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
-from nbdist.planner.memory.zero_common import PrefetchLimits
 from nbdist.planner.model_spec import (
     LayerActivations,
     LayerGroup,
@@ -508,95 +506,6 @@ def test_a_block_that_a_story_leaves_out_is_not_the_fullest(
                 Workload(seq_len=tokens, compute="full", activation_checkpointing=again)
             )
             assert few.peak_memory(run).device_bytes == every.peak_memory(run).device_bytes
-
-
-def test_every_element_is_in_a_partition() -> None:
-    groups = analytic.spec_from_config(LLAMA).groups
-    total = sum(group.count * group.trainable for group in groups)
-    for world_size in (1, 2, 7, 64):
-        shares = zero_partitioning.partition_contents(groups, tied=False, world_size=world_size)
-        each = zero_partitioning.partition_size(total, world_size)
-        assert len(shares) == world_size
-        assert all(share.largest_piece <= each for share in shares)
-        assert sum(share.num_touched for share in shares) >= total
-    assert (
-        zero_partitioning.partition_contents(groups, tied=False, world_size=1)[0].num_touched
-        == total
-    )
-
-
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("bucket", [1, 300_000, 10**9])
-def test_every_gradient_is_reduced_once(bucket: int, *, backward: bool) -> None:
-    groups = analytic.spec_from_config(LLAMA).groups
-    total = sum(group.count * group.trainable for group in groups)
-    made = zero_partitioning.bucket_reductions(
-        groups, tied=False, world_size=4, bucket=bucket, backward=backward
-    )
-    assert sum(one.num_in_bucket for one in made) == total == made[-1].num_reduced
-    assert [one.next_parameter is None for one in made] == [False] * (len(made) - 1) + [True]
-
-
-def test_a_rank_keeps_what_reaches_into_its_partition_and_large_gradients_of_others() -> None:
-    groups = Weights().groups  # 1000 parameters of 1000 elements, four partitions of 250
-
-    def kept(bucket: int, *, large_stay: bool) -> list[int]:
-        told = zero_partitioning.retained_gradients(
-            groups,
-            tied=False,
-            world_size=4,
-            bucket=bucket,
-            backward=True,
-            buffered=True,
-            large_stay=large_stay,
-        )
-        assert all(one.during >= one.after - bucket for one in told)
-        return [one.after for one in told]
-
-    assert set(kept(999, large_stay=False)) == {250_000}
-    assert set(kept(1000, large_stay=True)) == {250_000}
-    stays = kept(999, large_stay=True)
-    # The first rank reached has its buffer; at the end, others' gradients and its own.
-    assert (stays[0], stays[250], stays[-1]) == (250_000, 500_000, PSI)
-
-
-def test_a_tied_head_stands_first() -> None:
-    groups = analytic.spec_from_config(LLAMA | {"tie_word_embeddings": True}).groups
-    first = zero_partitioning.trainable_parameters(groups, tied=True)[0]
-    assert (first.num_elements, first.group_index) == (3000 * 256, 0)
-
-
-def gathered(**rules: int) -> zero3.GatheredParameters:
-    """What ZeRO-3 gathers of the small Llama."""
-    return zero3.simulate_prefetch(
-        analytic.spec_from_config(LLAMA).groups,
-        tied=False,
-        recompute=False,
-        rules=PrefetchLimits(param_persistence_threshold=1000, **rules),
-    )
-
-
-def test_by_default_a_small_model_is_gathered_as_a_whole() -> None:
-    groups = analytic.spec_from_config(LLAMA).groups
-    whole = gathered()
-    total = sum(group.count * group.trainable for group in groups)
-    assert whole.num_at_loss + whole.num_persistent == total
-
-
-def test_fewer_live_parameters_gather_less() -> None:
-    few = gathered(
-        max_live_parameters=1_000_000, max_reuse_distance=1_000_000, prefetch_bucket_size=200_000
-    )
-    assert few.num_at_loss < gathered().num_at_loss / 3
-    assert max(few.max_at.values()) < max(gathered().max_at.values()) / 2
-
-
-def test_persistent_parameters_are_never_cut() -> None:
-    groups = analytic.spec_from_config(LLAMA).groups
-    rules = PrefetchLimits(param_persistence_threshold=100_000)
-    kept = zero3.simulate_prefetch(groups, tied=False, recompute=False, rules=rules)
-    # q and o, k and v, two norms in 6 blocks, and the last norm.
-    assert kept.num_persistent == 6 * (2 * 65536 + 2 * 32768 + 2 * 256) + 256
 
 
 def test_more_ranks_never_need_more() -> None:

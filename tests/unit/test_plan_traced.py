@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -270,101 +270,3 @@ def test_the_spec_needs_no_torch() -> None:
     code = "import sys, nbdist.planner.models.traced; print('torch' in sys.modules)"
     done = subprocess.run(child(code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-# -- figures ---------------------------------------------------------------------------------
-
-from nbdist.planner.tracing import batch_size_fit  # noqa: E402
-
-
-class Mark(NamedTuple):
-    kind: str
-    group_index: int
-    moment_index: int
-    flops: float
-
-
-class Recording(NamedTuple):
-    moments: list[tuple[int, int]]
-    marks: list[Mark]
-    saved_bytes: dict[int, int]
-    forward_only_bytes: dict[int, int]
-    output_bytes: int
-    gradients: dict[int, list[tuple[int, int]]]
-
-
-def recording(batch: int, *, extra: int = 0) -> Recording:
-    """Root, one block, a head: with activations of `batch`, and `extra` moments."""
-    moments = [
-        (10, 0),  # root
-        (10 + 5 * batch, 0),  # block
-        (10 + 9 * batch, 0),
-        (10 + 8 * batch, 0),  # its exit: the loss
-        (10 + 20 * batch, 0),  # the model has returned
-        (10 + 12 * batch, 0),  # backward of the block
-        (10 + 15 * batch, 3),
-        *[(10, 3)] * extra,
-    ]
-    kinds = ["forward", "forward", "exit", "returned", "backward", "end"]
-    begins = [0, 1, 3, 4, 5, len(moments)]
-    places = [0, 1, 1, 0, 1, 0]
-    marks = [
-        Mark(*three, 2.0 * batch * n)
-        for n, three in enumerate(zip(kinds, places, begins, strict=True))
-    ]
-    gradients = {1: [(10 + 14 * batch, 3)]}
-    return Recording(moments, marks, {0: 10, 1: 6 * batch}, {0: 0, 1: batch}, 2 * batch, gradients)
-
-
-def test_a_recording_is_cut_into_groups_and_loss() -> None:
-    cut = batch_size_fit.split_by_group(recording(4))
-    root, block = cut.groups
-    assert (root.saved, root.forward, root.backward) == (10, [(10, 0)], [])
-    assert block.forward == [(20, 0), (36, 0)]
-    assert block.backward == [(12 * 4 - 8, 0), (15 * 4 - 8, 3)]
-    assert block.gradients == [(14 * 4 - 8, 3)]
-    assert cut.head_moments == [(8 * 4 - 6 * 4, 0)]
-    assert cut.loss_moments == [(20 * 4 - 6 * 4 - 8, 0)]
-
-
-def test_two_batch_sizes_give_every_other() -> None:
-    small, large = (batch_size_fit.split_by_group(recording(batch)) for batch in (2, 4))
-    run = batch_size_fit.fit_two_batch_sizes(small, 2, large, 4)
-    assert run["groups"][1]["saved"] == (0, 6)
-    assert run["groups"][0]["saved"] == (10, 0)
-    assert run["groups"][1]["backward"] == [((0, 13), 3)]
-    assert run["groups"][1]["gradients"] == [((0, 12), 3)]
-    assert run["outputs"] == (0, 2)
-
-
-def test_batches_that_ran_other_operations_are_taken_as_proportional() -> None:
-    run = batch_size_fit.fit_two_batch_sizes(
-        batch_size_fit.split_by_group(recording(2)),
-        2,
-        batch_size_fit.split_by_group(recording(4, extra=1)),
-        4,
-    )
-    assert run["groups"][1]["backward"] == [((0.0, 26 / 2), 3)]
-
-
-def test_what_stays_until_the_model_returns_adds_up_over_the_depth() -> None:
-    small, large = (batch_size_fit.split_by_group(recording(batch)) for batch in (2, 4))
-    run = batch_size_fit.extend_to_full_depth(
-        batch_size_fit.fit_two_batch_sizes(small, 2, large, 4), times=[1, 11]
-    )
-    assert run["groups"][1]["forward"] == [((0, 9 + 10), 0)]
-    assert ((0, 2 + 10), 0) in run["loss"] or ((0, 12), 0) in run["loss"]
-
-
-def test_a_front_keeps_what_is_worst_for_some_batch_size() -> None:
-    constant, steep, small, late = (
-        ((90.0, 1.0), 0),
-        ((0.0, 50.0), 0),
-        ((10.0, 1.0), 0),
-        ((1.0, 1.0), 9),
-    )
-    assert set(batch_size_fit.pareto_front([constant, steep, small, late])) == {
-        constant,
-        steep,
-        late,
-    }
