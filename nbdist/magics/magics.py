@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -79,12 +80,22 @@ COMMANDS: dict[str, MagicCommand] = {}
 
 def command(
     name: str,
-    parser: Callable[[], MagicArgumentParser] | None = None,
+    parser: Callable[[], MagicArgumentParser] | str | None = None,
     *,
     required: str = "",
     flags: tuple[str, ...] = (),
 ) -> Callable[[_Method], _Method]:
-    """Register a method of `NbDist` as the command `%nbdist NAME`."""
+    """Register a method of `NbDist` as the command `%nbdist NAME`.
+
+    Args:
+        name: the command.
+        parser: makes its parser. A text describes a command that takes no arguments; None: the
+            method gets the line.
+        required: argument without which the help is printed.
+        flags: options that tab completion offers, if there is no parser.
+    """
+    if isinstance(parser, str):
+        parser = functools.partial(arguments.command_parser, name, parser)
 
     def register(method: _Method) -> _Method:
         own = flags if parser is None else tuple(arguments.option_flags(parser()))
@@ -419,12 +430,12 @@ class NbDist(Magics):
     def _push(self, names: str) -> None:
         self.require_session().push(**self.notebook_values(names))
 
-    @command("wait")
-    def _wait(self, _: str) -> None:
+    @command("wait", "Wait until the background cell has ended, and show its output.")
+    def _wait(self, _: argparse.Namespace) -> None:
         self.require_session().wait()
 
-    @command("replay")
-    def _replay(self, _: str) -> None:
+    @command("replay", "Show the output of the last cell again.")
+    def _replay(self, _: argparse.Namespace) -> None:
         (current_session() or self.ended or self.require_session()).replay()
 
     @command("inspect")
@@ -435,8 +446,8 @@ class NbDist(Magics):
         for text, ranks in ranks_by_text.items():
             print(f"[{format_ranks(ranks)}] {text}")
 
-    @command("interrupt")
-    def _interrupt(self, _: str) -> None:
+    @command("interrupt", "Interrupt the running cell on all ranks.")
+    def _interrupt(self, _: argparse.Namespace) -> None:
         self.require_session().interrupt()
 
     @command("restart", flags=("--wait",))
@@ -459,8 +470,8 @@ class NbDist(Magics):
                 " ranks; %nbdist load NAME continues from a checkpoint"
             )
 
-    @command("stop")
-    def _stop(self, _: str) -> None:
+    @command("stop", "End the ranks and the launcher.")
+    def _stop(self, _: argparse.Namespace) -> None:
         self.ended = self.require_session()
         self.ended.stop()
         self.warm_up()
@@ -535,8 +546,8 @@ class NbDist(Magics):
             )
         )
 
-    @command("resume")
-    def _resume(self, _: str) -> None:
+    @command("resume", "Load the checkpoint of a run that a signal or a deadline ended.")
+    def _resume(self, _: argparse.Namespace) -> None:
         print(self.require_session().resume())
 
     @command("checkpoints", arguments.checkpoints_parser)

@@ -296,7 +296,10 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 f"{self.checkpoints.root} has no checkpoint of a run that was ended by a signal or"
                 " a deadline. Use %nbdist load NAME; %nbdist checkpoints lists the names."
             )
-        return self.load(ended[-1])
+        try:
+            return self.load(ended[-1])
+        except CheckpointError as error:
+            raise CheckpointError(f"Cannot resume from {ended[-1]}: {error}") from error
 
     def _folder(self, folder: str | os.PathLike[str] | None) -> Path | Url:
         """Return the root of checkpoints as an absolute path: ranks may run elsewhere."""
@@ -341,7 +344,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
             report = operations_export.export(self._workers, request)
-        self.history.add_command("export", request.folder)
+        self.history.add_command("export", os.fspath(folder))
         return report
 
     @exclusive_for_current_ranks

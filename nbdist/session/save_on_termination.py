@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+from IPython.core.getipython import get_ipython
 
 from nbdist.checkpoint import location_with_password
 from nbdist.errors import CellInterrupted, NbdistError, OptionError
@@ -51,6 +52,10 @@ PROBE_BYTES = 32 << 20
 """Size of the file with which the speed of a disk is measured."""
 BYTES_PER_PARAM = 12
 """An fp32 weight and two moments."""
+CELL_ERROR_S = 2.0
+"""Time for a cell to show that it was ended, before the kernel ends."""
+SEND_S = 0.1
+"""Time for the kernel's threads to send what was printed."""
 BATCH_JOB_VARIABLES = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 """Environment variables of jobs that end with SIGTERM."""
 
@@ -100,12 +105,15 @@ class RunTermination:
 
     # -- the end of a run
 
-    def end(self, cause: str, *, grace_s: float = TERMINATION_GRACE_S) -> None:
+    def end(self, cause: str, *, grace_s: float = TERMINATION_GRACE_S) -> bool:
         """Stop the ranks and save, once; on a thread of its own.
 
         Args:
             cause: what ends the run.
             grace_s: time for it.
+
+        Returns:
+            True if a cell was stopped by it and reports the checkpoint.
         """
         with self._guard:
             if not self.cause:
@@ -113,20 +121,23 @@ class RunTermination:
                 self.cause = cause
                 self._cells.print_line(f"nbdist: {cause}: stopping after this step, then saving")
                 self._cells.stop_after_step(grace_s / 3)
-        if self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
-            try:
-                if not self._outcome:
-                    if (cell := self._cells.running_cell) is not None:  # in the background
-                        cell.finished.wait(max(self._remaining_s(), 0.0))
-                    with contextlib.suppress(NbdistError):  # reported by the save
-                        self._cells.resync_ranks()
-                    self._print(self.save_once())
-            finally:
-                self._lock.release()
-        elif not self._outcome:
-            self._print(
-                f"Ended by {cause}; no checkpoint was saved: the ranks did not stop in time"
-            )
+        if not self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
+            if not self._outcome:
+                self._print(
+                    f"Ended by {cause}; no checkpoint was saved: the ranks did not stop in time"
+                )
+            return False
+        try:
+            if self._outcome:
+                return True
+            if (cell := self._cells.running_cell) is not None:  # in the background
+                cell.finished.wait(max(self._remaining_s(), 0.0))
+            with contextlib.suppress(NbdistError):  # reported by the save
+                self._cells.resync_ranks()
+            self._print(self.save_once())
+            return False
+        finally:
+            self._lock.release()
 
     def finish(self) -> None:
         """Allow the use of the ranks again, or of new ones."""
@@ -297,9 +308,14 @@ _handlers: list[TerminationSignal] = []
 
 def _on_sigterm() -> None:
     """Save the runs of all sessions, then end this process as without nbdist."""
+    reported = threading.Event()
+    if shell := get_ipython():
+        shell.events.register("post_run_cell", lambda _: reported.set())
     try:
-        for termination in tuple(_live):
-            termination.end("SIGTERM")
+        in_cell = [termination.end("SIGTERM") for termination in tuple(_live)]
+        if shell and any(in_cell):
+            reported.wait(CELL_ERROR_S)
+        time.sleep(SEND_S)
     finally:
         if _handlers:
             _handlers[0].deliver()

@@ -164,9 +164,11 @@ def test_sigterm_to_a_kernel_that_runs_a_cell_saves_before_it_ends(folder: Path)
     with LiveKernel(folder) as kernel:
         kernel.run("%load_ext nbdist")
         kernel.run(f"%%distribute -n 2 --precision no\n{PREPARE}")
-        kernel.send(f"%%distribute\n{LOOP}")
+        request = kernel.send(f"%%distribute\n{LOOP}")
         eventually(lambda: len(steps(folder)) > 20, within_s=60)
         os.kill(kernel.manager.provisioner.pid, signal.SIGTERM)
+        told = kernel.collect(request, until="then use %nbdist resume").error
+        assert "Ended by SIGTERM: all ranks stopped after step" in told["evalue"]
         eventually(lambda: not kernel.manager.is_alive(), within_s=30)
     with LiveKernel(folder) as kernel:
         kernel.run("%load_ext nbdist")
