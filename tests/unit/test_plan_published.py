@@ -53,35 +53,10 @@ def test_the_best_is_of_the_published_class(pick: Pick) -> None:
 # ------------------------------------------------------------------------ case by case
 
 
-def test_1_fsdp_and_zero3_tie_where_tokens_are_many() -> None:
-    fsdp, zero = RUNS[:2]
-    assert fsdp.tokens_per_s == pytest.approx(zero.tokens_per_s, rel=0.03)
-    assert fsdp.batch_size * fsdp.seq_len > 30 * fsdp.cost().threshold_tokens
-
-
-def test_2_recomputing_costs_a_seven_b_more_than_a_tenth() -> None:
-    # Published: 10 % on 7B. The planner's is higher, as recomputation is a third of the work.
-    run = next(run for run in RUNS if run.case == 2)
-    gain = run.cost(checkpointing=False).tokens_per_s / run.cost(checkpointing=True).tokens_per_s
-    assert 1.1 < gain < 1.4
-
-
 def test_2_without_selective_recomputation_thirteen_b_is_too_large() -> None:
     run = next(run for run in RUNS if "13B, 128 A100" in run.title)
     assert run.fits
     assert not replace(run, recompute="off").fits
-
-
-def test_3_more_ranks_save_what_shards_and_no_more() -> None:
-    eight, many = (
-        next(run for run in RUNS if run.case == 3 and run.title.endswith(f"{count} H100"))
-        for count in (8, 128)
-    )
-    saved = eight.peak.device_bytes - many.peak.device_bytes
-    state = (
-        12 * model_spec.num_params(eight.model) * (1 / 8 - 1 / 128)
-    )  # gradients are not yet there
-    assert saved == pytest.approx(state, rel=0.02)
 
 
 def largest_batch(setting: Setting) -> int:
@@ -107,14 +82,6 @@ def test_4_offload_takes_about_twice_as_long() -> None:
     )
     slower = fsdp.cost().tokens_per_s / offload.cost().tokens_per_s
     assert 1.3 < slower < 4
-
-
-def test_5_stages_do_not_beat_sharded_parameters_by_memory_alone() -> None:
-    one, two = (
-        replace(next(one for one in FEASIBLE if one.case == 5), backend=name)
-        for name in ("zero1", "zero2")
-    )
-    assert one.cost().tokens_per_s >= two.cost().tokens_per_s
 
 
 def half_a_second(setting: Setting) -> Setting:
