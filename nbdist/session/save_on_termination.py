@@ -164,8 +164,8 @@ class RunTermination:
         else:
             self._outcome = (
                 f"Ended by {self.cause}: all ranks stopped after step {saved.step} and saved"
-                f" checkpoint {saved.name}. In a new session prepare the model, then use %nbdist"
-                " resume."
+                f" checkpoint {saved.name}. To continue in a new session or after %nbdist restart,"
+                " prepare the model, then use %nbdist resume."
             )
         return self._outcome
 
@@ -263,34 +263,35 @@ def measure_disk(folder: Path) -> float:
         return PROBE_BYTES / (time.perf_counter() - begin)
 
 
-def parse_deadline(text: str) -> float:
+def parse_deadline(deadline: str | float) -> float:
     """Return the Unix time of a deadline.
 
     Args:
-        text: a duration since the start of this process ("8h50m"), a clock time ("17:30"), a date
-            and time ("2026-11-24T17:30"), or a Unix time.
+        deadline: a duration since the start of this process ("8h50m"), a clock time ("17:30"), a
+            date and time ("2026-11-24T17:30"), or a Unix time.
 
     Raises:
         OptionError: none of these, or in the past.
     """
-    now, text = datetime.now().astimezone(), text.strip()
-    duration = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    now, text = datetime.now().astimezone(), str(deadline).strip()
+    part = r"(?:(\d+(?:\.\d+)?)"
+    duration = re.fullmatch(rf"{part}h)? *{part}m)? *{part}s)?", text, re.IGNORECASE)
     try:
         if duration and text:
-            hours, minutes, seconds = (int(part or 0) for part in duration.groups())
+            hours, minutes, seconds = (float(part or 0) for part in duration.groups())
             length = timedelta(hours=hours, minutes=minutes, seconds=seconds)
             at = datetime.fromtimestamp(psutil.Process().create_time()).astimezone() + length
         elif re.fullmatch(r"\d?\d:\d\d(:\d\d)?", text):
             at = datetime.fromisoformat(f"{now:%Y-%m-%d} {text.zfill(5)}").astimezone()
             at += timedelta(days=at <= now)
-        elif text.isdecimal():
-            at = datetime.fromtimestamp(int(text)).astimezone()
+        elif re.fullmatch(r"\d+(\.\d+)?", text):
+            at = datetime.fromtimestamp(float(text)).astimezone()
         else:
             at = datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError, OSError) as error:
         raise OptionError(
             f"Invalid deadline {text!r}. Use a time since the start of this kernel such as 8h50m,"
-            " a clock time such as 17:30, or a date and time such as 2026-11-24T17:30."
+            " a clock time such as 17:30, a date and time such as 2026-11-24T17:30, or a Unix time."
         ) from error
     if at <= now:
         raise OptionError(

@@ -273,7 +273,7 @@ class Session(ModelOperations):
                 self.lock.release()
         return stopped
 
-    def set_deadline(self, deadline: str | None) -> None:
+    def set_deadline(self, deadline: str | float | None) -> None:
         """Set the time at which the session will be terminated from outside; None if unknown.
 
         Shortly before it the ranks stop after the same optimizer step and save a checkpoint,

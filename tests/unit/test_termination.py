@@ -12,8 +12,9 @@ from nbdist import OptionError
 from nbdist.session.save_on_termination import parse_deadline
 
 
-def test_a_duration_counts_from_the_start_of_the_kernel() -> None:
-    assert parse_deadline("90h30m") == pytest.approx(psutil.Process().create_time() + 90.5 * 3600)
+@pytest.mark.parametrize("text", ["90h30m", "90h 30m", "90H30M", "90.5h"])
+def test_a_duration_counts_from_the_start_of_the_kernel(text: str) -> None:
+    assert parse_deadline(text) == pytest.approx(psutil.Process().create_time() + 90.5 * 3600)
 
 
 def test_a_clock_time_is_the_next_one() -> None:
@@ -25,7 +26,7 @@ def test_a_clock_time_is_the_next_one() -> None:
 
 def test_a_date_and_a_unix_time_are_taken_as_they_are() -> None:
     later = int(time.time()) + 5000
-    assert parse_deadline(str(later)) == later
+    assert parse_deadline(str(later)) == parse_deadline(later) == later
     assert parse_deadline(datetime.fromtimestamp(later).astimezone().isoformat()) == later
 
 
