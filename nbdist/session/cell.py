@@ -163,6 +163,8 @@ class Cell:
         self.joined = False
         """True if the result has been reported to the user, who may have waited for it."""
         self.failure: RankDied | None = None
+        self.termination = ""
+        """How the run was ended from outside during the cell, and its checkpoint."""
         self.input_requests: dict[int, messages.InputRequest] = {}
         """Prompts that wait for an answer, by rank, in the order of arrival."""
         self.oom_advice: dict[int, messages.OomAdvice] = {}
@@ -216,8 +218,8 @@ class Cell:
             if not self.finished.is_set():
                 self.renderer.sink = screen
                 return
-            lines = [] if self.failure is None else [str(self.failure)]
-            if self.failure is None and self.errors and not self._ranks_with_shown_errors:
+            lines = list(filter(None, [str(self.failure or ""), self.termination]))
+            if not lines and self.errors and not self._ranks_with_shown_errors:
                 lines = self._error_lines()  # the notebook's cell has raised them
             screen.write("stderr", "".join(f"{line}\n" for line in lines))
             screen.flush()

@@ -181,6 +181,8 @@ class RunTermination:
         except CellInterrupted:
             if not (outcome := self.save_once()):
                 raise
+            if (cell := self._cells.last_cell) is not None:
+                cell.termination = outcome
             raise CellInterrupted(outcome) from None
         except NbdistError:
             self.save_once()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
-from nbdist.strategies.backends import STRATEGIES, canonical_backend
+from nbdist.strategies.backends import canonical_backend
 from nbdist.strategies.config_files import abbreviate, enabled_precision, load_mapping
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
             " use a file that `accelerate config` or `%nbdist script` wrote."
         )
     environment = content.get("compute_environment", "LOCAL_MACHINE")
-    kind = str(content.get("distributed_type"))
+    kind = content.get("distributed_type")
+    kind = "NO" if kind is False else str(kind)  # YAML reads NO as false
     if environment != "LOCAL_MACHINE" or kind not in _ENGINES:
         what = f"distributed_type {kind}" if environment == "LOCAL_MACHINE" else environment
         raise OptionError(
@@ -131,6 +132,9 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
         key
         for key, harmless in KEYS_WITHOUT_EFFECT.items()
         if content.get(key) and content[key] not in harmless
+    ]
+    ignored += [
+        key for key, engine in _SECTION_OF.items() if content.get(key) and _ENGINES[kind] != engine
     ]
     for read in (_rank_options, _compile_options, *_SECTIONS[_ENGINES[kind]]):
         more, unused = read(content)
@@ -152,7 +156,7 @@ def _check_parallelism(sizes: Mapping[str, Any]) -> None:
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
     options: JsonObject = {}
     processes, ignored = content.get("num_processes", -1), []
-    if content.get("distributed_type") == "NO":  # Accelerate starts a single process
+    if content.get("distributed_type") in {"NO", False}:  # Accelerate starts a single process
         ignored = ["num_processes"] if processes not in (-1, 1) else []
         processes = 1
     if processes != -1:
@@ -235,11 +239,12 @@ def _deepspeed_file_options(content: Mapping[str, Any]) -> JsonObject:
     return options
 
 
+_SECTION_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 _SECTIONS = {"ddp": (), "fsdp": (_fsdp_options,), "deepspeed": (_deepspeed_options,)}
 
 
 def _zero_backend(stage: object) -> str:
-    if f"zero{stage}" not in STRATEGIES:
+    if stage not in (1, 2, 3):
         raise OptionError(
             f"The config file has ZeRO stage {abbreviate(stage)}. Use stage 1, 2 or 3, or"
             " distributed_type MULTI_GPU for DDP."

@@ -210,10 +210,11 @@ def load_mapping(config: str | Path) -> JsonObject:
     file = expand_user(config)
     is_yaml = file.suffix in {".yaml", ".yml"}
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
         content: Any = yaml.safe_load(text) if is_yaml else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"Cannot read the config file {str(config)!r}: {error}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(f"Cannot read the config file {str(config)!r}: {reason}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"is not JSON ({error}). Name it .yaml if it is YAML."
         if is_yaml:

@@ -104,7 +104,7 @@ def session(folder: Path) -> Iterator[Session]:  # noqa: ARG001 - where it saves
 
 @pytest.mark.fault("B17")
 def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
-    session: Session, folder: Path
+    session: Session, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of a run"):
         session.resume()
@@ -120,7 +120,11 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     session.run(PREPARE)
     assert session.resume().step == saved.step
     session.set_deadline(str(int(time.time()) + 14))
-    assert "Ended by the deadline" in train_until_ended(session, lambda: None)
+    said = train_until_ended(session, lambda: None)
+    assert "Ended by the deadline" in said
+    capsys.readouterr()
+    session.replay()
+    assert said in capsys.readouterr().err
     last = session.checkpoints[-1]
     assert (last.ended, last.step > saved.step) == ("the deadline", True)
     assert_each_step_was_made_once(folder, last.step)

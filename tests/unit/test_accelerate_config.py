@@ -110,11 +110,12 @@ def test_a_number_of_ranks_on_the_line_takes_precedence(tmp_path: Path) -> None:
     assert options(tmp_path, FSDP | {"num_processes": 512}, "-n 2")["nproc"] == 2
 
 
+@pytest.mark.parametrize("name", ["NO", False])  # YAML reads NO without quotes as false
 def test_without_a_distributed_type_there_is_one_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: object
 ) -> None:
     """As under `accelerate launch`; trl's single_gpu.yaml has 8 processes."""
-    assert options(tmp_path, {"distributed_type": "NO", "num_processes": 8})["nproc"] == 1
+    assert options(tmp_path, {"distributed_type": name, "num_processes": 8})["nproc"] == 1
     assert "nbdist: ignored keys of the config file: num_processes" in capsys.readouterr().out
 
 
@@ -125,6 +126,8 @@ def test_what_has_no_effect_is_named_in_one_line(
     assert capsys.readouterr().out.strip() == (
         "nbdist: ignored keys of the config file: machine_rank, main_process_ip"
     )
+    options(tmp_path, FSDP | {"distributed_type": "MULTI_GPU"})
+    assert capsys.readouterr().out.endswith("config file: fsdp_config\n")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,7 @@ def test_what_has_no_effect_is_named_in_one_line(
         ({}, "-b ddp", r"^backend is 'ddp' but the config file has 'fsdp2'\. Remove one"),
         ({"fsdp_config": {"fsdp_version": 3}}, "", r"^fsdp_version must be 1 or 2, got 3\.$"),
         (ZERO | {"deepspeed_config": {"zero_stage": 0}}, "", r"ZeRO stage 0\. Use stage 1, 2"),
+        (ZERO | {"deepspeed_config": {"zero_stage": "3"}}, "", r"ZeRO stage '3'\. Use stage 1, 2"),
     ],
 )
 def test_what_a_session_cannot_run_is_refused(
