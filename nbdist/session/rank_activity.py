@@ -1,4 +1,4 @@
-"""What ranks do while a cell runs: polls them, and detects that they block each other.
+"""Polls the ranks while a cell runs, and detects that they block each other.
 
 Runs in the notebook's kernel. Requests use the control channel and never block. A rank that cannot
 reply (its process is stopped) is polled again after a timeout, so that requests do not pile up.
