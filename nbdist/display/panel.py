@@ -503,8 +503,16 @@ def _ranks(ranks: Sequence[RankView]) -> list[Block]:
         rows=_rows_by_node(ranks, headings, _rank),
         text_columns={1, 3, 4, 5},
     )
+    texts: list[str] = []
+    for node, group in groupby(ranks, key=itemgetter("node")):
+        texts += [headings[node]] if node else []
+        for rank in group:
+            pid = "" if rank["pid"] is None else f", pid {rank['pid']}"
+            where = f", {rank['where']}" if rank["where"] else ""
+            line = f": {rank['line']}" if rank["line"] else ""
+            texts.append(f"rank {rank['rank']} ({rank['state']}{pid}{where}){line}")
     summary = element("summary", f"{len(ranks)} ranks")
-    return [Rich(element("details", summary, table.html), table.text)]
+    return [Rich(element("details", summary, table.html), "\n".join(texts))]
 
 
 def _rank(rank: RankView) -> list[str | Rich]:

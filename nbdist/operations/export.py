@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,13 @@ from nbdist.checkpoint import durable_io
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
-from nbdist.protocol.operations import EXPORT, ExportRequest, RankExportReport, slowest_phases
+from nbdist.protocol.operations import EXPORT, ExportRequest, slowest_phases
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
 
     from nbdist.session.worker_group import WorkerGroup
 
@@ -30,11 +31,27 @@ EXPORT_DTYPES = {
 MAX_SHARD_SIZE = "5GB"
 
 
-@dataclass(slots=True, kw_only=True)
-class ExportReport(RankExportReport):
-    """Result of an export, of all ranks together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """Result of an export."""
 
     path: Path
+    model: str
+    """Class name of the model."""
+    files: tuple[str, ...]
+    """Files with tensors."""
+    tensors: int
+    size_bytes: int
+    """Total size of the tensors."""
+    seconds: Mapping[str, float]
+    """By phase, of the slowest rank."""
+    gathered_bytes: int = 0
+    """Bytes sent between ranks."""
+    companions: tuple[str, ...] = ()
+    """Variables saved with the model, such as a tokenizer."""
+    notes: tuple[str, ...] = ()
+    how: str = ""
+    """Code that loads the folder."""
 
     def __str__(self) -> str:
         files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
@@ -92,7 +109,16 @@ def export(workers: WorkerGroup, request: ExportRequest) -> ExportReport:
             workers, EXPORT, lambda text: line.show(f"nbdist: export: {text}")
         ).run(request)
         line.show("nbdist: export: done")
-    report = ExportReport(path=Path(request.folder), **asdict(reports[0]))
-    report.seconds = slowest_phases(reports)
-    report.gathered_bytes = sum(each.gathered_bytes for each in reports)
-    return report
+    first = reports[0]
+    return ExportReport(
+        path=Path(request.folder),
+        model=first.model,
+        files=tuple(first.files),
+        tensors=first.tensors,
+        size_bytes=first.size_bytes,
+        seconds=slowest_phases(reports),
+        gathered_bytes=sum(report.gathered_bytes for report in reports),
+        companions=tuple(first.companions),
+        notes=tuple(first.notes),
+        how=first.how,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist import checkpoint
@@ -14,7 +14,6 @@ from nbdist.protocol.operations import (
     LOAD,
     ImportCheckpointRequest,
     LoadRequest,
-    RankImportReport,
     distinct_notes,
     slowest_phases,
 )
@@ -111,11 +110,21 @@ def load_checkpoint(
     return report
 
 
-@dataclass(slots=True, kw_only=True)
-class ForeignReport(RankImportReport):
-    """Result of loading files of another tool, of all ranks together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignReport:
+    """Result of loading files of another tool."""
 
     path: Path
+    kind: str
+    """Format and tool that wrote it."""
+    tensors: int
+    read_bytes: int
+    """Sum over all ranks."""
+    steps: float | None
+    """Step of the optimizer; None if its state was not loaded."""
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """Parts that were not loaded."""
 
     def __str__(self) -> str:
         step = "" if self.steps is None else f", the optimizer at step {self.steps:g}"
@@ -150,7 +159,12 @@ def import_checkpoint(
             workers, IMPORT, lambda text: line.show(f"nbdist: load: {text}")
         ).run(ImportCheckpointRequest(path=str(absolute), trust=trust, model=model))
         line.show("nbdist: load: done")
-    report = ForeignReport(path=absolute, **asdict(reports[0]))
-    report.read_bytes = sum(each.read_bytes for each in reports)
-    report.seconds = max(each.seconds for each in reports)
-    return report
+    return ForeignReport(
+        path=absolute,
+        kind=reports[0].kind,
+        tensors=reports[0].tensors,
+        read_bytes=sum(report.read_bytes for report in reports),
+        steps=reports[0].steps,
+        seconds=max(report.seconds for report in reports),
+        notes=tuple(reports[0].notes),
+    )

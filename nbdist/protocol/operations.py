@@ -272,7 +272,7 @@ class ImportCheckpointRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RankImportReport:
-    """Result of an import on a rank, and the part of the user's report that is the same."""
+    """Result of an import on a rank."""
 
     kind: str = ""
     """Format and tool that wrote it."""
@@ -282,7 +282,6 @@ class RankImportReport:
     """Optimizer steps taken; None if the optimizer state was not loaded."""
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    """Parts that were not loaded."""
 
 
 IMPORT = Operation(
@@ -312,7 +311,7 @@ class ExportRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RankExportReport:
-    """Result of an export on a rank, and the part of the user's report that is the same."""
+    """Result of an export on a rank."""
 
     model: str = ""
     """Class name of the model."""
@@ -322,9 +321,9 @@ class RankExportReport:
     size_bytes: int = 0
     """Total size of the tensors in all files."""
     gathered_bytes: int = 0
-    """Bytes sent to other ranks."""
+    """Bytes that this rank sent to other ranks."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Phase -> seconds; for all ranks, of the slowest."""
+    """Phase -> seconds."""
     companions: list[str] = field(default_factory=list)
     """Variables that were saved with the model: tokenizer, processor."""
     notes: list[str] = field(default_factory=list)
