@@ -215,9 +215,10 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
         "from nbdist.worker.operations import collective_phases as phases\n"
         "def fail(name):\n"
         "    if name == 'keeping': raise torch.OutOfMemoryError('CUDA out of memory')\n"
-        "if rank == 0: phases.before_phase.append(fail)\n"
-        "if rank == 1: phases.before_phase.append(lambda name: name == 'keeping' and fall())\n"
-        "trap = 'spins'"
+        "def spin(name):\n"
+        "    global trap\n"
+        "    if name == 'keeping': trap = 'spins'; fall()\n"
+        "phases.before_phase.append(spin if rank == 1 else fail)"
     )
     told: list[str] = []
 
