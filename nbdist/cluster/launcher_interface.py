@@ -6,6 +6,7 @@ code above is the same for both. What a method returns here is right for ranks o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,18 +63,19 @@ class RankProcessInfo(Protocol):
         """Start time (psutil)."""
 
 
-class LauncherProvider:
+class LauncherProvider(ABC):
     """Provides launcher groups."""
 
     memory_events_file: Path | None = None
     """File with the OOM killer's counters; None: that of the kernel's own cgroup."""
 
-    def check_limits(self, world_size: int) -> None:
+    def check_limits(self, world_size: int) -> None:  # noqa: B027
         """Check the limits of this machine; raises StartError. By default there are none."""
 
-    def warm_up(self, kind: DeviceType, python: RankPython) -> None:
+    def warm_up(self, kind: DeviceType, python: RankPython) -> None:  # noqa: B027
         """Prepare for ranks of this kind. By default nothing is prepared."""
 
+    @abstractmethod
     def acquire_launchers(
         self,
         kind: DeviceType,
@@ -82,9 +84,8 @@ class LauncherProvider:
         python: RankPython,
     ) -> LauncherGroup:
         """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """End unused launchers, if there are any."""
 
 

@@ -381,7 +381,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self,
         folder: str | os.PathLike[str],
         *,
-        cells: str | Sequence[int] | None = None,
+        cells: str | int | Sequence[int] | None = None,
         tag: str | None = None,
         overwrite: bool = False,
         with_nbdist: bool = False,

@@ -86,7 +86,7 @@ def write_script(
     session: SessionLifecycle,
     folder: str | os.PathLike[str],
     *,
-    cells: str | Sequence[int] | None,
+    cells: str | int | Sequence[int] | None,
     tag: str | None,
     overwrite: bool,
     with_nbdist: bool,
@@ -146,7 +146,7 @@ def write_script(
 
 
 def choose_cells(
-    history: CellHistory, cells: str | Sequence[int] | None = None, tag: str | None = None
+    history: CellHistory, cells: str | int | Sequence[int] | None = None, tag: str | None = None
 ) -> tuple[list[tuple[CellRun, list[str]]], list[str]]:
     """Return the cells of a script with notes for the reader, and what is left out.
 
@@ -193,7 +193,7 @@ def _notes(runs: Sequence[CellRun], good: Sequence[CellRun]) -> list[str]:
     return notes
 
 
-def _numbered(history: CellHistory, cells: str | Sequence[int]) -> list[CellRun]:
+def _numbered(history: CellHistory, cells: str | int | Sequence[int]) -> list[CellRun]:
     """Return the runs with these numbers, such as "3,5-7"; a range may have gaps."""
     by_number = {run.number: run for run in history.runs}
     chosen: list[int] = []

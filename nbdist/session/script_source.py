@@ -170,14 +170,12 @@ def _on_ranks(part: RankCode, source: str) -> str:
     if len(part.ranks) == part.world_size or not source.strip():
         return source
     # Not the predefined `rank`: a cell may use that name for something else.
-    test = f"accelerator.process_index in {part.ranks}"
-    if len(part.ranks) == 1:
-        is_main = part.ranks[0] == 0
-        test = (
-            "accelerator.is_main_process"
-            if is_main
-            else f"accelerator.process_index == {part.ranks[0]}"
-        )
+    if part.ranks == (0,):
+        test = "accelerator.is_main_process"
+    elif len(part.ranks) == 1:
+        test = f"accelerator.process_index == {part.ranks[0]}"
+    else:
+        test = f"accelerator.process_index in {part.ranks}"
     has_code = bool(ast.parse(source).body)
     return "\n".join([f"if {test}:", *_indented(source), *([] if has_code else [f"{_INDENT}pass"])])
 

@@ -118,8 +118,9 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
             " use a file that `accelerate config` or `%nbdist script` wrote."
         )
     environment = content.get("compute_environment", "LOCAL_MACHINE")
-    kind = content.get("distributed_type")
-    kind = "NO" if kind is False else str(kind)  # YAML reads NO as false
+    if content.get("distributed_type") is False:  # YAML reads NO as false
+        content = {**content, "distributed_type": "NO"}
+    kind = str(content.get("distributed_type"))
     if environment != "LOCAL_MACHINE" or kind not in _ENGINES:
         what = f"distributed_type {kind}" if environment == "LOCAL_MACHINE" else environment
         raise OptionError(
@@ -133,9 +134,8 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
         for key, harmless in KEYS_WITHOUT_EFFECT.items()
         if content.get(key) and content[key] not in harmless
     ]
-    ignored += [
-        key for key, engine in _SECTION_OF.items() if content.get(key) and _ENGINES[kind] != engine
-    ]
+    others = [f"{engine}_config" for engine in _SECTIONS if engine != _ENGINES[kind]]
+    ignored += [key for key in others if content.get(key)]
     for read in (_rank_options, _compile_options, *_SECTIONS[_ENGINES[kind]]):
         more, unused = read(content)
         options |= more
@@ -156,7 +156,7 @@ def _check_parallelism(sizes: Mapping[str, Any]) -> None:
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:
     options: JsonObject = {}
     processes, ignored = content.get("num_processes", -1), []
-    if content.get("distributed_type") in {"NO", False}:  # Accelerate starts a single process
+    if content.get("distributed_type") == "NO":  # Accelerate starts a single process
         ignored = ["num_processes"] if processes not in (-1, 1) else []
         processes = 1
     if processes != -1:
@@ -239,7 +239,6 @@ def _deepspeed_file_options(content: Mapping[str, Any]) -> JsonObject:
     return options
 
 
-_SECTION_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 _SECTIONS = {"ddp": (), "fsdp": (_fsdp_options,), "deepspeed": (_deepspeed_options,)}
 
 
