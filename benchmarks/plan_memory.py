@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import secrets
 import statistics
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 CASES = 8
 """Of each backend in `make bench`."""
-PROCESSES = 2
+PROCESSES = max(2, (os.cpu_count() or 1) // 2)
 MIB = 2**20
 BACKENDS = ("ddp", "fsdp2", "fsdp1", "zero1", "zero2", "zero3")
 UNEVEN = ("fsdp1", "zero1", "zero2")
@@ -91,7 +92,7 @@ def compare(seed: int, count: int, backends: Sequence[str], kind: str = "cpu") -
     for backend in backends:
         rng = random.Random(f"{seed} {backend}")  # noqa: S311 - reproducible, not secret
         cases = [draw(rng, seed, backend, number, kind) for number in range(count)]
-        with ThreadPoolExecutor(PROCESSES if kind == "cpu" else 1) as pool:
+        with ThreadPoolExecutor(PROCESSES) as pool:
             for case, peak in zip(cases, pool.map(fullest, cases), strict=True):
                 found.append(Result(case, peak, planned(case)))
                 print(_line(found[-1]), flush=True)

@@ -31,6 +31,7 @@ from nbdist.errors import SwitchError
 from nbdist.state.layouts.base import (
     DdpLayout,
     Layout,
+    fsdp2_param_groups,
     innermost_optimizer,
     is_deepspeed_engine,
     unwrap_compiled,
@@ -187,12 +188,12 @@ def _free_fsdp1(module: FullyShardedDataParallel) -> list[torch.Tensor]:
 def _free_fsdp2(module: Any) -> None:
     """Free the parameter groups of an FSDP2 unit, which refer to shards too."""
     state = module._get_fsdp_state()  # noqa: SLF001
-    for group in state._fsdp_param_groups:  # noqa: SLF001
+    for group in fsdp2_param_groups(module):
         for parameter in group.fsdp_params:
             vars(parameter).clear()
         vars(group.comm_ctx).clear()
         vars(group).clear()
-    state._fsdp_param_groups.clear()  # noqa: SLF001
+    state._fsdp_param_groups = []  # noqa: SLF001
     vars(state._comm_ctx).clear()  # noqa: SLF001
 
 

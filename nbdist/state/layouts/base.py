@@ -323,6 +323,15 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     return unwrap_compiled(inner) if isinstance(inner, nn.Module) else model
 
 
+def fsdp2_param_groups(unit: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP2 unit: several since torch 2.13, one before."""
+    state = unit._get_fsdp_state()  # noqa: SLF001
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]  # noqa: SLF001
+    return [group for group in groups if group is not None]
+
+
 def is_deepspeed_engine(model: nn.Module) -> bool:
     """Return whether a model is a DeepSpeed engine; does not import DeepSpeed."""
     return hasattr(model, "set_gradient_accumulation_boundary")

@@ -37,6 +37,7 @@ from nbdist.state.layouts.base import (
     ScalarState,
     bare_name,
     check_group_size,
+    fsdp2_param_groups,
 )
 from nbdist.state.shards import Shard
 
@@ -225,7 +226,9 @@ class Fsdp2Layout(Layout):
     def full_parameters(cls, model: nn.Module) -> Iterator[None]:
         """Gather all units, and keep them gathered after a forward."""
         units = _units(model)
-        groups = [group for unit in units for group in _initialized(unit)._fsdp_param_groups]  # noqa: SLF001
+        for unit in units:
+            _initialize(unit)
+        groups = [group for unit in units for group in fsdp2_param_groups(unit)]
         before = [group.post_forward_mesh_info for group in groups]
         try:
             for group in groups:
@@ -248,7 +251,7 @@ class Fsdp2Layout(Layout):
     def root_parameters(cls, model: nn.Module) -> Iterator[None]:
         """Gather the root unit."""
         root = _units(model)[0]
-        _initialized(root)
+        _initialize(root)
         try:
             root.unshard()
             yield
@@ -306,8 +309,6 @@ def _units(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _initialized(unit: Any) -> Any:
-    """Return the state of a unit; torch 2.13 takes the first one that is used as the root."""
-    state = unit._get_fsdp_state()  # noqa: SLF001
-    state._lazy_init()  # noqa: SLF001
-    return state
+def _initialize(unit: Any) -> None:
+    """Initialize a unit; torch 2.13 takes the first one that is used as the root."""
+    unit._get_fsdp_state()._lazy_init()  # noqa: SLF001

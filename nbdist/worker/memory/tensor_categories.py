@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._pytree import tree_leaves
 
+from nbdist.state.layouts.base import fsdp2_param_groups
 from nbdist.worker.training import rebind_variables
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def gradients(model: nn.Module) -> list[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP2's parameter objects hold unsharded gradients between micro-batches.
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            for group in fsdp2_param_groups(module):
                 for parameter in group.fsdp_params:
                     # There is no unsharded parameter before the first all-gather.
                     unsharded = getattr(parameter, "_unsharded_param", None)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.profiler.measurements import DataLoaderStats, ProfiledModel, RankProfile
-from nbdist.state.layouts.base import unwrap_compiled
+from nbdist.state.layouts.base import fsdp2_param_groups, unwrap_compiled
 from nbdist.worker.memory import memory_probe, tensor_categories
 from nbdist.worker.memory.memory_probe import current_probe
 from nbdist.worker.profiling import instrumentation, kineto
@@ -307,8 +307,8 @@ def fsdp_unit_numels(prepared: nn.Module) -> list[int]:
     sizes = []
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
-            groups = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
-            shapes = [item._orig_size for group in groups for item in group.fsdp_params]  # noqa: SLF001
+            params = [item for group in fsdp2_param_groups(module) for item in group.fsdp_params]
+            shapes = [item._orig_size for item in params]  # noqa: SLF001
         elif isinstance(module, Fsdp1) and (handle := module._handle) is not None:  # noqa: SLF001
             shapes = [handle.flat_param._unpadded_unsharded_size]  # noqa: SLF001
         else:
