@@ -143,7 +143,7 @@ def feasible_line(one: Ran, peers: Sequence[Peer]) -> str:
     of = figure(one.cluster.smallest_device.memory_bytes / GIB)
     theirs = "".join(f"{figure(ask(one)):>20}" for _, ask in peers)
     title = f"{one.case:2} {one.title}"[:69]
-    return f"{title:70}{of:>7}{there:>12}{figure(one.peak.total / GIB):>10}{theirs}"
+    return f"{title:70}{of:>7}{there:>12}{figure(one.peak.device_bytes / GIB):>10}{theirs}"
 
 
 def figure(size: float | None) -> str:
@@ -179,15 +179,14 @@ def deepspeed_says(one: Setting) -> float | None:
             estimate_zero2_model_states_mem_needs as two,
         )
     params, cluster = model_spec.num_params(one.model), one.cluster
-    where = {"num_gpus_per_node": cluster.ranks_per_node, "num_nodes": cluster.nodes}
+    where = {"num_gpus_per_node": cluster.ranks_per_node, "num_nodes": cluster.num_nodes}
     offload = "offload" in one.options
     if one.backend == "zero2":
         return float(two(params, cpu_offload=offload, **where)[1]) / GIB
     if one.backend == "zero3":
         both = {"cpu_offload": offload, "cpu_offload_params": "offload_params" in one.options}
-        return (
-            float(three(params, model_spec.largest_param_size(one.model), **both, **where)[1]) / GIB
-        )
+        largest = max(group.largest for group in one.model.groups)
+        return float(three(params, largest, **both, **where)[1]) / GIB
     return None
 
 

@@ -215,7 +215,7 @@ def compare_plan_with_measurements(
     )
     device = PartComparison("resident memory", None, fullest.rss_bytes)
     if fullest.kind == "cuda":
-        predicted = overhead.device_bytes(expected)
+        predicted = overhead.device_bytes(expected, moment.idle_pool_bytes)
         device = PartComparison("the device", predicted, fullest.device_bytes)
     return MeasuredComparison(
         title=(

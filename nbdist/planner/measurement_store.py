@@ -273,8 +273,9 @@ def is_memory_filesystem(filesystem: str) -> bool:
 
 DEFAULT_ALLOCATOR_FACTOR = 1.04
 """Default overhead of the caching allocator in a steady training loop."""
-CUDA_CONTEXT_BYTES = 600 << 20
-"""Default size of a CUDA context with torch's kernels loaded (0.4-0.6 GiB by generation)."""
+CUDA_CONTEXT_BYTES = 770 << 20
+"""Default size of a CUDA context with torch's kernels loaded, and of cuBLAS's workspaces: 706 and
+64 MiB on an H200 with torch 2.11."""
 COMMUNICATOR_BYTES = 450 << 20
 """Default size of NCCL's buffers and channels for a process group of two or more ranks."""
 CPU_CONTEXT_BYTES = 600 << 20
@@ -296,9 +297,16 @@ class DeviceOverhead:
     day: str = ""
     """Date of the last session; empty for the defaults."""
 
-    def device_bytes(self, allocated_bytes: int) -> int:
-        """Return the device bytes for tensors of `allocated_bytes`."""
-        return int(allocated_bytes * self.factor) + self.context_bytes
+    def device_bytes(self, allocated_bytes: int, idle_pool_bytes: int = 0) -> int:
+        """Return the device bytes for tensors of `allocated_bytes`.
+
+        Args:
+            allocated_bytes: tensors at the peak.
+            idle_pool_bytes: blocks that the allocator keeps for another stream; a measured factor
+                contains them.
+        """
+        held = allocated_bytes + (0 if self.runs else idle_pool_bytes)
+        return int(held * self.factor) + self.context_bytes
 
 
 def default_overhead(kind: str, world_size: int) -> DeviceOverhead:

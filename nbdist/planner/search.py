@@ -285,7 +285,8 @@ class _PlanVariant:
         run = self._plan_input.model.micro_batch_activations(workload)
         peak = self._story.peak_memory(run)
         allocated, context = peak.device_bytes, self._overhead.context_bytes
-        device_bytes = self._overhead.device_bytes(allocated)
+        idle = peak.idle_pool_bytes if self._plan_input.cluster.kind == "cuda" else 0
+        device_bytes = self._overhead.device_bytes(allocated, idle)
         host_bytes = sum(peak.host_parts.values())
         extra = {"context": context, "margin": device_bytes - allocated - context}
         memory_parts = {part: peak.parts.get(part, 0) for part in MEMORY_PARTS} | extra

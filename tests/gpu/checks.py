@@ -291,6 +291,7 @@ def planned(lab: Lab, *, backend: str) -> Findings:
 
     session = prepared(lab, lab.sizes, backend=backend, precision="bf16")
     figures = session.measured()[0]
+    measurement_store.store_path().unlink(missing_ok=True)  # what this session has stored
     checked = planner.compare_with_measured(session)
     predicted = checked.allocated.predicted_bytes
     if figures is None or not figures.allocated_bytes or predicted is None:
@@ -303,7 +304,7 @@ def planned(lab: Lab, *, backend: str) -> Findings:
         return
     same = peak >= figures.allocated_bytes
     yield same, f"torch's own peak {mib(peak)}, reserved {mib(figures.reserved_bytes or 0)}"
-    device = measurement_store.default_overhead("cuda", session.world_size).device_bytes(predicted)
+    device = checked.device.predicted_bytes or 0
     off = (device - figures.device_bytes) / figures.device_bytes
     yield abs(off) <= 0.08, f"device {mib(figures.device_bytes)}, plan {off:+.1%}"
     yield (
@@ -326,7 +327,7 @@ add_planned("ddp")
 @check(items="A6", cost=40)
 def profiled(lab: Lab) -> Findings:
     """Parts sum to the step within 3 %; the device computes; each collective has bytes; the
-    trace has kernels; 0 < MFU < 1; FLOPs within 10 %.
+    trace has kernels; 0 < MFU < 1; FLOPs within 10 %; the peak within 5 % of torch's.
     """
     session = prepared(lab, lab.sizes, precision="bf16")
     folder = lab.work / "profile"
@@ -341,6 +342,10 @@ def profiled(lab: Lab) -> Findings:
             moved = {kind.name: kind.bytes for kind in one.traffic}
             yield bool(moved) and all(moved.values()), f"bytes {moved}"
         yield one.memory is not None, f"memory {sorted(one.memory.parts) if one.memory else None}"
+        peak = value(session, "torch.cuda.max_memory_allocated(device) if cuda else 0")
+        counted = sum(one.memory.parts.values()) if one.memory else 0
+        near = abs(counted - peak) <= 0.05 * peak
+        yield lab.judged(near), f"counted {mib(counted)}, torch's peak {mib(peak)}"
         with gzip.open(one.trace) as file:
             events = json.load(file)["traceEvents"]
         kernels = sum(event.get("cat") == "kernel" for event in events)

@@ -159,18 +159,22 @@ class Setting:
         return measurement_store.default_overhead("cuda", self.cluster.world_size)
 
     @property
+    def _device_bytes(self) -> int:
+        peak = self.peak
+        return self.calibration.device_bytes(peak.device_bytes, peak.idle_pool_bytes)
+
+    @property
     def reserved_gib(self) -> float:
         """What the allocator holds, as training logs tell it: without CUDA's own context."""
-        return self.peak.device_bytes * self.calibration.factor / GIB
+        return (self._device_bytes - self.calibration.context_bytes) / GIB
 
     @property
     def fits(self) -> bool:
         """Whether the planner says that it runs."""
-        needed = self.calibration.device_bytes(self.peak.device_bytes)
         margin = prediction_errors.margin_of(
             self.setup(checkpointing=False).options.strategy.name, "closed form", calibrated=False
         )
-        return needed * (1 + margin.total) <= self.cluster.smallest_device.free_bytes
+        return self._device_bytes * (1 + margin.total) <= self.cluster.smallest_device.free_bytes
 
 
 @dataclass(frozen=True)

@@ -132,5 +132,6 @@ def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
         torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled)
     )
     nothing: Any = None
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _device: recorded.append("snapshot"))
     step_memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
-    assert recorded == ([] if users else ["all", None])
+    assert recorded == (["snapshot"] if users else ["all", "snapshot", None])

@@ -1,7 +1,8 @@
 """Memory timeline of DDP: every rank holds everything, and the gradients twice.
 
 torch 2.13 and accelerate 1.15 leave `gradient_as_bucket_view` off, so the reducer's buckets are a
-second copy of all gradients for the lifetime of the model.
+second copy of all gradients for the lifetime of the model. On one GPU, accelerate 1.15 does not
+wrap the model in DDP.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ class DdpTimeline(StepTimeline):
         super().__init__(model)
         self._setup = setup
         elements, width = model_spec.num_trainable_params(model), model.trainable_element
+        is_wrapped = setup.world_size > 1 or setup.kind == "cpu"
         self._kept = NonActivationMemory(
             {
                 "parameters": elements * width
                 + model_spec.num_frozen_params(model) * model.element
                 + model_spec.quantized_param_bytes(model),
-                "buffers": elements * width,
+                "buffers": elements * width * is_wrapped,
                 "optimizer": setup.optimizer.state_bytes(
                     elements, element=width, shapes=optimizers.trained_shapes(model)
                 ),

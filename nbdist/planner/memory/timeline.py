@@ -158,6 +158,8 @@ class MemoryUsage(NamedTuple):
     """Bytes in host memory for this rank."""
     nvme_bytes: int = 0
     """Bytes on NVMe for this rank."""
+    idle_pool_bytes: int = 0
+    """Bytes that a GPU's caching allocator keeps for another stream than that of the model."""
 
     @property
     def device_bytes(self) -> int:
@@ -167,6 +169,9 @@ class MemoryUsage(NamedTuple):
 
 class StepTimeline(ABC):
     """One engine's training step of one model."""
+
+    reduce_stream_bytes = 0
+    """Bytes of gradients that the engine allocates on a stream of its own on a GPU."""
 
     def __init__(self, model: ModelSpec) -> None:
         self.model = model
@@ -195,14 +200,27 @@ class StepTimeline(ABC):
     def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
         """Yield all moments of an optimizer step with such micro-batches."""
         for name, allocation, activations, logits in self._moments(run):
-            yield _moment(name, allocation, activations, logits, allocation.host)
+            yield self._moment(name, allocation, activations, logits, allocation.host)
 
     def peak_memory(self, run: MicroBatchActivations) -> MemoryUsage:
         """Return the peak device usage, with the peak of host memory over all moments."""
         moments = self._moments(run)
         host = max([allocation for _, allocation, _, _ in moments], key=_host_bytes).host
         totals = [allocation.total + alive + logits for _, allocation, alive, logits in moments]
-        return _moment(*moments[totals.index(max(totals))], host)
+        return self._moment(*moments[totals.index(max(totals))], host)
+
+    def _moment(
+        self,
+        name: str,
+        allocation: NonActivationMemory,
+        activations: int,
+        logits: int,
+        host: tuple[BytesByPart, ...],
+    ) -> MemoryUsage:
+        alive = {"activations": activations, "logits": logits}
+        parts = sum_parts((*allocation.parts, alive))
+        idle = max(0, self.reduce_stream_bytes - parts.get("gradients", 0))
+        return MemoryUsage(name, parts, sum_parts(host), allocation.nvme, idle)
 
     def _moments(
         self, run: MicroBatchActivations
@@ -219,19 +237,6 @@ class StepTimeline(ABC):
 
 
 _host_bytes = attrgetter("host_bytes")
-
-
-def _moment(
-    name: str,
-    allocation: NonActivationMemory,
-    activations: int,
-    logits: int,
-    host: tuple[BytesByPart, ...],
-) -> MemoryUsage:
-    alive = {"activations": activations, "logits": logits}
-    return MemoryUsage(
-        name, sum_parts((*allocation.parts, alive)), sum_parts(host), allocation.nvme
-    )
 
 
 def sum_parts(many: Iterable[BytesByPart]) -> dict[str, int]:

@@ -489,8 +489,8 @@ def _on_gpu(device: torch.device) -> dict[str, int]:
     stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
-        "allocated_bytes": stats["allocated_bytes.all.peak"],
-        "active_bytes": stats["active_bytes.all.peak"],
+        # As tensors requested them: a block is up to 1 MiB larger.
+        "allocated_bytes": stats["requested_bytes.all.peak"],
         "reserved_bytes": stats["reserved_bytes.all.peak"],
         "device_bytes": total - free - current_probe.device_before_bytes,
         "device_total_bytes": total,

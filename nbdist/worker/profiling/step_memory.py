@@ -7,6 +7,7 @@ allocator is used, and a snapshot is written for the PyTorch memory visualizer.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections import Counter
@@ -154,15 +155,16 @@ class GpuStepMemory:
         )
 
     def stop(self) -> None:
-        """Stop the recording, unless the cell had enabled it."""
+        """Take a snapshot, then stop the recording, unless the cell had enabled it."""
+        self._snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
+        # torch 2.11: disabling the history deletes it.
         if not self._users:
             torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
 
     def measurements(self) -> PeakMemory:
         """Return the memory at the peak. Writes a snapshot if a folder was given."""
-        snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
         # torch's peak statistics are not used, since resetting them would affect the user's cells.
-        more, lines = at_peak(snapshot, self._began_us, self._place)
+        more, lines = at_peak(self._snapshot, self._began_us, self._place)
         peak = self._before + more
         parts: Counter[str] = Counter()
         resting = memory_probe.resting_bytes(self._model, self._probe.inner_optimizer)
@@ -171,10 +173,11 @@ class GpuStepMemory:
         parts["gradients"] = max(parts["gradients"], self._gradients)
         parts["activations"] = max(0, peak - sum(parts.values()))
         path = ""
-        if self._folder:  # a snapshot next to the traces
+        if self._folder:  # next to the traces
             file = Path(self._folder) / f"rank{self._rank}.memory.pickle"
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(path := str(file))  # noqa: SLF001
+            file.write_bytes(pickle.dumps(self._snapshot))
+            path = str(file)
         free, total = torch.cuda.mem_get_info(self._device)
         return PeakMemory(
             parts=dict(parts),
