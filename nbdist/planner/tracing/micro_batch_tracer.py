@@ -311,7 +311,11 @@ def _table() -> dict[Any, Callable[..., float]]:
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,  # noqa: SLF001
         aten._grouped_mm: _grouped_flops,  # noqa: SLF001
     }
-    if hasattr(own, "grouped_mm_fallback"):  # transformers with experts is loaded
-        table[own.grouped_mm_fallback] = _grouped_flops
-        table[own.grouped_mm_fallback_backward] = _grouped_backward_flops
+    # Of transformers with experts, if it is loaded; 5.17 has no operator for the backward.
+    for name, formula in (
+        ("grouped_mm_fallback", _grouped_flops),
+        ("grouped_mm_fallback_backward", _grouped_backward_flops),
+    ):
+        if hasattr(own, name):
+            table[getattr(own, name)] = formula
     return table

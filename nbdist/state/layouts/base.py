@@ -324,8 +324,12 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_param_groups(unit: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 unit: several since torch 2.13, one before."""
-    state = unit._get_fsdp_state()  # noqa: SLF001
+    """Return the parameter groups of an FSDP2 unit."""
+    return param_groups_of(unit._get_fsdp_state())  # noqa: SLF001
+
+
+def param_groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups in an FSDP2 state: several in torch 2.13, one in torch 2.11."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]  # noqa: SLF001

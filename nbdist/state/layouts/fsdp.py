@@ -38,6 +38,7 @@ from nbdist.state.layouts.base import (
     bare_name,
     check_group_size,
     fsdp2_param_groups,
+    param_groups_of,
 )
 from nbdist.state.shards import Shard
 
@@ -218,7 +219,7 @@ class Fsdp2Layout(Layout):
             if isinstance(module, FSDPModule):
                 state: Any = module._get_fsdp_state()  # noqa: SLF001
                 if state._is_root and state._training_state != Fsdp2TrainingState.IDLE:  # noqa: SLF001
-                    module.reset_iter_state()
+                    reset_iteration(module)
                 module.reshard()
 
     @classmethod
@@ -307,6 +308,41 @@ def _check_row_sharding(name: str, parameter: DTensor) -> None:
 def _units(model: nn.Module) -> list[Any]:
     """Return the units of a model, the root first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reset_iteration(root: Any) -> None:
+    """Reset a root unit of FSDP2 after an interrupted forward or backward; its gradients are lost.
+
+    torch 2.13 has a method for it. What older versions keep is reset one by one.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    root_state: Any = root._get_fsdp_state()  # noqa: SLF001
+    shared, communication = root_state._state_ctx, root_state._comm_ctx  # noqa: SLF001
+    if torch.cuda.is_initialized():
+        for stream in ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce"):
+            torch.cuda.current_stream().wait_stream(getattr(communication, f"{stream}_stream"))
+    vars(communication).update(all_gather_state=None, reduce_scatter_state=None)
+    communication.post_forward_order.clear()
+    for state in shared.all_states:
+        state._modules_to_run_forward.clear()  # noqa: SLF001
+        state._training_state = Fsdp2TrainingState.IDLE  # noqa: SLF001
+    for group in [group for state in shared.all_states for group in param_groups_of(state)]:
+        vars(group).update(dict.fromkeys(_GROUP_ITERATION), _training_state=Fsdp2TrainingState.IDLE)
+        group._post_forward_indices.clear()  # noqa: SLF001
+        group._to_sharded()  # noqa: SLF001
+    vars(shared).update(iter_forward_root=None, post_backward_final_callback_queued=False)
+
+
+_GROUP_ITERATION = (
+    "_all_gather_result",
+    "_post_reduce_event",
+    "_reshard_after_forward_event",
+    "_partial_reduce_output",
+    "_all_reduce_state",
+)
+"""Attributes that a parameter group of torch 2.11 has during an iteration."""
 
 
 def _initialize(unit: Any) -> None:

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units
+from nbdist.state.layouts.fsdp import reset_iteration
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
 
@@ -224,7 +225,7 @@ def reset_iteration_state(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()  # noqa: SLF001 - torch 2.13 has no public name
             if state._is_root:  # noqa: SLF001
-                module.reset_iter_state()
+                reset_iteration(module)
 
 
 def clip_grad_norm(
