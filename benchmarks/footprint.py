@@ -134,7 +134,7 @@ def run(case: Case) -> Peak:
         fsdp_config=case.fsdp_config,
         deepspeed_config=case.deepspeed_config,
     ).validate(hardware)
-    ops = options.strategy.required_ops(options, hardware)
+    ops = options.strategy.required_ops(options)
     if ops:  # loads what `plan_memory` has compiled
         from nbdist.launcher import offload_setup
 

@@ -104,7 +104,7 @@ def build_ops(kind: str) -> None:
     """Compile DeepSpeed's ops for an offload, so that no case waits for minutes."""
     hardware = Hardware(kind=kind, bf16=True, world_size=2)
     options = Options(backend="zero2", offload="cpu").validate(hardware)
-    ops = options.strategy.required_ops(options, hardware)
+    ops = options.strategy.required_ops(options)
     offload_setup.build_missing_ops(ops, progress=lambda text: print(text, file=sys.stderr))
 
 

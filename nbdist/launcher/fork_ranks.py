@@ -104,9 +104,8 @@ def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages
     # torch elastic creates log folders and error files here; ranks reset it in `worker.main`
     tempfile.tempdir = launch.run_dir
     options = strategies.Options.from_json(launch.options)
-    hardware = strategies.Hardware.from_json(launch.hardware)
     # auto chooses the backend on the ranks, which then load the ops they need
-    ops = options.strategy.required_ops(options, hardware) if launch.auto is None else ()
+    ops = options.strategy.required_ops(options) if launch.auto is None else ()
     shown = device_visibility.shown(launch.devices)
     offload_setup.build_missing_ops(
         ops, progress=lambda text: link.send(messages.LauncherProgress(text)), shown=shown

@@ -329,11 +329,7 @@ class Strategy:
             "ddp_find_unused_parameters": False,
         }
 
-    def required_ops(
-        self,
-        options: Options,
-        hardware: Hardware,  # noqa: ARG002 - the ops may depend on the device later
-    ) -> tuple[str, ...]:
+    def required_ops(self, options: Options) -> tuple[str, ...]:
         """DeepSpeed ops to compile before the ranks start, by DeepSpeed's names."""
         if self.engine != "deepspeed":
             return ()

@@ -238,7 +238,7 @@ def test_no_engine_clips_unless_asked() -> None:
 def test_only_an_offload_under_deepspeed_builds_anything() -> None:
     def ops(**chosen: Any) -> tuple[str, ...]:
         options = checked(**chosen)
-        return options.strategy.required_ops(options, CPU)
+        return options.strategy.required_ops(options)
 
     assert all(ops(backend=name) == () for name in STRATEGIES)
     assert ops(backend="fsdp", offload="cpu") == ()

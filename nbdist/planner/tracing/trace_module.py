@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -87,7 +88,7 @@ def trace_in_child(
             "notes": list(sample.notes)
         }
 
-    fields = _in_child(lambda say: work(say, copied=False), progress)
+    fields = call_in_fork(lambda say: work(say, copied=False), progress)
     if _NO_BACKWARD in str(fields.get("error")):
         fields = work(progress, copied=True)
     if "error" in fields:
@@ -154,15 +155,26 @@ def _without_data(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, memo)
 
 
-def _in_child(
-    work: Callable[[Callable[[str], None]], dict[str, Any]], progress: Callable[[str], None]
+def call_in_fork(
+    work: Callable[[Callable[[str], None]], dict[str, Any]],
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """Run work in a forked child, which sends its progress and the answer as JSON."""
+    """Run work in a forked child, which sends its progress and the answer as JSON.
+
+    Returns:
+        The answer; {"error": reason} if the work raises or times out, or the child dies. A CUDA
+        context does not survive a fork, so work that needs it raises.
+    """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_run_child, args=(work, sending))
-    deadline = time.monotonic() + TIMEOUT_S
-    child.start()
+    child = context.Process(target=_run_child, args=(work, sending), daemon=True)
+    deadline = time.monotonic() + timeout_s
+    with warnings.catch_warnings():
+        # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
     sending.close()
     try:
         while receiving.poll(max(0.0, deadline - time.monotonic())):
@@ -179,7 +191,7 @@ def _in_child(
         receiving.close()
         child.kill()
         child.join()
-    raise PlanError("Timeout while tracing the model. Give smaller example inputs.")
+    return {"error": "Timeout while tracing the model. Give smaller example inputs."}
 
 
 def _run_child(
@@ -193,6 +205,7 @@ def _run_child(
     answer: dict[str, Any] = {"error": "The trace ended without a result. Try again."}
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, sys.__stdout__.fileno() if sys.__stdout__ else 1)
         os.dup2(silence, sys.__stderr__.fileno() if sys.__stderr__ else 2)

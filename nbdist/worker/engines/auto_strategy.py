@@ -10,13 +10,11 @@ from __future__ import annotations
 import html
 import itertools
 import json
-import multiprocessing
 import os
 import resource
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -29,13 +27,12 @@ from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.planner import measured_comparison, search, target_devices
 from nbdist.planner.plan_types import PlanInput
+from nbdist.planner.tracing import trace_module
 from nbdist.state import meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_probe, model_description, tensor_categories
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from nbdist.hardware.discovery import SessionNode
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.result import Plan
@@ -223,7 +220,7 @@ class AutoStrategy:
 
     def _load(self, chosen: Options) -> None:
         """Build and load the DeepSpeed ops that the options need; takes minutes the first time."""
-        ops = chosen.strategy.required_ops(chosen, self._hardware)
+        ops = chosen.strategy.required_ops(chosen)
         offload_setup.build_missing_ops(
             ops, progress=_progress if distributed.get_rank() == 0 else _ignore
         )
@@ -243,9 +240,12 @@ def inspect_loader(loader: DataLoader[Any] | None, model: nn.Module) -> MicroBat
                 " decide for your batch."
             ),
         )
-    description = call_in_fork(
-        lambda: _describe_batch(_first(loader), model), within_s=FIRST_BATCH_TIMEOUT_S
-    )
+    # Reading from a data set changes its position and the random state, and may block forever; a
+    # forked child has copies of both and a timeout.
+    description = trace_module.call_in_fork(
+        lambda _: {"batch": _describe_batch(_first(loader), model)},
+        timeout_s=FIRST_BATCH_TIMEOUT_S,
+    ).get("batch")
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if description is None:
         return MicroBatch(
@@ -360,45 +360,3 @@ def _progress(text: str) -> None:
 
 def _ignore(_: object) -> None:
     return None
-
-
-# ---------------------------------------------------------------------------- forked child
-
-
-def call_in_fork(function: Callable[[], Any], *, within_s: float) -> Any:
-    """Call a function in a forked child and return its result, passed as JSON.
-
-    Reading from a data set changes its position and the random state, and may block forever; the
-    child has copies of both and a timeout.
-
-    Returns None if it raises, returns a value that JSON cannot represent, or times out. A CUDA
-    context does not survive a fork, so a call that needs it raises.
-    """
-    context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(function, sending), daemon=True)
-    with warnings.catch_warnings():
-        # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    sending.close()
-    try:
-        return json.loads(receiving.recv_bytes()) if receiving.poll(within_s) else None
-    except EOFError:  # it raised
-        return None
-    finally:
-        receiving.close()
-        child.kill()
-        child.join()
-
-
-def _send_result(function: Callable[[], Any], sending: Connection) -> NoReturn:
-    """Run in the child: send the result, then exit without the parent's exit handlers."""
-    try:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        torch.set_num_threads(1)  # the parent's OpenMP threads do not survive a fork
-        sending.send_bytes(json.dumps(function()).encode())
-    finally:
-        os._exit(0)

@@ -103,8 +103,7 @@ class EngineSwitch:
             self.report.notes += check_models(
                 self._new_options, collectives.group_size(), reset_optimizer=self._reset
             )
-            hardware = accelerator_patch.current_config().hardware
-            ops = self._new_options.strategy.required_ops(self._new_options, hardware)
+            ops = self._new_options.strategy.required_ops(self._new_options)
             offload_setup.build_missing_ops(ops, progress=self._context.on_phase)
         with self._phase("keeping"):
             for prepared in prepared_models.all_models():

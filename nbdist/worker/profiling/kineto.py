@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import warnings
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
@@ -144,12 +145,14 @@ class NcclCall:
 
 
 def quiet() -> None:
-    """Suppress the line that Kineto writes to stderr at each start and stop.
+    """Suppress what Kineto and torch write to stderr at each start and stop.
 
     Call it before the first profile of a process.
     """
     # In torch 2.13 the line has the highest log level. Kineto reads the variable only once.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    # torch 2.11 warns at each start; a window is one cycle.
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
 
 
 def has_user_profiler() -> bool:
