@@ -184,8 +184,7 @@ def _require_rank(function: str) -> None:
     from nbdist.errors import SessionError
 
     if "NBDIST_RANK" not in os.environ:
-        msg = f"{function}() works only on ranks. Call it in a %%distribute cell."
-        raise SessionError(msg)
+        raise SessionError(f"{function}() works only on ranks. Call it in a %%distribute cell.")
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
@@ -207,6 +206,5 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name not in __all__:
-        msg = f"module 'nbdist' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "nbdist.errors")), name)

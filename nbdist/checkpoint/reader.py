@@ -56,8 +56,7 @@ class CheckpointReader:
                 opened.callback(durable_io.unlock_and_close, lock)
                 is_locked = durable_io.try_lock(lock, exclusive=False)
                 if not is_locked or not os.fstat(lock).st_nlink:
-                    message = f"{path} is being removed. Load another checkpoint."
-                    raise CheckpointError(message)
+                    raise CheckpointError(f"{path} is being removed. Load another checkpoint.")
                 # A second descriptor: closing it leaves the locked one open.
                 with open(os.dup(lock), "rb") as file:  # noqa: PTH123 - by descriptor
                     manifest = Manifest.from_json(file.read(MAX_BYTES + 1))

@@ -139,11 +139,10 @@ def _check_disk(disk: str | os.PathLike[str]) -> None:
             return
     except OSError as error:
         reason = error.strerror or error
-        message = (
+        raise OptionError(
             f"Cannot write to --disk {os.fspath(disk)}: {reason}. Use a writable folder on the disk"
             " to measure."
-        )
-        raise OptionError(message) from None
+        ) from None
 
 
 def _lines(

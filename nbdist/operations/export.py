@@ -85,8 +85,7 @@ def make_export_request(
     """
     name = None if dtype is None else EXPORT_DTYPES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and name is None:
-        msg = f"Unknown dtype {str(dtype)!r}. Use bf16, fp16 or fp32."
-        raise OptionError(msg)
+        raise OptionError(f"Unknown dtype {str(dtype)!r}. Use bf16, fp16 or fp32.")
     return ExportRequest(
         folder=str(expand_user(folder).absolute()),
         dtype=name,

@@ -36,8 +36,7 @@ class MessageSigner(Session):
         # jupyter_client 8.10 records a signature before verifying it and evicts old ones: after
         # 65,536 forged messages a recorded message would be accepted again
         if not msg_list:
-            msg = "the message is empty"
-            raise ValueError(msg)
+            raise ValueError("the message is empty")
         signature = bytes(msg_list[0])
         seen = signature in self.digest_history
         try:

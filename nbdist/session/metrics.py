@@ -240,11 +240,10 @@ class Metrics:
         try:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
-            message = (
+            raise NbdistError(
                 "to_pandas() needs pandas, which is not installed. Run %pip install pandas, or use"
                 " metrics[name] and metrics.steps(name)."
-            )
-            raise NbdistError(message) from error
+            ) from error
         columns = {name: self.mean_over_ranks(name) for name in (TIME, *self.names)}
         series = {
             name: pandas.Series(means.values.tolist(), index=means.steps.tolist(), dtype="float64")
