@@ -28,6 +28,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_outputs import ImageClassifierOutput
 
+from nbdist.launcher import device_visibility
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
@@ -88,7 +90,13 @@ def measured(case: Case, *, timeout_s: float = 300) -> Peak:
         RuntimeError: the case failed; with its traceback.
     """
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["footprint", "deepspeed", "accelerate", "peft", "nbdist"])
+    preload = ["footprint", "deepspeed", "accelerate", "nbdist"]
+    if case.kind == "cuda":  # libraries that look for a GPU at their import would break the fork
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cuda")
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    else:
+        preload.append("peft")  # imports bitsandbytes, which looks for a GPU
+    forks.set_forkserver_preload(preload)
     here, there = forks.Pipe()
     process = forks.Process(target=_child, args=(there, case))
     process.start()
@@ -149,6 +157,8 @@ def _join_fake_group(case: Case) -> None:
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if case.kind == "cuda":
+        device_visibility.take({"CUDA_VISIBLE_DEVICES": "0"})
     os.environ.update(
         RANK=str(case.rank),
         LOCAL_RANK="0" if case.kind == "cuda" else str(case.rank),
@@ -158,6 +168,8 @@ def _join_fake_group(case: Case) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29599",
     )
+    # The planner counts cuBLAS's workspaces with CUDA's context.
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":0:0", CUBLASLT_WORKSPACE_SIZE="0")
     distributed.init_process_group(
         "fake", rank=case.rank, world_size=case.world_size, store=FakeStore()
     )

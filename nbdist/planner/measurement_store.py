@@ -302,7 +302,7 @@ class DeviceOverhead:
 
         Args:
             allocated_bytes: tensors at the peak.
-            idle_pool_bytes: blocks that the allocator keeps for another stream; a measured factor
+            idle_pool_bytes: blocks that the allocator holds for other moments; a measured factor
                 contains them.
         """
         held = allocated_bytes + (0 if self.runs else idle_pool_bytes)

@@ -16,6 +16,7 @@ import torch
 from torch.utils import cpp_extension
 
 from nbdist.hardware import deepspeed_requirements
+from nbdist.worker.memory import memory_probe
 from nbdist.worker.profiling import kineto, step_memory
 
 if TYPE_CHECKING:
@@ -100,38 +101,56 @@ def test_kineto_writes_nothing_of_its_own() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_gpus_record_tells_the_peak_of_the_step_and_not_of_before() -> None:
-    def event(action: str, addr: int, size: int, at_us: int, line: int = 0) -> dict[str, Any]:
+class Allocator:
+    """Stands for torch's CUDA allocator: says what is recorded, and returns its events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, recorded_by_cell: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.events: list[dict[str, Any]] = []
+        stats = {"requested_bytes.all.current": 1000}
+        monkeypatch.setattr(
+            torch._C, "_cuda_isHistoryEnabled", lambda: recorded_by_cell, raising=False
+        )
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)
+        memory = torch.cuda.memory
+        monkeypatch.setattr(
+            memory, "_record_memory_history", lambda enabled, **_: self.calls.append(enabled)
+        )
+        monkeypatch.setattr(memory, "_snapshot", lambda _device: self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        self.calls.append("snapshot")
+        return {"device_traces": [self.events]}
+
+    def add(self, action: str, addr: int, size: int, *, ago_s: int = 0, line: int = 0) -> None:
         frames = [{"filename": "cell", "line": line, "name": "f"}] if line else []
-        return {"action": action, "addr": addr, "size": size, "time_us": at_us, "frames": frames}
+        at = time.time_ns() // 1000 - 1_000_000 * ago_s
+        event = {"action": action, "addr": addr, "size": size, "time_us": at, "frames": frames}
+        self.events.append(event)
 
-    def place(frames: Any) -> tuple[str, str, int] | None:
-        return next((("cell 1", "cell", one["line"]) for one in frames), None)
 
-    trace = [
-        event("alloc", 1, 1000, at_us=5, line=1),  # the user's own recording, before the step
-        event("alloc", 2, 100, at_us=11, line=2),
-        event("alloc", 3, 50, at_us=12, line=3),
-        event("free_completed", 1, 1000, at_us=13),
-        event("alloc", 4, 500, at_us=14),
-    ]
-    more, lines = step_memory.at_peak({"device_traces": [trace]}, 10, place)
-    assert more == 150
-    assert lines == {("cell 1", "cell", 2): 100, ("cell 1", "cell", 3): 50}
+def test_a_gpus_record_tells_the_peak_of_the_step_and_not_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = Allocator(monkeypatch)
+    history = memory_probe.AllocatorHistory(torch.device("cuda"), stacks=True)
+    allocator.add("alloc", 1, 1000, ago_s=60, line=1)  # the user's own recording, before the step
+    allocator.add("alloc", 2, 100, line=2)
+    allocator.add("alloc", 3, 50, line=3)
+    allocator.add("free_completed", 1, 1000)
+    allocator.add("alloc", 4, 500)
+    history.stop()
+    peak, lines = history.peak(lambda frames: frames[0]["line"] if frames else None)
+    assert peak == 1150
+    assert lines == {2: 100, 3: 50}
 
 
 @pytest.mark.parametrize("users", [False, True])
 def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
     monkeypatch: pytest.MonkeyPatch, *, users: bool
 ) -> None:
-    recorded: list[Any] = []
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: users, raising=False)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 7)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", pytest.fail)
-    monkeypatch.setattr(
-        torch.cuda.memory, "_record_memory_history", lambda enabled, **_: recorded.append(enabled)
-    )
+    allocator = Allocator(monkeypatch, recorded_by_cell=users)
     nothing: Any = None
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _device: recorded.append("snapshot"))
     step_memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
-    assert recorded == (["snapshot"] if users else ["all", "snapshot", None])
+    assert allocator.calls == (["snapshot"] if users else ["all", "snapshot", None])

@@ -109,9 +109,8 @@ class FsdpTimeline(StepTimeline):
             ),
         }
         if not self.is_offloaded:
-            # Allocated by the reduce-scatter stream (torch 2.13), whose freed blocks the
-            # allocator does not reuse for activations.
-            self.reduce_stream_bytes = self.total_unit.grad_shard_bytes
+            # Allocated on the reduce-scatter stream (torch 2.13).
+            self.separate_parts = {"gradients": self.total_unit.grad_shard_bytes}
         self._permanent = (
             NonActivationMemory(unsharded, host=(shards,))
             if self.is_offloaded

@@ -159,7 +159,7 @@ class MemoryUsage(NamedTuple):
     nvme_bytes: int = 0
     """Bytes on NVMe for this rank."""
     idle_pool_bytes: int = 0
-    """Bytes that a GPU's caching allocator keeps for another stream than that of the model."""
+    """Bytes that a GPU's caching allocator holds for other moments and cannot use at this one."""
 
     @property
     def device_bytes(self) -> int:
@@ -170,8 +170,9 @@ class MemoryUsage(NamedTuple):
 class StepTimeline(ABC):
     """One engine's training step of one model."""
 
-    reduce_stream_bytes = 0
-    """Bytes of gradients that the engine allocates on a stream of its own on a GPU."""
+    separate_parts: BytesByPart = _NOTHING
+    """Most bytes of the parts that a GPU's allocator cannot build from freed activations: those
+    allocated on another stream, and flat buffers that are larger than any activation."""
 
     def __init__(self, model: ModelSpec) -> None:
         self.model = model
@@ -219,7 +220,7 @@ class StepTimeline(ABC):
     ) -> MemoryUsage:
         alive = {"activations": activations, "logits": logits}
         parts = sum_parts((*allocation.parts, alive))
-        idle = max(0, self.reduce_stream_bytes - parts.get("gradients", 0))
+        idle = sum(max(0, most - parts.get(name, 0)) for name, most in self.separate_parts.items())
         return MemoryUsage(name, parts, sum_parts(host), allocation.nvme, idle)
 
     def _moments(

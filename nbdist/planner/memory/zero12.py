@@ -46,6 +46,8 @@ class Zero12Timeline(ZeroTimeline):
         self._bucket = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
+        update = {} if self.is_offloaded else self.update_parts(self.partition_size)
+        self.separate_parts = self._bucket | update
         self._accumulates_in_bucket = self.has_accumulated_gradients and not self._cuts_gradients
         """True if stage 1 accumulates into gradients of earlier micro-batches."""
 

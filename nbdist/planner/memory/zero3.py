@@ -58,6 +58,11 @@ class Zero3Timeline(ZeroTimeline):
         super().__init__(model, setup)
         self._params_away = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
+        if not self.is_offloaded:
+            update = self.update_parts(self._sub_group)
+            self.separate_parts = sum_parts(
+                (update, {"gradients": self.element_bytes * self.partition_size})
+            )
         self._gathered = simulate_prefetch(
             model.groups,
             tied=model.tied,

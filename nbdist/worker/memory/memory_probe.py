@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import sys
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +91,7 @@ class MemoryProbe:
     keep_outputs: bool = True
     """Whether the loop still held that output at the last optimizer step."""
     memory_tracker: MemoryTracker | None = None
+    history: AllocatorHistory | None = None
     has_begun: bool = False
     has_seen_buckets: bool = False
     """A step was tracked before the measured one, so DDP's buckets are counted as OTHER."""
@@ -221,7 +225,7 @@ def get_measurements() -> dict[str, Any] | None:
     """Return the measurements as JSON values; None before the end of the third step."""
     measured = current_probe.probe and current_probe.probe.measurements
     if measured and measured["kind"] == "cuda":
-        measured |= _on_gpu(current_probe.device)
+        measured |= _device_memory(current_probe.device)
     return measured or None
 
 
@@ -308,7 +312,7 @@ def _begin(probe: MemoryProbe, model: nn.Module) -> None:
     device = current_probe.device
     probe.is_compiled = probe.is_compiled or is_compile_active()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        probe.history = AllocatorHistory(device)
     elif not probe.is_compiled:
         if why_not_counted(probe) is not None:
             return
@@ -352,8 +356,64 @@ def enter_memory_tracker(
     tracker.__enter__()
 
 
+class AllocatorHistory:
+    """The memory that tensors request from the CUDA caching allocator, from now until `stop`.
+
+    torch's peak statistics are not used, since resetting them would affect the user's cells. Blocks
+    are up to 1 MiB larger than requests.
+    """
+
+    def __init__(self, device: torch.device, *, stacks: bool = False) -> None:
+        """Start recording, unless the cell does already."""
+        self.snapshot: dict[str, Any] = {}
+        self._device = device
+        self._is_users: bool = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
+        if not self._is_users:
+            torch.cuda.memory._record_memory_history(  # noqa: SLF001
+                "all", context="all" if stacks else None, stacks="python"
+            )
+        self._began_us = time.time_ns() // 1000
+        self._before: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+
+    def stop(self) -> None:
+        """Take the snapshot, then stop recording; torch 2.11 deletes the history with it."""
+        self.snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
+        if not self._is_users:
+            torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
+
+    def peak(
+        self, place_of: Callable[[Iterable[dict[str, Any]]], Any] = lambda _: None
+    ) -> tuple[int, Counter[Any]]:
+        """Return the most bytes, and those allocated since the start by place.
+
+        Args:
+            place_of: returns the place of a stack, or None.
+        """
+        alive: dict[int, tuple[Any, int]] = {}
+        counted: Counter[Any] = Counter()
+        peak = total = self._before
+        at_peak: Counter[Any] = Counter()
+        for event in itertools.chain(*self.snapshot["device_traces"]):
+            if event["time_us"] < self._began_us:  # recorded by the cell
+                continue
+            if event["action"] == "alloc":
+                place = place_of(event.get("frames", ()))
+                alive[event["addr"]] = place, event["size"]
+                total += event["size"]
+                if place is not None:
+                    counted[place] += event["size"]
+                if total > peak:
+                    peak, at_peak = total, Counter(counted)
+            elif event["action"] == "free_completed":
+                total -= event["size"]  # also what was allocated before the start
+                place, size = alive.pop(event["addr"], (None, 0))
+                if place is not None:
+                    counted[place] -= size
+        return peak, at_peak
+
+
 def _end(probe: MemoryProbe) -> None:
-    tracker, model = probe.memory_tracker, probe.prepared_model
+    tracker, history, model = probe.memory_tracker, probe.history, probe.prepared_model
     _stop(probe)
     if model is None:
         return
@@ -372,8 +432,9 @@ def _end(probe: MemoryProbe) -> None:
         "rss_before_bytes": probe.rss_before_bytes,
         "beside_bytes": other_models_bytes(model, inner),
     }
-    if device.type == "cuda":
-        found: dict[str, Any] = {"parts": resting_bytes(model, inner), **_on_gpu(device)}
+    if history is not None:
+        found: dict[str, Any] = {"parts": resting_bytes(model, inner), **_device_memory(device)}
+        found["allocated_bytes"] = history.peak()[0]
         found["device_name"] = torch.cuda.get_device_name(device)
         probe.measurements |= found
         if probe.options is not None and torch.distributed.get_rank() == 0:
@@ -398,6 +459,9 @@ def _end(probe: MemoryProbe) -> None:
 
 def _stop(probe: MemoryProbe) -> None:
     probe.has_begun, tracker, probe.memory_tracker = False, probe.memory_tracker, None
+    history, probe.history = probe.history, None
+    if history is not None:
+        history.stop()
     if tracker is not None:
         exit_memory_tracker(tracker)
 
@@ -484,14 +548,11 @@ _TOKENS, _EMBEDDINGS = 2, 3
 """Number of dimensions of token ids and of embeddings."""
 
 
-def _on_gpu(device: torch.device) -> dict[str, int]:
-    """Return statistics of the allocator and the driver since the start of the third step."""
-    stats = torch.cuda.memory_stats(device)
+def _device_memory(device: torch.device) -> dict[str, int]:
+    """Return the bytes that the allocator and the driver hold."""
     free, total = torch.cuda.mem_get_info(device)
     return {
-        # As tensors requested them: a block is up to 1 MiB larger.
-        "allocated_bytes": stats["requested_bytes.all.peak"],
-        "reserved_bytes": stats["reserved_bytes.all.peak"],
+        "reserved_bytes": torch.cuda.memory_reserved(device),
         "device_bytes": total - free - current_probe.device_before_bytes,
         "device_total_bytes": total,
     }

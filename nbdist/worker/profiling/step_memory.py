@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,11 +139,7 @@ class GpuStepMemory:
         self._probe, self._model, self._cell_of = probe, model, cell_of
         self._folder, self._rank = folder, rank
         self._device = memory_probe.current_probe.device
-        self._users = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
-        if not self._users:
-            torch.cuda.memory._record_memory_history("all", stacks="python")  # noqa: SLF001
-        self._began_us = time.time_ns() // 1000
-        self._before = torch.cuda.memory_allocated(self._device)
+        self._history = memory_probe.AllocatorHistory(self._device, stacks=True)
         self._gradients = 0
 
     def before_step(self) -> None:
@@ -155,17 +150,12 @@ class GpuStepMemory:
         )
 
     def stop(self) -> None:
-        """Take a snapshot, then stop the recording, unless the cell had enabled it."""
-        self._snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
-        # torch 2.11: disabling the history deletes it.
-        if not self._users:
-            torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
+        """Stop the recording, unless the cell had enabled it."""
+        self._history.stop()
 
     def measurements(self) -> PeakMemory:
         """Return the memory at the peak. Writes a snapshot if a folder was given."""
-        # torch's peak statistics are not used, since resetting them would affect the user's cells.
-        more, lines = at_peak(self._snapshot, self._began_us, self._place)
-        peak = self._before + more
+        peak, places = self._history.peak(self._place)
         parts: Counter[str] = Counter()
         resting = memory_probe.resting_bytes(self._model, self._probe.inner_optimizer)
         for part, size in resting.items():
@@ -176,12 +166,12 @@ class GpuStepMemory:
         if self._folder:  # next to the traces
             file = Path(self._folder) / f"rank{self._rank}.memory.pickle"
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(pickle.dumps(self._snapshot))
+            file.write_bytes(pickle.dumps(self._history.snapshot))
             path = str(file)
         free, total = torch.cuda.mem_get_info(self._device)
         return PeakMemory(
             parts=dict(parts),
-            lines=_lines(lines),
+            lines=_lines(places),
             device_bytes=total - free - memory_probe.current_probe.device_before_bytes,
             snapshot=path,
         )
@@ -191,40 +181,3 @@ class GpuStepMemory:
             if (cell := self._cell_of(frame["filename"])) is not None:
                 return cell[1], frame["filename"], frame["line"]
         return None
-
-
-def at_peak(
-    snapshot: dict[str, Any],
-    began_us: int,
-    place_of_frames: Callable[[Iterable[dict[str, Any]]], CellLine | None],
-) -> tuple[int, Counter[CellLine]]:
-    """Compute the additional memory at the peak and the lines that allocated it.
-
-    Args:
-        snapshot: snapshot of `torch.cuda.memory`.
-        began_us: earlier events are ignored. There may be some if the cell enabled the history.
-        place_of_frames: returns the line of a cell for a stack.
-
-    Returns:
-        Bytes at the peak minus bytes at `began_us`, and bytes per line at the peak.
-    """
-    alive: dict[int, tuple[CellLine | None, int]] = {}
-    counted: Counter[CellLine] = Counter()
-    peak, total, lines_at_peak = 0, 0, Counter[CellLine]()
-    for event in (event for trace in snapshot.get("device_traces", []) for event in trace):
-        if event["time_us"] < began_us:
-            continue
-        if event["action"] == "alloc":
-            place = place_of_frames(event.get("frames", ()))
-            alive[event["addr"]] = place, event["size"]
-            total += event["size"]
-            if place is not None:
-                counted[place] += event["size"]
-            if total > peak:
-                peak, lines_at_peak = total, Counter(counted)
-        elif event["action"] == "free_completed":
-            total -= event["size"]  # includes memory allocated before `began_us`
-            place, size = alive.pop(event["addr"], (None, 0))
-            if place is not None:
-                counted[place] -= size
-    return peak, lines_at_peak
