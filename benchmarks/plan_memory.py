@@ -416,7 +416,7 @@ def _spec(case: Case) -> ModelSpec:
             given["quantize"] = case.quantize
         plan = nbdist.plan(
             model,
-            devices="2xcpu",
+            devices=f"2x{'cpu' if case.kind == 'cpu' else '80GB'}",
             batch_size=TRACED_BATCHES[0],
             seq_len=None if "inputs" in given else case.seq_len,
             precision=case.precision,

@@ -116,7 +116,9 @@ def build_script(
         for block in blocks
     ]
     script.source = "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
-    script.modules = _imported_modules(script.source)
+    nodes = ast.walk(ast.parse(script.source))
+    imported = [name for node in nodes for _, name in _bindings(node)]
+    script.modules = {name.split()[1].split(".")[0] for name in imported}
     compile(script.source, "train.py", "exec")
     return script
 
@@ -397,14 +399,6 @@ def _import_line(key: str, names: list[str]) -> str:
     if len(line) <= 100 or not names:  # noqa: PLR2004 - the usual width of a line
         return line
     return "\n".join([f"{key}(", *(f"{_INDENT}{name}," for name in names), ")"])
-
-
-def _imported_modules(source: str) -> set[str]:
-    return {
-        name.split()[1].split(".")[0]
-        for node in ast.walk(ast.parse(source))
-        for _, name in _bindings(node)
-    }
 
 
 # -- names

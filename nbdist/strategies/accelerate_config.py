@@ -127,7 +127,13 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
             f"A session cannot run the config's {abbreviate(what)}. Use distributed_type"
             f" {', '.join(_ENGINES)}."
         )
-    _check_parallelism(content.get("parallelism_config") or {})
+    sizes = content.get("parallelism_config") or {}
+    for name in [f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp")]:
+        if sizes.get(name) not in {None, 1}:  # these change the training
+            raise OptionError(
+                f"A session cannot run the config's parallelism_config: {name} is {sizes[name]!r}."
+                " Set it to 1; docs/scope.md lists what to use instead."
+            )
     options: JsonObject = {"precision": str(content.get("mixed_precision") or "no")}
     ignored = [
         key
@@ -141,16 +147,6 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
         options |= more
         ignored += unused
     return options, ignored
-
-
-def _check_parallelism(sizes: Mapping[str, Any]) -> None:
-    """Raise OptionError for tensor, context or sequence parallelism, which change the training."""
-    for kind in ("tp", "cp", "sp"):
-        if sizes.get(name := f"parallelism_config_{kind}_size") not in {None, 1}:
-            raise OptionError(
-                f"A session cannot run the config's parallelism_config: {name} is {sizes[name]!r}."
-                " Set it to 1; docs/scope.md lists what to use instead."
-            )
 
 
 def _rank_options(content: Mapping[str, Any]) -> tuple[JsonObject, list[str]]:

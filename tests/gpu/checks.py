@@ -262,7 +262,9 @@ def trains(lab: Lab, *, backend: str, precision: str, **options: Any) -> Finding
     session.run(f"prepare({SMALL!r}{', fused=True' * fused})", output="none")
     losses = value(session, f"train({steps})")
     drop, expected = losses[0] - losses[-1], plain[0] - plain[-1]
-    yield drop >= 0.7 * expected, f"loss {losses[0]:.3f} to {losses[-1]:.3f}, torch {plain[-1]:.3f}"
+    # fp8 learns more slowly in a model this small, as with Accelerate alone.
+    least = (0.5 if precision == "fp8" else 0.7) * expected
+    yield drop >= least, f"loss {losses[0]:.3f} to {losses[-1]:.3f}, torch {plain[-1]:.3f}"
     where = value(session, "str(next(model.parameters()).device), accelerator.mixed_precision")
     yield lab.judged(where[1] == wanted), f"{where[0]}, {where[1]}"
     yield until(lambda: len(session.metrics), 5) < 5, f"{len(session.metrics)} rows of metrics"
@@ -720,7 +722,9 @@ def memory_history(lab: Lab) -> Findings:
 
 @check(items="C8", cost=40)
 def fp8(lab: Lab) -> Findings:
-    """Trains in fp8, where torchao or Transformer Engine is there."""
+    """Trains in fp8, where torchao or Transformer Engine is there; the loss falls by at least half
+    of plain torch's.
+    """
     engines = [n for n in ("torchao", "transformer_engine") if importlib.util.find_spec(n)]
     if lab.rehearse or not engines:
         raise Skip("no fp8 on CPU ranks" if lab.rehearse else "neither torchao nor TE is installed")

@@ -186,6 +186,8 @@ class Zero3Timeline(ZeroTimeline):
                 yield at, self.allocation_with(self._gathered_parts(peak), self._graph_bytes)
 
     def _gathered_parts(self, elements: int) -> dict[str, int]:
+        if self.setup.num_shards == 1 and not self._params_away:
+            return {}  # a parameter is a view of its only share (partition_parameters.py:61)
         return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:

@@ -324,12 +324,11 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_param_groups(unit: Any) -> list[Any]:
-    """Return the parameter groups of an FSDP2 unit."""
-    return param_groups_of(unit._get_fsdp_state())  # noqa: SLF001
+    """Return the parameter groups of an FSDP2 unit or of its state.
 
-
-def param_groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups in an FSDP2 state: several in torch 2.13, one in torch 2.11."""
+    There may be several in torch 2.13, and one in torch 2.11.
+    """
+    state = getattr(unit, "_get_fsdp_state", lambda: unit)()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]  # noqa: SLF001

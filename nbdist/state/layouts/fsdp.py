@@ -38,7 +38,6 @@ from nbdist.state.layouts.base import (
     bare_name,
     check_group_size,
     fsdp2_param_groups,
-    param_groups_of,
 )
 from nbdist.state.shards import Shard
 
@@ -328,7 +327,7 @@ def reset_iteration(root: Any) -> None:
     for state in shared.all_states:
         state._modules_to_run_forward.clear()  # noqa: SLF001
         state._training_state = Fsdp2TrainingState.IDLE  # noqa: SLF001
-    for group in [group for state in shared.all_states for group in param_groups_of(state)]:
+    for group in [group for state in shared.all_states for group in fsdp2_param_groups(state)]:
         vars(group).update(dict.fromkeys(_GROUP_ITERATION), _training_state=Fsdp2TrainingState.IDLE)
         group._post_forward_indices.clear()  # noqa: SLF001
         group._to_sharded()  # noqa: SLF001
