@@ -356,8 +356,7 @@ def record_device_memory(
         store: default: the user's.
     """
     store = store or MeasurementStore()
-    low, high = ALLOCATOR_FACTOR_LIMITS
-    factor = min(high, max(low, reserved_bytes / max(1, allocated_bytes)))
+    factor = reserved_bytes / allocated_bytes
     values = {"factor": factor, "context_bytes": max(0, device_bytes - reserved_bytes)}
     store.record("memory", f"{device}, {backend}, {offload}", values)
     store.save()

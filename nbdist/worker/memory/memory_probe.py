@@ -437,8 +437,10 @@ def _end(probe: MemoryProbe) -> None:
         found["allocated_bytes"] = history.peak()[0]
         found["device_name"] = torch.cuda.get_device_name(device)
         probe.measurements |= found
-        if probe.options is not None and torch.distributed.get_rank() == 0:
-            # The ratio of device memory to tensor memory, for later plans.
+        # The ratio of device memory to tensor memory, for later plans. A toy model's is larger than
+        # that of one which fills the device.
+        fills = found["allocated_bytes"] > found["device_total_bytes"] / 10
+        if fills and probe.options is not None and torch.distributed.get_rank() == 0:
             record_device_memory(
                 found["device_name"],
                 probe.options.backend,
