@@ -92,10 +92,14 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
         grace_s: time for processes to end by themselves.
     """
     deadline = time.monotonic() + grace_s
-    while any(map(_is_stray, psutil.pids())) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    kill_processes(_is_stray)
-    found = find_orphans(roots)  # search after the grace time
+    while True:
+        while any(map(_is_stray, psutil.pids())) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        survivors = kill_processes(_is_stray)
+        found = find_orphans(roots)
+        # A kernel may have ended since, whose ranks still use their files.
+        if survivors or not found.processes:
+            break
     for file in found.shared_memory_files:
         file.unlink(missing_ok=True)
     for folder in found.folders:
