@@ -97,8 +97,9 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
             time.sleep(POLL_S)
         survivors = kill_processes(_is_stray)
         found = find_orphans(roots)
-        # A kernel may have ended since, whose ranks still use their files.
-        if survivors or not found.processes:
+        # A rank that is ending has no environment, but still uses its files.
+        ending = found.processes or any(map(process_identity.has_living_processes, found.folders))
+        if survivors or not ending or time.monotonic() > deadline + KILL_S:
             break
     for file in found.shared_memory_files:
         file.unlink(missing_ok=True)

@@ -242,17 +242,24 @@ def record_forked_pids(run_dir: Path) -> None:
     os.register_at_fork(after_in_child=record)
 
 
+def has_living_processes(run_dir: Path) -> bool:
+    """Return whether a process that was forked for a private folder has not ended."""
+    return any(process_start_ticks(int(pid)) for pid in _forked_pids(run_dir) if pid.isdecimal())
+
+
+def _forked_pids(run_dir: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        return set((run_dir / _FORKED_PIDS_FILE).read_text(errors="replace").split())
+    return set()
+
+
 def find_orphaned_files(run_dir: Path, *, folder: Path = SHM_FOLDER) -> list[Path]:
     """Return unused files of ended processes of a private folder."""
-    try:
-        family = set((run_dir / _FORKED_PIDS_FILE).read_text(errors="replace").split())
-        names = os.listdir(folder)  # noqa: PTH208 - most names are filtered out
-    except OSError:
-        return []
+    family = _forked_pids(run_dir)
     orphaned = [
-        folder / name
-        for name in names
-        if (match := _TORCH_FILE.fullmatch(name))
+        path
+        for path in folder.glob("torch_*")
+        if (match := _TORCH_FILE.fullmatch(path.name))
         and match["pid"] in family
         and not process_start_ticks(int(match["pid"]))
     ]
