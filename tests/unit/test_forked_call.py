@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from nbdist.planner.tracing.trace_module import call_in_fork
 
@@ -26,6 +27,11 @@ def test_nothing_of_this_process_changes() -> None:
     assert "drawn" in call_in_fork(work)
     assert seen == []
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_loader_may_have_workers() -> None:
+    loader = DataLoader([7], num_workers=1)  # type: ignore[arg-type]
+    assert call_in_fork(lambda _: {"first": next(iter(loader)).item()}) == {"first": 7}
 
 
 def test_what_fails_gives_its_reason() -> None:

@@ -169,7 +169,7 @@ def call_in_fork(
     """
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    child = context.Process(target=_run_child, args=(work, sending), daemon=True)
+    child = context.Process(target=_run_child, args=(work, sending))
     deadline = time.monotonic() + timeout_s
     with warnings.catch_warnings():
         # Python 3.12 warns about a fork in a threaded process; the child uses none of its locks.

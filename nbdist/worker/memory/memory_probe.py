@@ -357,7 +357,7 @@ def enter_memory_tracker(
 
 
 class AllocatorHistory:
-    """The memory that tensors request from the CUDA caching allocator, from now until `stop`.
+    """Bytes that tensors request from the CUDA caching allocator, recorded until `stop()`.
 
     torch's peak statistics are not used, since resetting them would affect the user's cells. Blocks
     are up to 1 MiB larger than requests.
