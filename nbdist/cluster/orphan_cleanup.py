@@ -97,14 +97,17 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
             time.sleep(POLL_S)
         survivors = kill_processes(_is_stray)
         found = find_orphans(roots)
-        # A rank that is ending has no environment, but still uses its files.
-        ending = found.processes or any(map(process_identity.has_living_processes, found.folders))
-        if survivors or not ending or time.monotonic() > deadline + KILL_S:
+        is_late = bool(survivors) or time.monotonic() > deadline + KILL_S
+        # A rank that is ending has no environment, but still uses the files that only its folder
+        # lists. So its folder stays until the next round, and files are searched after its end.
+        living = set(filter(process_identity.has_living_processes, found.folders))
+        for folder in found.folders:
+            if is_late or folder not in living:
+                process_identity.remove_orphaned_files(folder)
+                process_identity.remove_folder(folder)
+        if is_late or not (living or found.processes):
             break
-    for file in found.shared_memory_files:
-        file.unlink(missing_ok=True)
-    for folder in found.folders:
-        process_identity.remove_folder(folder)
+        time.sleep(POLL_S)
 
 
 def remove_orphans_async() -> None:

@@ -224,7 +224,9 @@ class InterruptEscalation:
             return False  # ending the ranks ends the wait too
         aborted_s = time.monotonic() - self._aborted_at
         given_up = self._kind == "repair" and aborted_s > 2 * SILENT_S
-        return given_up or (self.stops == TO_ABORT and aborted_s > RETURN_AFTER_S)
+        # All running ranks have raised: on a busy machine their replies follow a little later.
+        patience_s = RETURN_AFTER_S if self.work.running else 2 * SILENT_S
+        return given_up or (self.stops == TO_ABORT and aborted_s > patience_s)
 
     # -- when the next stage is due
 
