@@ -98,8 +98,7 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
         survivors = kill_processes(_is_stray)
         found = find_orphans(roots)
         is_late = bool(survivors) or time.monotonic() > deadline + KILL_S
-        # A rank that is ending has no environment, but still uses the files that only its folder
-        # lists. So its folder stays until the next round, and files are searched after its end.
+        # A rank that is ending has no environment, but uses files that only its folder lists.
         living = set(filter(process_identity.has_living_processes, found.folders))
         for folder in found.folders:
             if is_late or folder not in living:

@@ -62,9 +62,8 @@ class FsdpGroup:
 
 def has_tied_embeddings(model: nn.Module) -> bool:
     """Return whether the tail's weight is the input embedding's."""
-    return wrap_units.has_tied_embeddings(
-        model
-    ) and wrap_units.GET_HEAD_METHOD in wrap_units.separable_embedding_and_head(model)
+    own = wrap_units.separable_embedding_and_head(model)
+    return wrap_units.GET_HEAD_METHOD in own and wrap_units.has_tied_embeddings(model)
 
 
 def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
@@ -80,8 +79,7 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     result += [_group(names[id(block)], "block", (block,), block) for block in blocks]
     ends = [module for module in (_final_norm(model), head) if module and id(module) not in inside]
     if ends:
-        tail = _group("tail", "tail", tuple(ends), *ends)
-        result.append(tail)
+        result.append(_group("tail", "tail", tuple(ends), *ends))
     # Each parameter belongs to the last group that contains it: the innermost one.
     owner: dict[nn.Parameter, FsdpGroup] = {}
     for group in result:
