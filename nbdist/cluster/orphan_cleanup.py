@@ -99,12 +99,12 @@ def remove_orphans(roots: Sequence[Path] | None = None, *, grace_s: float = GRAC
         found = find_orphans(roots)
         is_late = bool(survivors) or time.monotonic() > deadline + KILL_S
         # A rank that is ending has no environment, but uses files that only its folder lists.
-        living = set(filter(process_identity.has_living_processes, found.folders))
+        running = set(filter(process_identity.has_living_processes, found.folders))
         for folder in found.folders:
-            if is_late or folder not in living:
+            if is_late or folder not in running:
                 process_identity.remove_orphaned_files(folder)
                 process_identity.remove_folder(folder)
-        if is_late or not (living or found.processes):
+        if is_late or not (running or found.processes):
             break
         time.sleep(POLL_S)
 
