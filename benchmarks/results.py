@@ -8,6 +8,7 @@ import platform
 import random
 import statistics
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -63,7 +64,7 @@ class Row:
 
 def machine() -> str:
     """The machine and the versions in one line."""
-    hardware = f"{os.cpu_count()} cores {cpu_model()}, load {os.getloadavg()[0]:.1f}"
+    hardware = f"{os.cpu_count()} cores {cpu_model()}"
     versions = [f"{name} {version(name)}" for name in ("torch", "accelerate", "ipykernel")]
     return ", ".join([hardware, f"Python {platform.python_version()}", *versions])
 
@@ -86,10 +87,16 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Iterable[Row], path: Path) -> None:
-    """Write the list of rows as JSON."""
+def write(group: str, rows: Iterable[Row], path: Path) -> None:
+    """Replace the rows of one group of benchmarks in a JSON file; those of others stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    groups = json.loads(path.read_text()) if path.exists() else {}
+    groups[group] = {
+        "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
+        "machine": machine(),
+        "rows": [row.to_json() for row in rows],
+    }
+    path.write_text(json.dumps(groups, indent=1) + "\n")
 
 
 def middle(values: Sequence[float]) -> float:

@@ -45,7 +45,7 @@ INDEX = """\
 # Gallery
 
 Notebooks that run on two CPU ranks without a download: small models, generated data. The pages show
-them as executed by `make docs`, three at a time on a machine with two cores, so each takes longer
+them as executed by `make docs`, two at a time on a machine with two cores, so each takes longer
 than it would alone. Each page has the notebook to download. What libraries write to stderr, such as
 warnings of torch, is left out. With GPUs, remove `-n 2` where a cell has it.
 
@@ -227,9 +227,9 @@ def with_one_form(notebook: NotebookNode) -> NotebookNode:
 
 
 def execute_changed(names: Collection[str] = ()) -> None:
-    """Execute the notebooks that have changed, three at a time, and print the times.
+    """Execute the notebooks that have changed, two at a time, and print the times.
 
-    Three at a time is faster, although each has two ranks: processes that start read files and
+    Two at a time is faster, although each has two ranks: processes that start read files and
     wait.
     """
 
@@ -239,7 +239,7 @@ def execute_changed(names: Collection[str] = ()) -> None:
         if not known:
             print(f"{recipe.path.name}: {time_taken}", flush=True)
 
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(2) as threads:
         chosen = [recipe for recipe in recipes() if not names or recipe.name in names]
         # large files first: their cells take longer, so all threads end at about the same time
         list(threads.map(report, sorted(chosen, key=lambda recipe: -recipe.path.stat().st_size)))

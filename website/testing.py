@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
@@ -19,7 +20,7 @@ from tests.faults import fault_rows, fault_table  # noqa: E402 - `python FILE` n
 
 BENCH = ROOT / "build" / "bench.json"
 FIGURES = ROOT / "docs" / "figures.json"
-"""The committed figures: machine, date and the rows of `make bench`."""
+"""The committed figures of `make bench`: date, machine and rows of each group of benchmarks."""
 _TEXT = """\
 # How we test
 
@@ -67,9 +68,10 @@ The same faults in four tools that run a notebook's code on two processes.
 
 {compared}
 
-## Figures of the last benchmark
+## Benchmark
 
-After ±: half the 95 % confidence interval. A bar is missed if the value misses it by more.
+The last figures of each benchmark. After ±: half the 95 % confidence interval. A bar is missed if
+the value misses it by more.
 
 {bench}
 """
@@ -87,7 +89,7 @@ def page() -> str:
     return _TEXT.format(
         tests=f"{_test_functions():,}",
         faults=len(rows),
-        figures=len(_figures()["rows"]),
+        figures=sum(len(group["rows"]) for group in _figures().values()),
         notebooks=len(list((ROOT / "notebooks").glob("*.ipynb"))),
         groups="\n".join(groups),
         planner=_table_of("planner.md", "| | cases | median"),
@@ -107,43 +109,35 @@ def _table_of(name: str, begin: str) -> str:
     return text[text.index(begin) :].partition("\n\n")[0]
 
 
-def _figures() -> dict[str, object]:
-    figures: dict[str, object] = json.loads(FIGURES.read_text())
-    return figures
+def _figures() -> dict[str, dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = json.loads(FIGURES.read_text())
+    return groups
 
 
 def _bench() -> str:
-    """Return the table of figures, with machine and date."""
-    figures = _figures()
-    rows = [
-        f"| {row['name']} | {_value(row)} | {row['bar']} | {_verdict(row)} | {row['detail']} |"
-        for row in figures["rows"]  # type: ignore[attr-defined]
-    ]
+    """Return a table of figures for each day and machine, the last day first."""
+    runs: dict[str, list[str]] = {}
+    for group in sorted(_figures().values(), key=itemgetter("date"), reverse=True):
+        runs.setdefault(f"{group['date']}, {group['machine']}.", []).extend(
+            f"| {row['name']} | {_value(row)} | {row['bar']} | {_verdict(row)} | {row['detail']} |"
+            for row in group["rows"]
+        )
     head = "| what | value | bar | | made of |\n|---|---|---|---|---|\n"
-    return f"{figures['date']}, {figures['machine']}.\n\n{head}" + "\n".join(rows)
+    return "\n\n".join(f"{when}\n\n{head}" + "\n".join(rows) for when, rows in runs.items())
 
 
-def _value(row: dict[str, object]) -> str:
+def _value(row: dict[str, Any]) -> str:
     noise = f" ± {row['noise']:.2g}" if row["noise"] else ""
     return "" if row["value"] is None else f"{row['value']:.3g}{noise} {row['unit']}"
 
 
-def _verdict(row: dict[str, object]) -> str:
+def _verdict(row: dict[str, Any]) -> str:
     return f"not measured: {row['skipped']}" if row["skipped"] else "" if row["holds"] else "missed"
 
 
 def main() -> None:
-    """Write docs/figures.json from the last benchmark on this machine."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import results
-
-    date = datetime.fromtimestamp(BENCH.stat().st_mtime, tz=UTC)
-    document = {
-        "date": f"{date:%Y-%m-%d}",
-        "machine": re.sub(r", load [\d.]+", "", results.machine()),
-        "rows": json.loads(BENCH.read_text()),
-    }
-    FIGURES.write_text(json.dumps(document, indent=1) + "\n")
+    """Write docs/figures.json from the last benchmarks on this machine."""
+    FIGURES.write_text(BENCH.read_text())
 
 
 if __name__ == "__main__":
