@@ -43,7 +43,7 @@ for i in range({FLOOD_S * RATE}):
     if wait > 0:
         time.sleep(wait)
 """
-CLOSE = "from nbdist import panel as _p; _p._view(nbdist.session()).panel.freeze()"
+CLOSE = "from nbdist import panel as _p; _p.panel_data(nbdist.session()).panel.freeze()"
 
 
 def measure() -> Iterator[Row]:

@@ -439,6 +439,7 @@ def test_a_failed_load_puts_everything_back(trained: Session) -> None:
 # -- the magics
 
 
+@pytest.mark.nightly
 def test_the_magics(notebook: LiveKernel) -> None:
     assert "0 checkpoints" in notebook.run("%nbdist checkpoints").text
     notebook.run(f"%%distribute -n 2\n{MODEL}")

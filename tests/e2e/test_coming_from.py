@@ -68,12 +68,14 @@ def test_each_section_has_both_sides() -> None:
         assert both["nbdist"]
 
 
+@pytest.mark.nightly
 def test_all_sections_print_the_same_loss(losses_here: dict[str, set[str]]) -> None:
     losses = set().union(*losses_here.values())
     assert len(losses) == 1
     assert all(losses_here.values())
 
 
+@pytest.mark.nightly
 def test_torchrun_prints_the_same_loss(folder: Path, losses_here: dict[str, set[str]]) -> None:
     (folder / "train.py").write_text(THERE["torchrun"][0])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -302,6 +302,7 @@ def test_collectives_do_not_time_out_while_a_user_can_debug(ranks: LiveKernel) -
 # -- what can go wrong at a prompt
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("D14")
 def test_a_rank_that_dies_while_it_is_stopped_ends_the_prompt(own_kernel: LiveKernel) -> None:
     own_kernel.run("%%distribute --nproc 2\nimport os, signal")

@@ -79,6 +79,7 @@ def test_a_load_that_failed_is_recognised_by_its_error() -> None:
         assert [one.topic for one in nbdist.doctor(run=True).findings] == ["run"]
 
 
+@pytest.mark.nightly
 def test_the_lines_for_zero3_and_fsdp_can_be_pasted_while_a_model_lives(
     notebook: LiveKernel,
 ) -> None:

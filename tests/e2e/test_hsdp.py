@@ -83,6 +83,7 @@ def under(session: Session, backend: str, **options: str) -> list[float]:
     return list(one(session, "train(6)"))
 
 
+@pytest.mark.nightly
 def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> None:
     expected = under(two_nodes, "fsdp")
     assert apart(under(two_nodes, "fsdp", replicate_across="nodes"), expected) <= 1e-6

@@ -70,7 +70,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "name",
-    with_core(VARIATIONS, "dropout"),
+    with_core(VARIATIONS, "adagrad"),
 )
 def test_variations_go_on_as_without_a_switch(trained: Session, name: str) -> None:
     build, options = VARIATIONS[name]

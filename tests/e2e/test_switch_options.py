@@ -63,7 +63,7 @@ def begin(session: Session, build: str, backend: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("home", "away"),
     [
-        ("ddp", "zero2"),
+        nightly("ddp", "zero2"),
         nightly("fsdp2", "fsdp2"),
         nightly("zero3", "fsdp1"),
     ],

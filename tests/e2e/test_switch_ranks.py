@@ -91,6 +91,7 @@ def test_numbers_of_ranks_and_engines_change_in_one_training(trained: Session) -
     assert one(trained, "schedule.scheduler.last_epoch") == 16
 
 
+@pytest.mark.nightly
 def test_a_batch_of_each_rank_keeps_its_size(trained: Session) -> None:
     trained.switch("ddp", nproc=2)
     trained.run(

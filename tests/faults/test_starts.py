@@ -96,6 +96,7 @@ def test_a_slow_start_says_who_is_missing_and_is_not_dead(
     assert "starting the ranks; no message from ranks 0-1 for 1 s" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("A3")
 @pytest.mark.usefixtures("nothing_runs")
 def test_a_start_that_never_ends_shows_where_all_processes_are(
