@@ -12,7 +12,6 @@ a bar is missed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from functools import cache
@@ -92,7 +91,6 @@ def main() -> int:
         parser.error(f"no such group: {', '.join(unknown)}")
     BUILD.mkdir(exist_ok=True)
     rows: list[results.Row] = []
-    load = os.getloadavg()[0]
     for name in chosen:
         begin = time.monotonic()
         measured = list(GROUPS[name]())
@@ -100,7 +98,7 @@ def main() -> int:
         results.write(name, measured, BUILD / "bench.json")
         print(results.table(measured))
         print(f"==> {name}: {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{results.machine()}, load before {load:.1f}")
+    print(results.machine())
     print(results.table(rows))
     print(f"==> {BUILD / 'bench.json'}")
     return 0 if all(row.holds for row in rows) else 1

@@ -68,10 +68,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_core(VARIATIONS, "adagrad"),
-)
+@pytest.mark.parametrize("name", with_core(VARIATIONS, "adagrad"))
 def test_variations_go_on_as_without_a_switch(trained: Session, name: str) -> None:
     build, options = VARIATIONS[name]
     walk = ["fsdp2", "zero3", "zero1", "fsdp1", "zero2", "ddp"]
