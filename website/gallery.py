@@ -143,7 +143,10 @@ class Recipe:
 
     def describe_needs(self) -> str:
         """Return the packages to install."""
-        return ", ".join(f"`{name}`" for name in ["nbdist[ranks]", *self.needs])
+        code = self.path.read_text()
+        extras = "ranks,deepspeed" if re.search(r"\bzero[123]\b", code) else "ranks"
+        more = ["ray[client]"] if "--on ray" in code else []
+        return ", ".join(f"`{name}`" for name in [f"nbdist[{extras}]", *self.needs, *more])
 
     def row(self) -> str:
         """Return its row in the list of all recipes."""

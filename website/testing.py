@@ -34,8 +34,8 @@ built.
 | benchmark figures with a bar | {figures} | `make bench` |
 | notebooks, executed by tests | {notebooks} | `make wide` |
 
-Everything runs on CPU ranks with gloo. [Another page](gpu.md) lists what has been verified for
-GPUs, and how.
+All these run on CPU ranks with gloo. [Another page](gpu.md) lists what has been verified on a GPU,
+and how.
 
 ## Faults
 
@@ -64,7 +64,7 @@ Errors of the planned memory in percent, compared with the peak that torch's all
 ## Comparison with other tools
 
 The same faults in four tools that run a notebook's code on two processes.
-[The comparison](faults-compared.md) explains the letters, and how it was measured.
+[The comparison](faults-compared.md) explains the letters in parentheses, and how it was measured.
 
 {compared}
 

@@ -424,6 +424,6 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise StartError(
-            "--on ray needs Ray, which is not installed: pip install 'nbdist[ray]'."
+            "--on ray needs Ray, which is not installed: pip install 'ray[client]'."
         ) from error
     return ray

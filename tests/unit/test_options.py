@@ -20,12 +20,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 _HEAD = """\
 # Options of a session
 
-Made by `python tests/unit/test_options.py` from `nbdist/strategies`. The first option of each row
-goes on the line of `%%distribute`; *keyword* is the argument of `Session(...)`,
-`session.switch(...)` and `session.restart(...)`. Options marked *switch* also go on the line of
-`%nbdist switch NAME` and change a running session without losing the training state; the others
-start new ranks. [strategies.md](strategies.md) lists what each backend supports,
-[clusters.md](clusters.md) explains the options of clusters.
+The first option of each row goes on the line of `%%distribute`; *keyword* is the argument of
+`Session(...)`, `session.switch(...)` and `session.restart(...)`. Options marked *switch* also go on
+the line of `%nbdist switch NAME` and change a running session without losing the training state;
+the others start new ranks. [Backends](strategies.md) lists what each backend supports,
+[Several machines](clusters.md) explains the options of clusters. This page is made by
+`python tests/unit/test_options.py`.
 
 The comment `#| distribute --backend fsdp` as the first line of a cell is the same as
 `%%distribute --backend fsdp`. Type checkers, linters and jupytext then read the cell as Python.
