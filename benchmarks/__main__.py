@@ -52,7 +52,6 @@ BUILD = Path(__file__).parents[1] / "build"
 @cache
 def others() -> Rivals:
     """The rivals, installed at their first use."""
-    BUILD.mkdir(exist_ok=True)
     return Rivals.installed(BUILD)
 
 

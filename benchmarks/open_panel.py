@@ -131,16 +131,18 @@ class Flood:
             return
         self.messages += 1
         content = message["content"]["data"].get("content", {})
-        if content.get("kind") != "rows":
+        if content.get("kind") not in {"rows", "reset"}:
             return
         triples = list(struct.iter_unpack("<ddd", bytes(message["buffers"][0])))
         at = 0
         for one in content["series"]:
             points = triples[at : at + one["points"]]
             at += one["points"]
-            if one["name"] == "flood":
+            if one["name"] == "flood" and content["kind"] == "rows":
                 self.steps.update(step for step, _, _ in points)
                 self.lags.append(time.time() - max(stamp for _, stamp, _ in points))
+            elif one["name"] == "flood" and points:  # a reset: the history, downsampled
+                self.steps.update(range(int(points[0][0]), int(points[-1][0]) + 1))
 
 
 def next_message(kernel: Kernel) -> dict[str, Any] | None:

@@ -64,8 +64,8 @@ class Row:
 
 def machine() -> str:
     """The machine and the versions in one line."""
-    hardware = f"{os.cpu_count()} cores {cpu_model()}"
     versions = [f"{name} {version(name)}" for name in ("torch", "accelerate", "ipykernel")]
+    hardware = f"{os.cpu_count()} cores {cpu_model()}"
     return ", ".join([hardware, f"Python {platform.python_version()}", *versions])
 
 
@@ -89,7 +89,6 @@ def table(rows: Iterable[Row]) -> str:
 
 def write(group: str, rows: Iterable[Row], path: Path) -> None:
     """Replace the rows of one group of benchmarks in a JSON file; those of others stay."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     groups = json.loads(path.read_text()) if path.exists() else {}
     groups[group] = {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",

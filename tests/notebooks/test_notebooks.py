@@ -140,7 +140,7 @@ def test_switch() -> None:
     for name, kind in wrapped.items():
         assert kind in text(notebook, name)
     assert "image/png" in mimes(notebook, "curve")
-    assert "largest difference of 75 losses" in text(notebook, "difference")
+    assert "largest difference of 50 losses" in text(notebook, "difference")
 
 
 @pytest.mark.nightly

@@ -322,7 +322,7 @@ def test_without_srun_it_says_where_to_go(
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(StartError, match=r"pip install 'nbdist\[ray\]'"):
+    with pytest.raises(StartError, match=r"pip install 'ray\[client\]'"):
         RayCluster().distribute_ranks(2, None, None)
 
 
