@@ -69,7 +69,6 @@ def test_first_paint(notebook: Notebook, panel: Panel) -> None:
     expect(panel.setup).to_contain_text("ddp · 2 CPU ranks")
 
 
-@pytest.mark.nightly
 def test_training_moves_bars_and_curves(notebook: Notebook, panel: Panel) -> None:
     bars = panel.root.locator(DEVICES)
     cell = notebook.start(train(40))
@@ -182,7 +181,6 @@ def test_axe_finds_nothing(notebook: Notebook, panel: Panel) -> None:
     assert found == []
 
 
-@pytest.mark.nightly
 def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel: Panel) -> None:
     last = panel.step()
     notebook.save()
