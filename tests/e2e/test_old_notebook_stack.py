@@ -66,7 +66,7 @@ def notebook(
 ) -> Iterator[LiveKernel]:
     folder = tmp_path_factory.mktemp("notebook")
     with LiveKernel(folder, python=str(old), PYTHONPATH=str(package), HF_HUB_OFFLINE="1") as kernel:
-        kernel.deadline_s = 600.0  # notebook 01 trains 100 steps
+        kernel.deadline_s = 600.0  # notebook 01 trains 150 steps
         loaded = kernel.run("%load_ext nbdist")
         assert loaded.status == "ok"
         assert "Error" not in loaded.text
@@ -83,7 +83,7 @@ def test_the_first_notebook_runs(notebook: LiveKernel) -> None:
     assert "KeyError: 'label'" in failed[0]
     shown = {source: shown.text for source, shown in ends}
     trained = next(text for source, text in shown.items() if "accelerator.backward" in source)
-    assert "step 100: loss" in trained
+    assert "step 150: loss" in trained
 
 
 def test_a_cell_without_that_environment_says_what_to_do(notebook: LiveKernel) -> None:

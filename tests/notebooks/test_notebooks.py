@@ -72,7 +72,7 @@ def test_first_cell() -> None:
     assert "rank 1 of 2" in text(notebook, "hello")
     assert text(notebook, "same").count("all of us know the world size: 2") == 1
     assert "(False, False)" in text(notebook, "here")
-    assert "step 100" in text(notebook, "train")
+    assert "step 150" in text(notebook, "train")
     assert "image/png" in mimes(notebook, "plot")
     assert text(notebook, "read").startswith("def __init__(self")
     assert text(notebook, "mistake").count("KeyError") >= 1
