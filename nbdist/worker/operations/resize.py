@@ -188,7 +188,7 @@ class _ResizeSave:
         variables = self._variables()
         pickled = self._pickle_variables(plan, training, variables, external)
         # What the report lists.
-        items = [] if trained else ["no model was prepared yet"]
+        items: list[str] = []
         for (_, recipe), own in zip(plan.models, schedulers, strict=True):
             items += recipe.describe(own, reset_optimizer=self._request.reset_optimizer)
             items += [f"step {recipe.num_steps}"] if recipe.num_steps else []

@@ -230,7 +230,7 @@ class EngineSwitch:
             ) from second
 
     def _summarise(self) -> None:
-        items = [] if self._models else ["no model was prepared yet"]
+        items: list[str] = []
         for old, recipe in self._models:
             schedulers = [wrapper.scheduler for wrapper in old.live_schedulers]
             items += recipe.describe(schedulers, reset_optimizer=self._reset)
