@@ -271,7 +271,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
-    release_models.accelerators.add(self)
+    release_models.accelerators[id(self)] = self
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
@@ -319,9 +319,13 @@ _OUTLIVE_THE_ENGINE = (
 
 
 def built_accelerators() -> list[Accelerator]:
-    """Return the built Accelerators that use the session's engine."""
-    built = [each for each in list(release_models.accelerators) if not has_user_plugin(each)]
-    return sorted(built, key=id)
+    """Return the built Accelerators that use the session's engine, in the order of creation.
+
+    All ranks rebuild them in this order, because they share accelerate's state: the last one sets
+    the precision.
+    """
+    created = list(release_models.accelerators.values())
+    return [accelerator for accelerator in created if not has_user_plugin(accelerator)]
 
 
 def has_user_plugin(accelerator: Accelerator) -> bool:

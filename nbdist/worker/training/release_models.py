@@ -2,8 +2,8 @@
 
 In a notebook, the cell that prepares a model is often run again. Accelerate 1.15 keeps references
 to every prepared model, optimizer, scheduler and loader, and DeepSpeed 0.19 to every engine, so a
-GPU would be full after a few runs. `worker.engines.accelerator_patch` calls ``accelerators.add``
-for each Accelerator and ``release_unused_models`` before a new model is prepared.
+GPU would be full after a few runs. `worker.engines.accelerator_patch` adds each Accelerator to
+``accelerators`` and calls ``release_unused_models`` before a new model is prepared.
 
 Only references of the libraries are dropped. A variable with an output or a loss keeps the
 parameters of its model alive, as in any PyTorch program, until it is bound to another value.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _KEPT = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Lists of prepared objects in accelerate 1.15's Accelerator."""
 
-accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
-"""The Accelerators of this rank."""
+accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
+"""The Accelerators of this rank by id(), in the order in which they were created."""
 
 _is_pending = False
 """True if a previously prepared object was still in use at the last cleanup."""
@@ -67,7 +67,7 @@ def release_unused_models() -> None:
     with defer_interrupt():
         lists = _deepspeed_lists()
         engines = []
-        for accelerator in list(accelerators):
+        for accelerator in list(accelerators.values()):
             lists += [getattr(accelerator, name) for name in _KEPT]
             wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
             if wrapped is not None:  # the engine that `backward()` uses
