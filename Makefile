@@ -20,7 +20,7 @@ help: ## list the targets
 
 env: $(READY) ## create .venv with the tested versions (a few minutes the first time)
 
-# --no-compile halves the time: Python compiles the few modules that are used at their first import.
+# compileall compiles on all cores, which pip does on one. It fails for packages' templates.
 $(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "nbdist needs Python 3.11 or newer, but $(PYTHON) is older; use make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -29,6 +29,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py
 	@echo "==> installing nbdist with torch, accelerate, deepspeed, transformers (a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	  --constraint constraints.txt --editable '.[ranks,deepspeed,test,dev,browser]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: env ## run notebooks/01_first_cell.ipynb and print its output
@@ -86,7 +87,7 @@ pictures: env ## take the pictures in docs/images, in JupyterLab in a browser
 # NO_MKDOCS_2_WARNING: mkdocs-material 9 otherwise prints an advertisement.
 docs: env ## build the documentation site in build/site, with the notebooks executed
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "==> open build/site/index.html, or run python -m http.server -d build/site for its search"
