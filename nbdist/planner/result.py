@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
@@ -58,20 +58,6 @@ class Plan(PlanTable):
             f"The plan has no row {name} with batch_size={size}{shown and f', {shown}'}."
             f" It has {'; '.join(variants) or 'no row of this backend'}."
         )
-
-    def sorted_by(self, key: str) -> Plan:
-        """Return the plan with its rows sorted by a field: "device_bytes", "tokens_per_s".
-
-        Speed is sorted in descending order, everything else in ascending order.
-
-        Raises:
-            PlanError: an unknown field.
-        """
-        fields = self.rows[0].to_dict()
-        if key not in fields:
-            raise PlanError(f"Unknown field {key!r}. Use one of {', '.join(fields)}.")
-        rows = sorted(self.rows, key=lambda row: row.to_dict()[key], reverse=key == "tokens_per_s")
-        return replace(self, rows=tuple(rows))
 
     def explanation(self) -> list[str]:
         """Return the choice and its reasons, in at most eight lines."""

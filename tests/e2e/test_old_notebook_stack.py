@@ -66,7 +66,7 @@ def notebook(
 ) -> Iterator[LiveKernel]:
     folder = tmp_path_factory.mktemp("notebook")
     with LiveKernel(folder, python=str(old), PYTHONPATH=str(package), HF_HUB_OFFLINE="1") as kernel:
-        kernel.deadline_s = 600.0  # notebook 01 trains 150 steps
+        kernel.deadline_s = 600.0  # notebook 01 trains 240 steps
         loaded = kernel.run("%load_ext nbdist")
         assert loaded.status == "ok"
         assert "Error" not in loaded.text

@@ -186,15 +186,13 @@ def test_the_precision_of_the_accelerator_that_was_built_last_stays(trained: Ses
     trained.switch("ddp")
     trained.run("""
         from accelerate import Accelerator
-
         others = [Accelerator(mixed_precision="no") for _ in range(5)]
         own = Accelerator(mixed_precision="bf16")
         layer = torch.nn.Linear(4, 4)
         layer, sgd = own.prepare(layer, torch.optim.SGD(layer.parameters()))
     """)
-    for backend in ("fsdp", "zero3", "ddp"):
-        trained.switch(backend)
-        assert trained.run("own.mixed_precision").values == {0: "bf16", 1: "bf16"}
+    trained.switch("zero3")
+    assert trained.run("own.mixed_precision").values == {0: "bf16", 1: "bf16"}
     trained.run("del others, own, layer, sgd")
 
 

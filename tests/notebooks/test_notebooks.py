@@ -72,9 +72,9 @@ def test_first_cell() -> None:
     assert "rank 1 of 2" in text(notebook, "hello")
     assert text(notebook, "same").count("all of us know the world size: 2") == 1
     assert "(False, False)" in text(notebook, "here")
-    assert "step 150" in text(notebook, "train")
+    assert "step 240" in text(notebook, "train")
     assert "image/png" in mimes(notebook, "plot")
-    assert text(notebook, "read").startswith("def __init__(self")
+    assert text(notebook, "read").startswith("    def __init__(self")
     assert text(notebook, "mistake").count("KeyError") >= 1
     assert "known here: False" in text(notebook, "after")
 
@@ -89,7 +89,6 @@ def test_every_backend() -> None:
     assert "FullyShardedDataParallel" in again
     assert "FSDPLlamaForCausalLM" in again
     assert "image/png" in mimes(notebook, "plot")
-    assert "text/markdown" in mimes(notebook, "table")
     table = cell(notebook, "table").outputs[0].data["text/markdown"]
     assert all(f"`{backend}`" in table for backend in BACKENDS)
 
@@ -115,9 +114,6 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "--offload cpu" in text(notebook, "fits")
     assert text(notebook, "seventy").count("fits: False") == 2
     assert "auto: " in text(notebook, "auto")
-    check = text(notebook, "check")
-    assert "predicted" in check
-    assert "measured" in check
     all_tensors = r"all tensors +\S+ MiB +(\S+) MiB"
     before, after = (re.findall(all_tensors, text(notebook, c)) for c in ("check", "check-smaller"))
     assert float(after[0]) < 0.5 * float(before[0])

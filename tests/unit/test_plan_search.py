@@ -349,15 +349,6 @@ def test_a_row_that_is_not_there_says_which_are(eight: Plan) -> None:
         eight.row("ddp", offload="cpu")
 
 
-def test_rows_are_sorted_by_a_field(eight: Plan) -> None:
-    sizes = [row.device_bytes for row in eight.sorted_by("device_bytes").rows]
-    assert sizes == sorted(sizes)
-    speeds = [row.tokens_per_s for row in eight.sorted_by("tokens_per_s").rows]
-    assert speeds == sorted(speeds, reverse=True)
-    with pytest.raises(PlanError, match=r"Unknown field 'price'\. Use one of backend"):
-        eight.sorted_by("price")
-
-
 def test_a_data_frame_has_a_line_for_each_row(eight: Plan) -> None:
     frame = eight.to_pandas()
     assert len(frame) == len(eight.rows)

@@ -321,8 +321,7 @@ _OUTLIVE_THE_ENGINE = (
 def built_accelerators() -> list[Accelerator]:
     """Return the built Accelerators that use the session's engine, in the order of creation.
 
-    All ranks rebuild them in this order, because they share accelerate's state: the last one sets
-    the precision.
+    The one that is rebuilt last sets the precision, so the order has to be the same on all ranks.
     """
     created = list(release_models.accelerators.values())
     return [accelerator for accelerator in created if not has_user_plugin(accelerator)]
