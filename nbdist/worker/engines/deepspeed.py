@@ -274,6 +274,16 @@ def _show_zero3_in_passes(engine: Any) -> None:
     engine.module.register_forward_hook(lambda *_: _show_zero3(None), always_call=True)
 
 
+def _detach_fragments(engine: Any) -> None:
+    """Break a reference cycle through autograd nodes, which kept engines with offload for ever.
+
+    In deepspeed 0.19.8 each parameter of ZeRO-1 and 2 refers to a differentiable view of itself.
+    """
+    for parameter in engine.module.parameters():
+        if (fragment := getattr(parameter, "_hp_mapping", None)) is not None:
+            fragment.lp_fragment = fragment.lp_fragment.detach()
+
+
 def _cast_inputs(engine: Any) -> None:
     """Cast floating-point inputs of an engine's forward to the dtype that it computes in.
 
@@ -332,6 +342,7 @@ def prepare(
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
     _cast_inputs(engine)
+    _detach_fragments(engine)
     if used.zero_stage == CUTS_PARAMETERS:
         _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)
