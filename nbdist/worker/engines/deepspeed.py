@@ -275,7 +275,7 @@ def _show_zero3_in_passes(engine: Any) -> None:
 
 
 def _detach_fragments(engine: Any) -> None:
-    """Break a reference cycle through autograd nodes, which kept engines with offload for ever.
+    """Break a reference cycle through autograd nodes, which leaked engines with offload.
 
     In deepspeed 0.19.8 each parameter of ZeRO-1 and 2 refers to a differentiable view of itself.
     """
