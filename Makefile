@@ -20,7 +20,7 @@ help: ## list the targets
 
 env: $(READY) ## create .venv with the tested versions (a few minutes the first time)
 
-# compileall compiles on all cores, which pip does on one. It fails for packages' templates.
+# compileall uses all cores, pip only one. Its status is ignored: some packages have files that do not compile.
 $(READY): pyproject.toml constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "nbdist needs Python 3.11 or newer, but $(PYTHON) is older; use make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }

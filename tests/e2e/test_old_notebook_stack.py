@@ -83,7 +83,7 @@ def test_the_first_notebook_runs(notebook: LiveKernel) -> None:
     assert "KeyError: 'label'" in failed[0]
     shown = {source: shown.text for source, shown in ends}
     trained = next(text for source, text in shown.items() if "accelerator.backward" in source)
-    assert "step 150: loss" in trained
+    assert "step 240: loss" in trained
 
 
 def test_a_cell_without_that_environment_says_what_to_do(notebook: LiveKernel) -> None:
