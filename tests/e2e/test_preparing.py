@@ -135,6 +135,22 @@ def test_an_earlier_model_whose_loss_is_held_goes_at_the_next_backward(ranks: Se
     ranks.run("del model, optimizer, schedule, loader, outputs, loss")
 
 
+def test_an_earlier_model_whose_loss_is_held_is_neither_loaded_nor_switched(
+    ranks: Session, tmp_path: Path
+) -> None:
+    backend = ranks.options.backend
+    again = IN_ONE_CALL + "loss = model(input_ids=tokens[:4], labels=tokens[:4]).loss"
+    ranks.run(again)
+    ranks.save("first", folder=tmp_path, wait=True)
+    ranks.run(IN_ONE_CALL)
+    assert str(ranks.load("first", folder=tmp_path)).count("GPT2LMHeadModel") == 1
+    ranks.run(again)
+    ranks.run(IN_ONE_CALL)
+    assert str(ranks.switch("zero1" if backend == "zero2" else "zero2")).count("GPT2") == 1
+    ranks.switch(backend)
+    ranks.run("del model, optimizer, loss")
+
+
 def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
     expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     code = (

@@ -80,7 +80,7 @@ class _CheckpointLoad:
     def __init__(self, request: LoadRequest, context: RankContext) -> None:
         self._id, self._weights_only = request.id, request.weights_only
         self._reset = request.reset_optimizer
-        self._on_phase = context.on_phase
+        self._on_phase, self._variables = context.on_phase, context.variables
         self._location = parse_location(request.path)
         self._download_folder = context.folder / f"load-{request.id}"
         self._download: CheckpointDownload | None = None
@@ -200,7 +200,7 @@ class _CheckpointLoad:
         if self._manifest.id != self._id:
             raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
         release_models.release_remaining()
-        trained = prepared_models.all_models()
+        trained = prepared_models.models_in_use(self._variables)
         if not trained:
             raise CheckpointError(
                 "No model is prepared to load into. Run the cell with accelerator.prepare(model,"

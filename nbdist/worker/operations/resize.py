@@ -123,6 +123,7 @@ class _ResizeSave:
                 self.report.notes += switch.check_models(
                     Options.from_json(self._request.options),
                     self._request.world_size,
+                    self._context.variables,
                     reset_optimizer=self._request.reset_optimizer,
                 )
                 self.report.notes += [

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -38,6 +38,8 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nbdist.protocol.operations import SwitchRequest
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
@@ -101,7 +103,10 @@ class EngineSwitch:
         generators, forward_inputs = rng_state.get_rng_state(), memory_probe.last_forward_inputs()
         with self._phase(CHECKING_PHASE):
             self.report.notes += check_models(
-                self._new_options, collectives.group_size(), reset_optimizer=self._reset
+                self._new_options,
+                collectives.group_size(),
+                self._context.variables,
+                reset_optimizer=self._reset,
             )
             ops = self._new_options.strategy.required_ops(self._new_options)
             offload_setup.build_missing_ops(ops, progress=self._context.on_phase)
@@ -251,8 +256,14 @@ def stale_reason(before: Options, now: Options) -> str:
     )
 
 
-def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool) -> list[str]:
-    """Check that all prepared models can be rebuilt with new options; changes nothing.
+def check_models(
+    new_options: Options,
+    world_size: int,
+    variables: Mapping[str, Any],
+    *,
+    reset_optimizer: bool,
+) -> list[str]:
+    """Check that all prepared models can be rebuilt with new options; changes none of them.
 
     Returns:
         Notes about memory, and about state that is not carried.
@@ -263,7 +274,7 @@ def check_models(new_options: Options, world_size: int, *, reset_optimizer: bool
     release_models.release_unused_models()
     hardware = accelerator_patch.current_config().hardware
     notes: list[str] = []
-    for prepared in prepared_models.all_models():
+    for prepared in prepared_models.models_in_use(variables):
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
         notes += memory_advice.check_memory(prepared, new_options, hardware, world_size=world_size)
         named = prepared.model.named_parameters()

@@ -36,7 +36,7 @@ from nbdist.worker.memory import memory_probe, tensor_categories
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -138,6 +138,30 @@ def all_models() -> list[PreparedModel]:
     """Return all prepared models, in the order of preparation."""
     _trained[:] = [model for model in _trained if model.is_alive]
     return list(_trained)
+
+
+def models_in_use(variables: Mapping[str, Any]) -> list[PreparedModel]:
+    """Forget models that lost their optimizers and are not in a variable; return the others.
+
+    Under FSDP and DeepSpeed, the graph of the last loss holds the engine of an earlier run of the
+    cell that prepares the model.
+    """
+    models = all_models()
+    untrained = {model for model in models if model.optimizers and not model.live_optimizers}
+    if untrained:
+        untrained.difference_update(models_in(variables))
+        _trained[:] = [model for model in models if model not in untrained]
+    return list(_trained)
+
+
+def models_in(variables: Mapping[str, Any]) -> list[PreparedModel]:
+    """Return the models that variables, or lists and dicts in variables, refer to."""
+    values = list(variables.values())
+    for value in variables.values():
+        if type(value) in (list, tuple, dict):
+            values += value.values() if type(value) is dict else value
+    references = [reference for reference in map(find_model, values) if reference is not None]
+    return list(dict.fromkeys(reference.prepared for reference in references))
 
 
 def all_loaders() -> list[DataLoader[Any]]:
@@ -257,7 +281,8 @@ class ModelReference(NamedTuple):
 
 def find_model(value: object) -> ModelReference | None:
     """Find the prepared model that a value is or is a module of."""
-    for prepared in all_models() if isinstance(value, nn.Module) else ():
+    # isinstance() would access the value's __class__, which raises for a dead weakref.proxy.
+    for prepared in all_models() if issubclass(type(value), nn.Module) else ():
         if value is prepared.user_model() or value is prepared.model:
             return ModelReference(prepared, "")
         for name, module in meta_model.named_modules(prepared.model):

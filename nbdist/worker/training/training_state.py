@@ -256,11 +256,11 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
             )
         return reference.prepared
     models = prepared_models.all_models()
-    if len(models) > 1 or not _models_in_variable(models, names):
+    if len(models) > 1 or not prepared_models.models_in(names):
         release_models.release_unused_models()  # some may no longer be in use; takes 0.3 s
         models = prepared_models.all_models()
     if len(models) > 1:
-        models = _models_in_variable(models, names)
+        models = prepared_models.models_in(names)
     if not models:
         raise CheckpointError(
             "No model is prepared on the ranks. Run a cell with accelerator.prepare(model)."
@@ -271,13 +271,3 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
             " holds it."
         )
     return models[0]
-
-
-def _models_in_variable(
-    everything: Sequence[PreparedModel], names: Mapping[str, Any]
-) -> list[PreparedModel]:
-    return [
-        prepared
-        for prepared in everything
-        if any(value is prepared.model for value in names.values())
-    ]
