@@ -2,8 +2,7 @@
 
     python benchmarks [cells] [starts] [values] [checkpoints] [saving] [exporting] [switching]
     python benchmarks [training] [nodes] [scale] [profile] [profiling] [gains] [panel] [weight]
-    python benchmarks [faults] [plan_speed] [plan_memory] [plan_published] [plan_calibrated]
-    python benchmarks [plan_choice] [loading]
+    python benchmarks [faults] [plan_speed] [plan_memory] [plan_published] [plan_choice] [loading]
 
 Prints a table and replaces the rows of these groups in build/bench.json. The exit status is 1 when
 a bar is missed.
@@ -28,7 +27,6 @@ import kernel_memory
 import loading
 import nodes
 import open_panel
-import plan_calibrated
 import plan_choice
 import plan_memory
 import plan_published
@@ -76,7 +74,6 @@ GROUPS: dict[str, Callable[[], Iterator[results.Row]]] = {
     "plan_speed": plan_speed.measure,
     "plan_memory": plan_memory.measure,
     "plan_published": plan_published.measure,
-    "plan_calibrated": plan_calibrated.measure,
     "plan_choice": plan_choice.measure,
 }
 

@@ -1,7 +1,8 @@
-"""Whether `--auto` chooses well: each backend's measured step beside the one that the plan prefers.
+"""Whether `--auto` chooses well: each backend's measured step beside the planned ones.
 
-A case is a drawn model and micro-batch. All backends train it in one session, in turns, so that
-the load of the machine affects them alike.
+A case is a drawn model and micro-batch. Steps are planned by the catalog, and after
+`Session.calibrate`. All backends train it in one session, in turns, so that the load of the
+machine affects them alike.
 
     python benchmarks/plan_choice.py [CASES [SEED]]   # prints a line of JSON for each case
 """
@@ -11,9 +12,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
+import os
 import random
+import statistics
 import sys
+import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 from results import Row, middle
 
@@ -58,6 +64,15 @@ def step_s(count):
 """
 
 
+class Prediction(NamedTuple):
+    """A step time as the plan shows it."""
+
+    seconds: float
+    uncertainty: float
+    low: float
+    high: float
+
+
 class Case(NamedTuple):
     """A drawn model, its micro-batch, and each backend's predicted and measured step."""
 
@@ -65,8 +80,8 @@ class Case(NamedTuple):
     batch_size: int
     length: int
     chosen: str
-    predicted: dict[str, float]
-    ranges: dict[str, tuple[float, float]]
+    catalog: dict[str, Prediction]
+    calibrated: dict[str, Prediction]
     measured: dict[str, float]
 
     @property
@@ -76,12 +91,6 @@ class Case(NamedTuple):
         slower = self.measured[self.chosen] / self.measured[fastest] - 1
         simpler = BACKENDS.index(self.chosen) < BACKENDS.index(fastest)
         return slower <= CLOSE or (simpler and slower <= comparison_uncertainty("cpu"))
-
-    @property
-    def inside(self) -> int:
-        """Number of step times in the range that the plan shows."""
-        bounds = ((*self.ranges[name], self.measured[name]) for name in BACKENDS)
-        return sum(low <= seconds <= high for low, high, seconds in bounds)
 
 
 def measure() -> Iterator[Row]:
@@ -95,14 +104,31 @@ def measure() -> Iterator[Row]:
         sense=">=",
         detail=f"a comparison is uncertain by {comparison_uncertainty('cpu'):.0%}",
     )
-    widths = [high / low for case in found for low, high in case.ranges.values()]
+    off = {}
+    for source in ("catalog", "calibrated"):
+        pairs = [
+            (one, case.measured[name])
+            for case in found
+            for name, one in getattr(case, source).items()
+        ]
+        off[source] = statistics.mean(
+            abs(math.log(one.seconds / seconds)) for one, seconds in pairs
+        )
+        width = middle([one.high / one.low for one, _ in pairs])
+        yield Row(
+            name=f"step times inside the range that was shown, {source}",
+            value=sum(one.low <= seconds <= one.high for one, seconds in pairs) / len(pairs),
+            unit=f"of {len(pairs)}",
+            limit=0.8,
+            sense=">=",
+            detail=f"high over low is {width:.1f} (median)",
+        )
     yield Row(
-        name="step times inside the range that was shown",
-        value=sum(case.inside for case in found) / len(widths),
-        unit=f"of {len(widths)}",
-        limit=0.8,
-        sense=">=",
-        detail=f"high over low is {middle(widths):.1f} (median)",
+        name="planned step time, calibrated: error to the catalog's",
+        value=off["calibrated"] / off["catalog"],
+        unit="x",
+        limit=1,
+        detail=", ".join(f"{name} off by {math.exp(error):.2f}" for name, error in off.items()),
     )
 
 
@@ -140,26 +166,40 @@ def cases(count: int, seed: int) -> Iterator[Case]:
         session.run(BUILD, output="none")
         for begin in range(0, count, BLOCK):
             block = [drawn(dice) for _ in range(min(BLOCK, count - begin))]
-            turns = [(name, timed(session, name, block)) for name in (*BACKENDS, "ddp")]
-            for number, (shape, batch_size, length) in enumerate(block):
-                plan = nbdist.plan(
-                    shape, batch_size=batch_size, seq_len=length, world_size=2, precision="no"
-                )
-                best = plan.best
-                assert best is not None  # small models fit
-                costs = {name: plan.row(name).cost for name in BACKENDS}
+            with (
+                tempfile.TemporaryDirectory() as cache,  # without earlier measurements
+                mock.patch.dict(os.environ, XDG_CACHE_HOME=cache),
+            ):
+                by_catalog = [planned(*drawn) for drawn in block]
+                turns = [(name, timed(session, name, block)) for name in (*BACKENDS, "ddp")]
+                with contextlib.redirect_stdout(io.StringIO()):
+                    session.calibrate()
+                calibrated = [planned(*drawn) for drawn in block]
+            for number in range(len(block)):
                 yield Case(
-                    shape,
-                    batch_size,
-                    length,
-                    best.backend,
-                    {name: plan.row(name).step_time_s for name in BACKENDS},
-                    {name: cost.range_s for name, cost in costs.items() if cost is not None},
+                    *block[number],
+                    by_catalog[number][0],
+                    by_catalog[number][1],
+                    calibrated[number][1],
                     {
                         name: middle([times[number] for turn, times in turns if turn == name])
                         for name in BACKENDS
                     },
                 )
+
+
+def planned(
+    shape: dict[str, Any], batch_size: int, length: int
+) -> tuple[str, dict[str, Prediction]]:
+    """The choice, and the step of each backend."""
+    plan = nbdist.plan(shape, batch_size=batch_size, seq_len=length, world_size=2, precision="no")
+    costs = {name: plan.row(name).cost for name in BACKENDS}
+    assert plan.best is not None  # small models fit
+    return plan.best.backend, {
+        name: Prediction(cost.step_time_s, cost.uncertainty, *cost.range_s)
+        for name, cost in costs.items()
+        if cost is not None
+    }
 
 
 def timed(

@@ -34,7 +34,6 @@ from footprint import Case
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.launcher import offload_setup
-from nbdist.planner import prediction_errors
 from nbdist.strategies import Hardware, Options
 
 if TYPE_CHECKING:
@@ -151,15 +150,11 @@ def write_shortfalls(found: Sequence[Result]) -> None:
         # Few cases are traced, so those of all backends count together.
         backend = one.case.backend if depth == "closed form" else ""
         errors[backend, depth].append(one.peak.num_bytes / one.planned - 1)
-    entries = [
-        f'    ("{backend}", "{depth}"): Shortfall({len(shares)},'
-        f" {max(0.0, _quantile(sorted(shares), 0.95)):.4f}),\n"
-        for (backend, depth), shares in sorted(errors.items())
-    ]
-    file = Path(prediction_errors.__file__)
-    head, _, rest = file.read_text().partition("--write\n")
-    _, _, tail = rest.partition("    # end\n")
-    file.write_text(f"{head}--write\n{''.join(entries)}    # end\n{tail}")
+    shortfalls: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for (backend, depth), shares in sorted(errors.items()):
+        share = max(0.0, _quantile(sorted(shares), 0.95))
+        shortfalls[backend][depth] = [len(shares), round(share, 4)]
+    results.write_prediction_errors("memory", shortfalls)
 
 
 def _grouped(found: Sequence[Result], key: str) -> dict[str, list[float]]:

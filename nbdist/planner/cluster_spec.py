@@ -294,9 +294,9 @@ USABLE_MEMORY_FRACTION = 0.985
 
 _LOOPBACK = 1.5 * GB
 """Gloo between processes on one machine."""
-_CORE_FLOPS = 30e9
+_CORE_FLOPS = 60e9
 """fp32 FLOP/s of one current server core in torch's matrix products."""
-_HOST_MEMORY_BANDWIDTH = 20 * GB
+_HOST_MEMORY_BANDWIDTH = 40 * GB
 
 
 def cpu_cluster(
@@ -315,7 +315,7 @@ def cpu_cluster(
         memory_bandwidth=_HOST_MEMORY_BANDWIDTH / count,
         pcie=_LOOPBACK,
         host_link=_HOST_MEMORY_BANDWIDTH / count,
-        source="conservative estimate for a current server core",
+        source="estimate for a current server core",
     )
     notes: tuple[str, ...] = ()
     if host_memory_bytes is None:

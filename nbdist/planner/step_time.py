@@ -49,7 +49,7 @@ _ATTENTION_SHARE = 0.6
 """Speed of fused attention relative to large matrix products: its inner products are small."""
 _LAUNCHES = 155
 """Kernels launched by a transformer block, forward and backward."""
-_LAUNCH_S = 8e-6
+_LAUNCH_S, _CPU_LAUNCH_S = 8e-6, 16e-6
 _SMOOTHNESS = 0.8
 """Exponent of how a collective approaches full speed with size; see `ClusterSpec.ramp_s`."""
 _FOREACH_PASSES = 80 / 28
@@ -59,16 +59,14 @@ _STEP_S: Mapping[str, float] = MappingProxyType({"ddp": 1e-3, "fsdp": 1e-3, "dee
 """Fixed time of an optimizer step. DeepSpeed copies the gradient norm and the overflow flag to the
 host before it steps (0.19.8), so that launches fall behind; the time that takes on a GPU is
 estimated, not measured."""
+_CPU_STEP_S = 0.01
+"""The same on CPU ranks, under all engines."""
 
 _ONE_PERCENT = 0.01
 
 _LINK_DOUBT, _MEASURED_LINK_DOUBT, _REST_DOUBT = 0.4, 0.25, 0.4
 """Relative uncertainty of the parts of a step: exposed communication by the catalogue, or as
 measured on this machine; optimizer and offload."""
-_OVERHEAD_DOUBT_S: Mapping[str, float] = MappingProxyType({"cuda": 0.0, "cpu": 0.01})
-"""Seconds of Python and of small kernels per step that a prediction may lack. On CPU ranks, where
-they are most of the step of a tiny model, it makes the ranges of benchmarks/plan_choice.py
-narrowest."""
 
 _BUCKET = 25 << 20
 """Bytes of DDP's buckets."""
@@ -160,7 +158,6 @@ class StepCostModel:
         tokens = steps * workload.num_tokens
         link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
         doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
-        doubt += _OVERHEAD_DOUBT_S[self._cluster.kind]
         error = prediction_errors.interval(
             "step time",
             self._cluster.kind,
@@ -253,10 +250,11 @@ def _micro_batch_time(
     linear_s = (load.flops - load.attention) / device.sustained_flops(precision)
     reached = _ATTENTION_SHARE * device.sustained_flops("bf16" if precision == "fp8" else precision)
     blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
-    launches = repeats * _LAUNCHES * load.blocks
-    floor = launches * traffic.hooks * _LAUNCH_S * (_COMPILED if options.is_compiled else 1)
-    rest = _LOSS_PASSES * load.loss + traffic.copied
-    return max(repeats * blocks, floor) + rest / bandwidth, load.flops
+    launches = repeats * _LAUNCHES * load.blocks * (_COMPILED if options.is_compiled else 1)
+    rest_s = (_LOSS_PASSES * load.loss + traffic.copied) / bandwidth
+    if cluster.kind == "cpu":  # which does not compute while it launches
+        return repeats * blocks + launches * traffic.cpu_hooks * _CPU_LAUNCH_S + rest_s, load.flops
+    return max(repeats * blocks, launches * traffic.hooks * _LAUNCH_S) + rest_s, load.flops
 
 
 class _ComputeLoad(NamedTuple):
@@ -329,13 +327,18 @@ class _EngineTraffic(NamedTuple):
     """The same for `last` if it runs at another time than `each`; 0 if they share a window."""
     hooks: float = 1
     """Python time to launch a block's kernels, relative to the plain model."""
+    cpu_hooks: float = 1
+    """The same on CPU ranks, with the fixed time of the collectives."""
     copied: float = 0
     """Bytes that the device copies into and out of buffers in a micro-batch."""
 
 
 # `hooks`: time of forward and backward relative to DDP, measured on a Llama of six small blocks in
-# a fake process group of four ranks, torch 2.13, deepspeed 0.19.8.
+# a fake process group of four ranks, torch 2.13, deepspeed 0.19.8. `cpu_hooks`: fitted to 18 models
+# on two ranks with gloo.
 _FSDP_HOOKS: Mapping[int, float] = MappingProxyType({1: 1.4, 2: 1.7})
+_CPU_SHARDED_HOOKS = 4.5
+"""Of FSDP and ZeRO-3."""
 _GATHERED = 6
 """Extra bytes per gathered element: written, then copied out of a flat buffer."""
 _REDUCED = 10
@@ -368,6 +371,7 @@ def _fsdp(shape: _ModelSize, setup: TrainingSetup) -> _EngineTraffic:
         window=1 if resharded else 1 - _BACKWARD,
         last_window=0 if resharded else _BACKWARD,
         hooks=_FSDP_HOOKS[setup.options.strategy.level],
+        cpu_hooks=_CPU_SHARDED_HOOKS,
         copied=_GATHERED * gathered + _REDUCED * shape.trainable,
     )
 
@@ -420,6 +424,7 @@ def _zero3(shape: _ModelSize, setup: TrainingSetup) -> _EngineTraffic:
             _CollectiveTraffic("reduce_scatter", rest, used * _ZERO_BUCKET, overlaps=False),
         ),
         hooks=3,
+        cpu_hooks=_CPU_SHARDED_HOOKS,
         copied=_GATHERED * gathered + _REDUCED * shape.trainable,
     )
 
@@ -524,7 +529,7 @@ def _update(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> tu
     has_cpu_adam = is_offloaded and strategy.engine == "deepspeed"
     if setup.optimizer.implementation != "fused" and not has_cpu_adam:
         touched *= _FOREACH_PASSES
-    fixed_s = _STEP_S[strategy.engine]
+    fixed_s = _CPU_STEP_S if cluster.kind == "cpu" else _STEP_S[strategy.engine]
     if not is_offloaded:
         device = cluster.slowest_device
         bandwidth = device.sustained_memory_bandwidth(options.precision or "no")

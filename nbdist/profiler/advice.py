@@ -52,7 +52,7 @@ class Speedup:
         """
         after_s = max(after_s, _SHORTEST * before_s)
         factor = before_s / after_s
-        uncertainty = _UNCERTAIN * changed_s / after_s
+        uncertainty = _UNCERTAIN * changed_s / max(before_s, after_s)
         error = prediction_errors.interval("gain", kind, uncertainty + _REPEATED[kind])
         return cls(
             faster=factor - 1,

@@ -28,8 +28,8 @@ NEARLY_BEST = 0.9
 _ENOUGH = 0.7
 """The same for batch sizes. A larger batch changes the training."""
 _SURELY = 0.2
-"""Minimum lower bound of the speedup for another backend on CPU ranks. The planner does not model
-the Python overhead of the backends, which is significant there."""
+"""Minimum lower bound of the speedup for another backend on CPU ranks, where the Python overhead of
+the backends is significant and differs between machines."""
 _TINY = 0.40
 """Share of the step with a cost independent of the batch size from which a larger batch is
 recommended, even if no part alone exceeds its threshold. Noisy control runs had at most 38 %,
