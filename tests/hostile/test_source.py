@@ -157,7 +157,7 @@ def names_in_wheel(folder: Path) -> list[str]:
 def test_the_wheel_holds_the_package_and_no_script_that_an_install_runs(tmp_path: Path) -> None:
     names = names_in_wheel(tmp_path)
     kinds = {Path(name).suffix for name in names if name.startswith("nbdist/")}
-    assert kinds <= {".py", ".typed", ".js", ".css"}
+    assert kinds <= {".py", ".typed", ".js", ".css", ".json"}
     info = {name.partition("/")[2] for name in names if ".dist-info/" in name}
     assert info <= {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     assert not [name for name in names if name.endswith(".pth") or ".data/" in name]
