@@ -107,6 +107,8 @@ $(CUDA)/.ready: constraints.txt
 	@touch $@
 
 bench: env ## compare nbdist with other tools, the planner with measurements; writes build/bench.json
+	@$(BIN)/python -c 'import bitsandbytes' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt bitsandbytes
 	@$(BIN)/python benchmarks
 
 wheel: env ## build dist/*.whl and list its content
