@@ -186,13 +186,14 @@ def test_the_bare_model_of_a_prepared_one_is_right_or_one_sentence(ranks: Sessio
     ranks.run("del model, optimizer, net, raw")
 
 
-def test_two_models_stay_and_both_train(ranks: Session) -> None:
+def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
     other = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
     code = IN_ONE_CALL + other + "two = train(model, optimizer), train(critic, second)\n"
     if ranks.backend in {"zero1", "zero2", "zero3"}:
         # accelerate 1.15 has one engine to go backward in: the last one
         code = code.replace("train(model, optimizer)", "train(critic, second)")
     losses, kept = value(ranks, code + "two, len(accelerator._models)")
+    ranks.save("both", folder=tmp_path, wait=True)  # no gradients of a model are pending
     ranks.run("del model, optimizer, critic, second")
     assert kept == 2
     assert losses[0] == losses[1] or ranks.backend.startswith("zero")

@@ -160,7 +160,15 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
     )
     with pytest.raises(SwitchError, match="1 micro-batches are waiting"):
         trained.switch("ddp")
-    trained.run("optimizer.zero_grad()")
+    trained.run("""
+        optimizer.zero_grad()
+        layer = torch.nn.Linear(4, 4)
+        layer, sgd = accelerator.prepare(layer, torch.optim.SGD(layer.parameters()))
+        del sgd
+    """)
+    with pytest.raises(SwitchError, match=r"Linear has 0 optimizers.* Keep its optimizer"):
+        trained.switch("ddp")
+    trained.run("del layer")
     trained.switch("ddp")
 
 

@@ -29,6 +29,7 @@ from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
+from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
 from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_advice, memory_probe
@@ -301,10 +302,17 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
         )
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
-    if new_options.strategy.engine == "deepspeed" and len(prepared.live_optimizers) != 1:
+    is_from_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))
+    is_deepspeed = is_from_deepspeed or new_options.strategy.engine == "deepspeed"
+    if is_deepspeed and len(prepared.live_optimizers) != 1:
         raise SwitchError(
-            f"{type(prepared.meta.model).__name__} has {len(prepared.live_optimizers)}"
-            " optimizers, but DeepSpeed supports exactly one per model. Use ddp, fsdp2 or fsdp1."
+            f"{type(prepared.meta.model).__name__} has {len(prepared.live_optimizers)} optimizers,"
+            " but DeepSpeed supports exactly one per model."
+            + (
+                " Keep its optimizer in a variable, or delete the model."
+                if is_from_deepspeed
+                else " Use ddp, fsdp2 or fsdp1."
+            )
         )
     for owned in prepared.live_optimizers:
         if owned.recipe.rebuild_error:

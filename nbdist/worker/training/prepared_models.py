@@ -82,6 +82,8 @@ class PreparedModel:
     """Optimizer steps since the start of training, across sessions."""
     interrupted_pass: InterruptedPass = ""
     """The interrupted pass, which may leave the engine in an inconsistent state."""
+    has_forward: bool = False
+    """There was a forward with gradients since the last optimizer step."""
     has_evaluated: bool = False
     """There was a forward, which may leave parameters gathered, after the last backward."""
 
@@ -348,6 +350,7 @@ def hook_forward(prepared: PreparedModel) -> None:
     def before_forward(*_: object) -> None:
         require_all_ranks()
         optimizer_step_gate.end_iteration(is_training=torch.is_grad_enabled())
+        prepared.has_forward |= torch.is_grad_enabled()
         prepared.interrupted_pass = "forward" if gathers else ""
 
     def after_forward(*_: object) -> None:
@@ -376,6 +379,8 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
         optimizer_step_gate.end_iteration()
         models = [model for model in _trained if model.accelerator() is self and model.is_alive]
+        # Hooks do not see a forward of an inner module.
+        models = [model for model in models if model.has_forward] or models
         if models:
             process_group.require_all_ranks(
                 "accelerator.backward()",
@@ -409,7 +414,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
             for model in _models_of(self):
-                model.num_pending_micro_batches = 0
+                model.num_pending_micro_batches, model.has_forward = 0, False
                 # Only its first optimizer counts the steps of a model with several.
                 model.num_steps += int(model.optimizers[0].wrapper() is self)
         return result
@@ -425,7 +430,7 @@ def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, *args, **kwargs)
         if self.gradient_state.sync_gradients:
             for model in _models_of(self):
-                model.num_pending_micro_batches = 0
+                model.num_pending_micro_batches, model.has_forward = 0, False
         return result
 
     return zero_grad
