@@ -170,22 +170,18 @@ def cases(count: int, seed: int) -> Iterator[Case]:
                 tempfile.TemporaryDirectory() as cache,  # without earlier measurements
                 mock.patch.dict(os.environ, XDG_CACHE_HOME=cache),
             ):
-                by_catalog = [planned(*drawn) for drawn in block]
+                by_catalog = [planned(*case) for case in block]
                 turns = [(name, timed(session, name, block)) for name in (*BACKENDS, "ddp")]
                 with contextlib.redirect_stdout(io.StringIO()):
                     session.calibrate()
-                calibrated = [planned(*drawn) for drawn in block]
-            for number in range(len(block)):
-                yield Case(
-                    *block[number],
-                    by_catalog[number][0],
-                    by_catalog[number][1],
-                    calibrated[number][1],
-                    {
-                        name: middle([times[number] for turn, times in turns if turn == name])
-                        for name in BACKENDS
-                    },
-                )
+                by_calibration = [planned(*case) for case in block]
+            plans = zip(block, by_catalog, by_calibration, strict=True)
+            for number, (case, (chosen, catalog), (_, calibrated)) in enumerate(plans):
+                measured = {
+                    name: middle([times[number] for turn, times in turns if turn == name])
+                    for name in BACKENDS
+                }
+                yield Case(*case, chosen, catalog, calibrated, measured)
 
 
 def planned(

@@ -14,8 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
-from nbdist.planner import prediction_errors
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -132,7 +130,7 @@ def ms(seconds: float) -> str:
 
 def write_prediction_errors(section: str, values: object) -> None:
     """Replace a section of the measured errors from which nbdist takes its ranges and margins."""
-    file = Path(prediction_errors.__file__).with_suffix(".json")
+    file = Path(__file__).parents[1] / "nbdist/planner/prediction_errors.json"
     text = json.dumps(json.loads(file.read_text()) | {section: values}, indent=2)
     entries = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]")  # of a model, on one line
     file.write_text(entries.sub(lambda found: json.dumps(json.loads(found[0])), text) + "\n")

@@ -50,10 +50,9 @@ class Interval(NamedTuple):
 
 def _step_times(kind: str, *, measured: bool) -> Sequence[Sequence[Entry]]:
     of_kind = _MEASURED["step time"][kind]
-    # No GPU was measured both ways.
-    entries: Sequence[Sequence[Entry]] = (measured and of_kind.get("measured")) or of_kind[
-        "catalog"
-    ]
+    entries: Sequence[Sequence[Entry]] = of_kind["catalog"]
+    if measured:
+        entries = of_kind.get("measured", entries)  # no GPU was measured both ways
     return entries
 
 
@@ -155,5 +154,5 @@ def margin_of(backend: str, depth: Literal["closed form", "traced"], *, calibrat
     """Return the margin of a backend; calibrated: device memory was measured on this machine."""
     device = CALIBRATED_DEVICE_SHARE if calibrated else DEVICE_SHARE
     shortfalls = _MEASURED["memory"]
-    shortfall = shortfalls.get(backend, {}).get(depth) or shortfalls[""].get(depth, UNKNOWN)
-    return Margin(Shortfall(*shortfall), device, calibrated)
+    shortfall = shortfalls.get(backend, {}).get(depth) or shortfalls.get("", {}).get(depth)
+    return Margin(Shortfall(*shortfall) if shortfall else UNKNOWN, device, calibrated)

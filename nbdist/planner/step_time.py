@@ -50,6 +50,7 @@ _ATTENTION_SHARE = 0.6
 _LAUNCHES = 155
 """Kernels launched by a transformer block, forward and backward."""
 _LAUNCH_S, _CPU_LAUNCH_S = 8e-6, 16e-6
+"""Time to launch a kernel; on CPUs fitted together with `cpu_hooks`."""
 _SMOOTHNESS = 0.8
 """Exponent of how a collective approaches full speed with size; see `ClusterSpec.ramp_s`."""
 _FOREACH_PASSES = 80 / 28

@@ -33,7 +33,7 @@ class Speedup:
     low: float
     high: float
     uncertainty: float = 0.0
-    """Relative uncertainty of the predicted time, by the parts that change."""
+    """Uncertainty by the parts that change, relative to the larger of the two times."""
 
     @property
     def at_least(self) -> float:

@@ -194,7 +194,10 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
         code = code.replace("train(model, optimizer)", "train(critic, second)")
     losses, kept = value(ranks, code + "two, len(accelerator._models)")
     ranks.save("both", folder=tmp_path, wait=True)  # no gradients of a model are pending
-    ranks.run("del model, optimizer, critic, second")
+    ranks.run("models = [critic]; del critic, second")
+    loaded = ranks.load("both", folder=tmp_path, weights_only=True)
+    assert str(loaded).count("GPT2LMHeadModel") == 2  # also the one in the list
+    ranks.run("del model, optimizer, models[:]")
     assert kept == 2
     assert losses[0] == losses[1] or ranks.backend.startswith("zero")
 

@@ -302,6 +302,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
         )
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
+    # An engine of DeepSpeed holds the optimizer's state, and cannot be restored without it.
     is_from_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))
     is_deepspeed = is_from_deepspeed or new_options.strategy.engine == "deepspeed"
     if is_deepspeed and len(prepared.live_optimizers) != 1:

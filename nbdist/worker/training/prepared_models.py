@@ -157,13 +157,14 @@ def models_in_use(variables: Mapping[str, Any]) -> list[PreparedModel]:
 
 
 def models_in(variables: Mapping[str, Any]) -> list[PreparedModel]:
-    """Return the models that variables, or lists and dicts in variables, refer to."""
+    """Return the models that variables, or lists and dicts in variables, hold."""
     values = list(variables.values())
     for value in variables.values():
         if type(value) in (list, tuple, dict):
             values += value.values() if type(value) is dict else value
     references = [reference for reference in map(find_model, values) if reference is not None]
-    return list(dict.fromkeys(reference.prepared for reference in references))
+    whole = (reference.prepared for reference in references if not reference.prefix)
+    return list(dict.fromkeys(whole))
 
 
 def all_loaders() -> list[DataLoader[Any]]:
@@ -313,8 +314,8 @@ def refresh_param_groups(prepared: PreparedModel) -> None:
 
 def count_pending_micro_batches(prepared: PreparedModel) -> int:
     """Return the number of micro-batches whose gradients were not yet used in a step."""
-    # `Accelerator.backward` counts for all models of the accelerator, because it does not know
-    # which one the loss is from: a model without gradients was not part of it.
+    # `Accelerator.backward` counts for all models that ran forward, because it does not know which
+    # one the loss is from: a model without gradients was not part of it.
     has_gradients = is_deepspeed_engine(unwrap_compiled(prepared.model)) or any(
         gradient is not None for gradient in tensor_categories.gradients(prepared.model)
     )
