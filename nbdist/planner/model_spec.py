@@ -140,7 +140,7 @@ class MicroBatchActivations:
     output_bytes: int
     """Bytes of the model's output (logits) that the cell's variable keeps alive."""
     kept_bytes: int = 0
-    """Bytes of activations that live until that variable changes; they are also in `layers`."""
+    """Bytes of activations that live as long as the graph: until the loss's variable changes."""
 
 
 class ModelSpec(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,18 +82,23 @@ class OptimizerSpec:
         small = shape.num_elements < self.min_quantized_size
         return shape.num_elements * (8 if small else self.state_bytes_per_element)
 
-    def num_temporaries(self, elements: int, largest: int) -> int:
+    def num_temporaries(
+        self, elements: int, largest: int, shapes: Iterable[tuple[int, WeightShape]] = ()
+    ) -> int:
         """Return the elements of the temporaries of one step.
 
         Args:
             elements: elements of all tensors updated in one call.
             largest: elements of the largest of them.
+            shapes: number and shape of each, in order, if known.
         """
-        if self.implementation == "fused":
+        if self.implementation == "fused" or not self.loop_copies:
             return 0
         if self.implementation == "foreach":
             return round(self.foreach_copies * elements)
-        return round(self.loop_copies * min(largest, elements))
+        sizes = [shape.num_elements for _, shape in shapes] or [min(largest, elements)]
+        # A variable of the loop still holds the last temporary of the previous tensor.
+        return round(max(self.loop_copies * size + held for held, size in pairwise([0, *sizes])))
 
 
 _ADAM = OptimizerSpec(

@@ -58,6 +58,26 @@ def test_the_peak_is_that_of_the_allocator(backend: str, quantize: str | None) -
     assert row.allocated_bytes == pytest.approx(MEASURED[backend, quantize], rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "mib"),
+    [
+        # Restored weights are larger than the activations of a small batch.
+        ({"hidden_size": 320, "intermediate_size": 1216, "num_hidden_layers": 5,
+          "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 513},
+         {"devices": "3xcpu", "batch_size": 3}, 32.825),
+        # The graph keeps the embedding's output, a leaf under checkpointing, and its gradient.
+        ({"hidden_size": 512, "intermediate_size": 1216, "head_dim": 64, "vocab_size": 10_027},
+         {"devices": "2xcpu", "seq_len": 256, "activation_checkpointing": True}, 105.938),
+    ],
+)  # fmt: skip
+def test_what_int8_adapters_hold_in_a_forward(
+    config: dict[str, Any], given: dict[str, Any], mib: float
+) -> None:
+    quantized = {"lora": 16, "quantize": "int8", "optimizer": "sgd", "backend": "ddp"}
+    row = plan(LLAMA | config, keep_outputs=False, **quantized, **given).row("ddp")
+    assert row.allocated_bytes / 2**20 == pytest.approx(mib, rel=0.002)
+
+
 def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:
     model = plan("8b", lora=16, quantize="nf4").question.model
     each = quantized_param_bytes(model) / num_quantized_params(model)

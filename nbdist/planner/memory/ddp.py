@@ -27,6 +27,7 @@ class DdpTimeline(StepTimeline):
         super().__init__(model)
         self._setup = setup
         elements, width = model_spec.num_trainable_params(model), model.trainable_element
+        shapes = optimizers.trained_shapes(model)
         is_wrapped = setup.world_size > 1 or setup.kind == "cpu"
         self._kept = NonActivationMemory(
             {
@@ -34,13 +35,11 @@ class DdpTimeline(StepTimeline):
                 + model_spec.num_frozen_params(model) * model.element
                 + model_spec.quantized_param_bytes(model),
                 "buffers": elements * width * is_wrapped,
-                "optimizer": setup.optimizer.state_bytes(
-                    elements, element=width, shapes=optimizers.trained_shapes(model)
-                ),
+                "optimizer": setup.optimizer.state_bytes(elements, element=width, shapes=shapes),
             }
         )
         scratch = setup.optimizer.num_temporaries(
-            elements, zero_partitioning.largest_trainable_size(*model.groups)
+            elements, zero_partitioning.largest_trainable_size(*model.groups), shapes
         )
         update = {"gradients": elements * width, "temporaries": width * scratch}
         self._update = NonActivationMemory(update, besides=self._kept)
@@ -81,10 +80,12 @@ def _gradients(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> 
 def _casts(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> int:
     """Bytes of the 16-bit weights that autocast caches until the forward ends.
 
-    Without checkpointing they are saved for the backward and counted as activations.
+    Without checkpointing they are saved for the backward and counted as activations, as they are
+    in a trace.
     """
     if (
         step.phase != "forward"
+        or model.depth == "traced"
         or not setup.options.activation_checkpointing
         or not setup.is_half_precision
     ):

@@ -50,8 +50,8 @@ class FsdpUnit(NamedTuple):
     """Trainable elements of this rank's shard."""
     largest_shard_size: int = 0
     """Elements of this rank's shard of the largest parameter."""
-    copied_grad_bytes: int = 0
-    """Copies of gradients while they are put together for the reduction."""
+    reduction_temporaries: int = 0
+    """Bytes during the reduction in addition to all gradients and its buffer."""
     added_grad_bytes: int = 0
     """Gradients, and a copy of one, while they are added to accumulated ones."""
 
@@ -97,15 +97,11 @@ class FsdpTimeline(StepTimeline):
             )
         )
         trainable = self.total_unit.num_trainable
+        shapes = [] if self.shards_are_flat else optimizers.trained_shapes(model, setup.num_shards)
         shards = {
             "parameters": self.total_unit.param_shard_bytes,
             "optimizer": setup.optimizer.state_bytes(
-                trainable,
-                element=self.stored_width,
-                flat=self.shards_are_flat,
-                shapes=()
-                if self.shards_are_flat
-                else optimizers.trained_shapes(model, setup.num_shards),
+                trainable, element=self.stored_width, flat=self.shards_are_flat, shapes=shapes
             ),
         }
         if not self.is_offloaded:
@@ -117,7 +113,7 @@ class FsdpTimeline(StepTimeline):
             else NonActivationMemory(shards, unsharded)
         )
         largest = max(unit.largest_shard_size for unit in self.units)
-        scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest)
+        scratch = self.stored_width * setup.optimizer.num_temporaries(trainable, largest, shapes)
         self._update = self._allocation_with(
             {}, {"gradients": self.total_unit.grad_shard_bytes, "temporaries": scratch}
         )
@@ -150,7 +146,12 @@ class FsdpTimeline(StepTimeline):
                         yield at, self._allocation(transient)
                 else:
                     transient = self._transient_memory(micro, step._replace(num_grads=0))
-                    yield at, self._allocation(transient, self.compute_width * step.num_grads)
+                    own = self.compute_width * self.num_own_gradients(micro, step)
+                    yield at, self._allocation(transient, own)
+
+    def num_own_gradients(self, _: MicroBatchPosition, step: MicroBatchStep) -> int:
+        """Return the gradient elements that a unit's backward has made and still holds."""
+        return step.num_grads
 
     def other_allocations(
         self,
@@ -338,7 +339,19 @@ class Fsdp1Timeline(FsdpTimeline):
         """Return the gathered units and the finished gradients."""
         full, shards = self.finished_gradients(micro, step, self.last_group)
         full += self._root_gradients(step) if step.phase == "backward" else 0
-        return TransientMemory(self.gathered_bytes(step, last=True), full, shards)
+        return TransientMemory(self._gathered(micro, step), full, shards)
+
+    def _gathered(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
+        """Bytes of gathered units.
+
+        If no forward reshards, neither does a backward without a reduction (torch 2.13,
+        `_should_free_in_backward`).
+        """
+        begins = micro == "first" and step.phase in {"before", "forward"}
+        ends = micro == "last" and step.phase in {"backward", "after"}
+        if self.reshards or micro == "only" or begins or ends:
+            return self.gathered_bytes(step, last=True)
+        return self.total_unit.full_param_bytes
 
     def edge_memory(
         self, micro: MicroBatchPosition, step: MicroBatchStep
@@ -350,7 +363,7 @@ class Fsdp1Timeline(FsdpTimeline):
         finished = self.units[step.group_index if block else self.last_group]
         full, shards = self.finished_gradients(micro, step, self.last_group)
         full += self._root_gradients(step) if block else 0
-        gathered = self.gathered_bytes(step, last=True)
+        gathered = self._gathered(micro, step)
         yield TransientMemory(gathered, full + 2 * finished.gradient_bytes, shards)
         if micro in {"only", "last"}:
             cast = finished.reduce_bytes if self.reduce_width != self.compute_width else 0
@@ -415,7 +428,9 @@ class Fsdp2Timeline(FsdpTimeline):
             )
             units.append(
                 unit._replace(
-                    copied_grad_bytes=self._copied_grad_bytes(group),
+                    reduction_temporaries=self._reduction_temporaries(
+                        group, self.reduce_width * sum(shares[True])
+                    ),
                     added_grad_bytes=self._added_grad_bytes(group),
                 )
             )
@@ -434,19 +449,35 @@ class Fsdp2Timeline(FsdpTimeline):
             most = max(most, left + self.reduce_width * shape.num_elements)
         return most
 
-    def _copied_grad_bytes(self, group: LayerGroup) -> int:
-        """Bytes of copies of gradients on their way to the reduction's buffer, on a CPU only.
+    def _reduction_temporaries(self, group: LayerGroup, shard_bytes: int) -> int:
+        """Bytes of the reduction in addition to all of a unit's gradients and its buffer.
 
-        torch 2.13's `_chunk_cat` pads gradients of uneven rows, then casts one after another.
+        On a CPU, torch 2.13's `_chunk_cat` pads gradients of uneven rows, then casts one after
+        another. Then all gradients but the last, which a loop variable of `foreach_reduce` holds,
+        are freed before the reduced shard is allocated. Accumulated ones have the reduce dtype.
         """
-        if self.setup.kind != "cpu":
-            return 0
-        ranks = self.setup.num_shards
+        accumulates = self.setup.options.accumulate > 1
+        width = self.reduce_width if accumulates else self.compute_width
         trained = [shape for shape in group.tensors if shape.trainable]
+        after = shard_bytes - width * sum(shape.num_elements for shape in trained[:-1])
+        if self.setup.kind != "cpu":
+            return max(0, after)
+        ranks = self.setup.num_shards
         sizes = [ranks * shape.shard(ranks).num_elements for shape in trained]
-        padded = sum(size for shape, size in zip(trained, sizes, strict=True) if shape.rows % ranks)
-        cast = max(sizes, default=0) if self.reduce_width != self.compute_width else 0
-        return self.compute_width * (padded + cast)
+        copied = sum(size for shape, size in zip(trained, sizes, strict=True) if shape.rows % ranks)
+        copied += max(sizes, default=0) if width != self.reduce_width else 0
+        return max(width * copied, after)
+
+    def _adds_at_once(self, micro: MicroBatchPosition) -> bool:
+        """True if autograd adds each gradient to an accumulated one, which has the same dtype."""
+        return micro in {"middle", "last"} and self.reduce_width == self.compute_width
+
+    def num_own_gradients(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
+        """Return the gradient elements that a unit's backward has made and still holds."""
+        if not self._adds_at_once(micro):
+            return step.num_grads
+        group = self.groups[step.group_index]
+        return min(step.num_grads, zero_partitioning.largest_trainable_size(group))
 
     def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""
@@ -489,17 +520,22 @@ class Fsdp2Timeline(FsdpTimeline):
             yield TransientMemory(gathered, full + unit.added_grad_bytes, shards, in_flight)
         buffers = 0
         if micro in {"only", "last"}:
-            buffers = unit.reduce_bytes + max(unit.reduce_shard_bytes, unit.copied_grad_bytes)
+            buffers = unit.reduce_bytes + unit.reduction_temporaries
             buffers += self._kept_on_gpu(shards)
         if micro == "first":
             # Gradients are cast to the reduce dtype one after another.
             full += unit.largest_grad_bytes + unit.accumulated_grad_bytes
-        elif micro in {"only", "middle"}:
+        elif micro in {"only", "middle"} and not self._adds_at_once(micro):
             full += unit.gradient_bytes
         if self.model.tied and unit is not self.units[self.last_group]:
             full += self.units[self.last_group].gradient_bytes
         gathered = self._gathered(step) - unit.full_param_bytes + self._prefetched(step)
         yield TransientMemory(gathered, full, shards, buffers)
+        if (following := self._next_in_backward(step)) is not None:
+            # Then the next unit is copied out of its buffer, before it prefetches another one.
+            transient = self._transient_memory(micro, following)
+            more = self._prefetched(step) - self._prefetched(following)
+            yield transient._replace(gathered=transient.gathered + more)
 
     def _finished(self, micro: MicroBatchPosition, step: MicroBatchStep) -> tuple[int, int]:
         # Tied to the embedding, the tail ends with it.
@@ -539,14 +575,21 @@ class Fsdp2Timeline(FsdpTimeline):
 
     def _prefetched(self, step: MicroBatchStep) -> int:
         """The buffer of the unit whose backward is next."""
+        following = self._next_in_backward(step)
+        return 0 if following is None else self.units[following.group_index].full_param_bytes
+
+    def _next_in_backward(self, step: MicroBatchStep) -> MicroBatchStep | None:
+        """The backward for which parameters are gathered during this one."""
         if not self.reshards:
-            return 0
+            return None
+        following = step._replace(phase="backward", num_grads=0)
         if step.block_index:
-            return self.units[step.group_index].full_param_bytes
+            return following._replace(block_index=step.block_index - 1)
         for number in range(step.group_index - 1, -1, -1):
             if self.groups[number].role != "root":
-                return self.units[number].full_param_bytes
-        return 0
+                last = self.groups[number].count - 1
+                return following._replace(group_index=number, block_index=last)
+        return None
 
     def _reduction_in_flight(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
         """The previous unit's reduction, until the next one begins."""

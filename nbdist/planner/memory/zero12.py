@@ -187,7 +187,7 @@ class Zero12Timeline(ZeroTimeline):
                 around = self.element_bytes * (self.trainable - reduction.num_reduced + large)
                 reduction = reduction._replace(next_parameter=None)
             for elements, extra in (
-                (kept.before, self._flat_copy_bytes(kept.reduction)),
+                (kept.before, self.element_bytes * kept.reduction.num_copied),
                 (kept.during, self._norm_copy_bytes(kept.reduction)),
             ):
                 mine = (
@@ -197,23 +197,11 @@ class Zero12Timeline(ZeroTimeline):
                 )
                 yield reduction, self._bucket | {"gradients": around + mine, "temporaries": extra}
 
-    def _flat_copy_bytes(self, reduction: BucketReduction) -> int:
-        """Bytes of the flat copy that is reduced, if pieces go to several ranks.
-
-        A parameter above the bucket size is reduced piece by piece, or several pieces at once.
-        """
-        if not reduction.crosses_partitions or (
-            self.exceeds_bucket(reduction) and self.partition_size > self.config.reduce_bucket_size
-        ):
-            return 0
-        return self.element_bytes * min(
-            reduction.num_in_bucket, self.config.reduce_bucket_size + self.partition_size
-        )
-
     def _norm_copy_bytes(self, reduction: BucketReduction) -> int:
         if not self.is_offloaded:
             return 0
-        return NORM_BYTES * min(reduction.num_in_bucket, self.largest, self.partition_size)
+        largest_piece = max(share.largest_piece for share in self._shares)
+        return NORM_BYTES * min(reduction.num_in_bucket, largest_piece)
 
     def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """Gradient norm, flat fp32 gradients, optimizer step."""

@@ -10,11 +10,11 @@ these rules parameter by parameter, in elements.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.errors import PlanError
 from nbdist.planner import model_spec
@@ -29,7 +29,7 @@ from nbdist.planner.memory.zero_common import (
 from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
     from nbdist.planner.memory.zero_partitioning import BucketReduction
@@ -74,7 +74,7 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def visited_blocks(self) -> VisitedBlocks:
         """Blocks to visit: only gathered bytes are not affine in a block's index."""
-        return last_blocks_and(self.model.groups, self._gathered.peak_blocks)
+        return last_blocks_and(self.model.groups, self._gathered.peak_blocks())
 
     @cached_property
     def partition_size(self) -> int:
@@ -174,9 +174,9 @@ class Zero3Timeline(ZeroTimeline):
             if step.phase == "loss":
                 yield at, self.allocation_with(self._gathered_parts(self._gathered.num_at_loss))
             elif step.phase == "backward":
-                peak = self._gathered.max_at.get(("backward", *place), 0)
+                gathered = self._gathered.during_backward(*place, step.num_grads)
                 pending = self.pending_gradient_parts(step)
-                yield at, self.allocation_with(self._gathered_parts(peak), pending)
+                yield at, self.allocation_with(self._gathered_parts(gathered), pending)
             elif tail and step.phase == "forward":
                 # The head is gathered before the logits exist.
                 gathered = self._gathered.min_at.get(("forward", *place), 0)
@@ -193,7 +193,7 @@ class Zero3Timeline(ZeroTimeline):
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Buckets reduced during the backward, each copied for its reduction."""
         for reduction in zero_partitioning.bucket_reductions(
-            self.model.groups,
+            zero_partitioning.with_biases_first(self.model.groups),
             tied=self.model.tied,
             world_size=self.setup.world_size,
             bucket=self.config.reduce_bucket_size,
@@ -201,10 +201,15 @@ class Zero3Timeline(ZeroTimeline):
         ):
             gathered = 0
             if reduction.next_parameter is not None:
-                _, group_index, block_index = reduction.next_parameter
-                gathered = self._gathered.max_at.get(("backward", group_index, block_index), 0)
+                _, group, index = reduction.next_parameter
+                done = reduction.num_done_in_group
+                gathered = self._gathered.during_backward(group, index, done)
             temporaries = 0
-            if not self.exceeds_bucket(reduction):
+            # A gradient that is reduced alone is copied only to be padded.
+            if (
+                not self.exceeds_bucket(reduction)
+                or reduction.num_in_bucket % self.setup.world_size
+            ):
                 temporaries += self.element_bytes * reduction.num_in_bucket
             if self.is_offloaded:
                 # The norm of an offloaded gradient share takes a copy in fp64.
@@ -232,20 +237,13 @@ class Zero3Timeline(ZeroTimeline):
 # -- gathered parameters --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredParameters:
-    """Elements on a rank in addition to its partition."""
-
-    num_persistent: int
-    """Elements that are always gathered."""
-    max_at: Mapping[GatherPoint, int]
-    """Peak while a group runs, including the flat tensors of its gathers."""
-    min_at: Mapping[GatherPoint, int]
-    """Elements when a group has everything it needs."""
-    num_at_loss: int
-    """Elements between forward and backward."""
-    peak_blocks: tuple[tuple[int, int], ...]
-    """Group and index where more is gathered than at all later ones in the same direction."""
+class _Parameter(NamedTuple):
+    size: int
+    held: int
+    """Elements of the result's size that it takes."""
+    trainable: bool = False
+    is_last: bool = False
+    """True for weight and bias of the last linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +253,8 @@ class _ParameterUse:
     where: GatherPoint
     held: int
     """Elements of the result's size that it takes."""
+    num_grads: int = 0
+    """In a backward, elements of the instance's gradients that are made with its own."""
 
 
 @lru_cache(maxsize=64)
@@ -266,7 +266,7 @@ def simulate_prefetch(
     rules: PrefetchLimits,
     element_bytes: int = 2,
 ) -> GatheredParameters:
-    """Return the gathered parameters over a micro-batch, from the third step on.
+    """Return what is gathered over a micro-batch, from the third step on.
 
     Quantized weights are elements of one byte to DeepSpeed.
 
@@ -277,58 +277,58 @@ def simulate_prefetch(
         rules: limits from DeepSpeed's config.
         element_bytes: bytes of the elements in which the result is counted.
     """
-    threshold = rules.param_persistence_threshold
-    sizes = [
-        [(size, size) for size in zero_partitioning.param_sizes(group)]
-        + [(size, size // element_bytes) for size in group.quantized_tensors]
-        for group in groups
-    ]
-    uses = _parameter_uses(groups, sizes, tied=tied, recompute=recompute, persist=threshold)
-    replay = _CoordinatorReplay(uses, rules)
-    num_at_loss = replay.run()
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    peak_blocks = []
-    for direction, (number, group) in itertools.product(directions, enumerate(groups)):
-        most = -1
-        for nth in reversed(range(group.count)):
-            gathered = replay.most.get((direction, number, nth), 0)
-            if gathered > most:
-                peak_blocks.append((number, nth))
-            most = max(most, gathered)
-    return GatheredParameters(
-        num_persistent=sum(
-            group.count * sum(held for size, held in of_group if size <= threshold)
-            for group, of_group in zip(groups, sizes, strict=True)
-        ),
-        max_at=replay.most,
-        min_at=replay.least,
-        num_at_loss=num_at_loss,
-        peak_blocks=tuple(peak_blocks),
-    )
+    parameters = [_parameters(group, element_bytes) for group in groups]
+    uses = _parameter_uses(groups, parameters, tied=tied, recompute=recompute)
+    return GatheredParameters(uses, rules)
+
+
+def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
+    """Parameters of one instance of a group."""
+    found = [_Parameter(size, size, trains) for size, trains in zero_partitioning.params(group)]
+    found += [_Parameter(size, size // element_bytes) for size in group.quantized_tensors]
+    tensors = group.tensors
+    vectors = [n for n, shape in enumerate(tensors) if shape.rows == shape.num_elements]
+    last = max((n for n in range(len(found)) if n not in vectors), default=None)
+    if last is not None:
+        found[last] = found[last]._replace(is_last=True)
+        if last + 1 in vectors and tensors[last + 1].rows == tensors[last].rows:  # its bias
+            found[last + 1] = found[last + 1]._replace(is_last=True)
+    return found
 
 
 def _parameter_uses(
     groups: tuple[LayerGroup, ...],
-    sizes: list[list[tuple[int, int]]],
+    sizes: list[list[_Parameter]],
     *,
     tied: bool,
     recompute: bool,
-    persist: int,
 ) -> list[_ParameterUse]:
-    """Every use of a partitioned parameter, in the order of one micro-batch."""
+    """Every use of a parameter, in the order of one micro-batch."""
     numbers: dict[tuple[int, int, int], int] = {}
 
     def uses_of_block(direction: Direction, group: int, index: int) -> list[_ParameterUse]:
         return [
             _ParameterUse(
                 numbers.setdefault((group, index, position), len(numbers)),
-                size,
+                parameter.size,
                 (direction, group, index),
-                held,
+                parameter.held,
             )
-            for position, (size, held) in enumerate(sizes[group])
-            if size > persist
+            for position, parameter in enumerate(sizes[group])
         ]
+
+    def uses_in_backward(group: int, index: int) -> list[_ParameterUse]:
+        made, uses = 0, []
+        pairs = [*zip(sizes[group], uses_of_block("backward", group, index), strict=True)]
+        pairs.sort(key=lambda pair: pair[0].is_last)
+        for parameter, use in reversed(pairs):
+            made += parameter.size if parameter.trainable else 0
+            uses.append(replace(use, num_grads=made))
+        if recompute and groups[group].role == "block":
+            # The last layer is gathered for its backward, which begins with the forward of all.
+            pairs.sort(key=lambda pair: not pair[0].is_last)
+            uses = [*(use for _, use in pairs), *uses]
+        return uses
 
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
     uses = [use for position in order for use in uses_of_block("forward", *position)]
@@ -337,31 +337,33 @@ def _parameter_uses(
     for number, index in reversed(order):
         if number < first and not recompute:
             break  # nothing before the first trainable parameter has a backward
-        if recompute and groups[number].role == "block":
-            uses += uses_of_block("backward", number, index)
-        uses += reversed(uses_of_block("backward", number, index))
+        uses += uses_in_backward(number, index)
     if tied and head is not None:
-        uses.insert(0, _ParameterUse(head.parameter, head.size, ("forward", 0, 0), head.held))
+        uses.insert(0, replace(head, where=("forward", 0, 0)))
         if recompute or not first:
-            uses.append(_ParameterUse(head.parameter, head.size, ("backward", 0, 0), head.held))
+            uses.append(replace(head, where=("backward", 0, 0)))
     return uses
 
 
 class _GatherMessage:
-    """Parameters gathered in one message, into one flat tensor."""
+    """Parameters gathered in one message, into one flat tensor; a single one as it is."""
 
-    __slots__ = ("copied", "size", "waiting")
+    __slots__ = ("copied", "is_flat", "size", "waiting")
 
     def __init__(self, parameters: set[int], size: int) -> None:
         self.waiting, self.size, self.copied = parameters, size, False
+        self.is_flat = len(parameters) > 1
 
 
-class _CoordinatorReplay:
-    """One micro-batch of DeepSpeed's coordinator with a complete trace."""
+class GatheredParameters:
+    """Elements on a rank in addition to its partition, as DeepSpeed's coordinator gathers them."""
 
     def __init__(self, uses: list[_ParameterUse], rules: PrefetchLimits) -> None:
-        self.most: dict[GatherPoint, int] = {}
-        self.least: dict[GatherPoint, int] = {}
+        """Simulate two micro-batches with a complete trace.
+
+        DeepSpeed caches for good what the first one releases, in which parameters that will persist
+        are not yet available (an `lru_cache` around `__params_to_release`).
+        """
         self._uses, self._rules = uses, rules
         self._before = [0, *accumulate(use.size for use in uses)]
         upcoming: dict[int, int] = {}
@@ -373,33 +375,69 @@ class _CoordinatorReplay:
             upcoming[uses[step].parameter] = step
         self._sizes = {use.parameter: use.size for use in uses}
         self._held_sizes = {use.parameter: use.held for use in uses}
+        self._persistent = {
+            use.parameter for use in uses if use.size <= rules.param_persistence_threshold
+        }
+        self._releases: dict[int, bool] = {}
+        """Whether a parameter is released after a use."""
+        self.num_persistent = sum(self._held_sizes[parameter] for parameter in self._persistent)
+        """Elements that are always gathered."""
+        self._run_micro_batch(available=set())
+        self._run_micro_batch(available=self._persistent)
+
+    def during_backward(self, group: int, index: int, num_grads: int) -> int:
+        """Return the most elements while an instance has made this many gradient elements."""
+        uses = self.in_backward.get((group, index))
+        if not uses:
+            return 0
+        now = next((made for made, _ in uses if made >= num_grads), uses[-1][0])
+        return max(gathered for made, gathered in uses if made == now)
+
+    def peak_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield group and index where more is gathered than later in a direction of the group."""
+        most: dict[tuple[Direction, int], int] = {}
+        for (direction, group, index), gathered in sorted(self.max_at.items(), reverse=True):
+            if gathered > most.get((direction, group), -1):
+                most[direction, group] = gathered
+                yield group, index
+
+    def _run_micro_batch(self, available: set[int]) -> None:
+        self.max_at: dict[GatherPoint, int] = {}
+        """Peak while an instance runs, including the flat tensors of its gathers."""
+        self.min_at: dict[GatherPoint, int] = {}
+        """Elements when an instance has everything it needs."""
+        self.in_backward: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        """Of each instance in its backward, in order: gradient elements made, elements gathered."""
+        self.num_at_loss = 0
+        """Elements between forward and backward."""
         self._seen_until: dict[int, int] = {}
         self._gather_messages: dict[int, _GatherMessage] = {}
-        self._gathered_parameters: set[int] = set()
+        self._gathered_parameters = set(available)
         self._available = 0
         """Elements gathered or in flight, as DeepSpeed counts them."""
         self._held = 0
         """Elements of flat tensors and of the copies made from them."""
         self._queue = 0
-
-    def run(self) -> int:
-        """Simulate all uses; return the elements between forward and backward."""
-        loss = 0
-        self._look_ahead()  # in the model's own hook, before any of its modules
+        self._look_ahead()  # in the hook of the model, before any of its modules
+        self._look_ahead()  # in that of its base model
         for step, use in enumerate(self._uses):
-            if use.where not in self.most:
+            direction, group, index = use.where
+            if use.where not in self.max_at:
                 self._look_ahead()  # in the block's hook
+                self._look_ahead()  # in that of its attention
             peak = self._fetch(use)
             if self._seen_until.get(use.parameter, -1) < step:  # not prefetched
                 self._seen_until[use.parameter] = step
                 self._queue = step + 1
             self._look_ahead()
-            self.most[use.where] = max(self.most.get(use.where, 0), peak, self._held)
-            self.least[use.where] = self._held
-            self._release(step, use)
-            if use.where[0] == "forward":
-                loss = self._held
-        return loss
+            self.max_at[use.where] = max(self.max_at.get(use.where, 0), peak, self._held)
+            self.min_at[use.where] = self._held
+            if direction == "backward":
+                self.in_backward[group, index].append((use.num_grads, self._held))
+            if self._releases.setdefault(step, self._is_released(step, use)):
+                self._release(use)
+            if direction == "forward":
+                self.num_at_loss = self._held
 
     def _fetch(self, use: _ParameterUse) -> int:
         """Gather missing parameters and wait for them; return the peak meanwhile."""
@@ -407,6 +445,8 @@ class _CoordinatorReplay:
             self._gather({use.parameter})
         message = self._gather_messages.pop(use.parameter, None)
         if message is None:
+            return self._held
+        if not message.is_flat:
             return self._held
         if not message.copied:
             # Each parameter is copied out of the flat tensor.
@@ -446,15 +486,18 @@ class _CoordinatorReplay:
         if parameters:
             self._gather(parameters)
 
-    def _release(self, step: int, use: _ParameterUse) -> None:
-        """Release a parameter, unless its next use is near or was counted as fetched."""
-        if self._seen_until[use.parameter] > step:
-            return
+    def _is_released(self, step: int, use: _ParameterUse) -> bool:
+        """False if the next use is near or was counted as fetched."""
+        if use.parameter in self._persistent or self._seen_until[use.parameter] > step:
+            return False
         later = self._next_use.get(step)
-        if (
-            later is not None
-            and self._before[later] - self._before[step + 1] < self._rules.max_reuse_distance
-        ):
+        return (
+            later is None
+            or self._before[later] - self._before[step + 1] >= self._rules.max_reuse_distance
+        )
+
+    def _release(self, use: _ParameterUse) -> None:
+        if use.parameter not in self._gathered_parameters:
             return
         self._gathered_parameters.discard(use.parameter)
         self._available -= use.size

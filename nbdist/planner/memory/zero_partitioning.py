@@ -7,11 +7,14 @@ which the backward makes them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec
+    from collections.abc import Iterator
+
+    from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec, WeightShape
 
 
 class TrainableParameter(NamedTuple):
@@ -35,34 +38,58 @@ class BucketReduction(NamedTuple):
     """Elements in the bucket."""
     num_reduced: int
     """Elements reduced so far, including the bucket's."""
-    crosses_partitions: bool
-    """True if the bucket holds gradients of more than one rank's partition."""
+    num_copied: int
+    """Elements of the largest flat copy that ZeRO-1/2 reduce, of pieces for several ranks."""
+
+
+def params(group: LayerGroup) -> Iterator[tuple[int, bool]]:
+    """Yield elements of each parameter of one group in the module's order, and whether it trains.
+
+    If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
+    as in a transformer block (attention, then the wider MLP), the frozen ones last. Unknown
+    trainable parameters besides frozen ones are treated as one parameter.
+    """
+    if group.tensors:
+        yield from ((shape.num_elements, shape.trainable) for shape in group.tensors)
+        return
+    largest = group.trainable if group.frozen else group.largest
+    yield from ((size, True) for size in _chunks(group.trainable, largest))
+    yield from ((size, False) for size in _chunks(group.frozen, group.largest))
 
 
 def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
-    """Return the elements of each trainable parameter of one group.
-
-    If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
-    as in a transformer block (attention, then the wider MLP). Unknown trainable parameters besides
-    frozen ones are treated as one parameter.
-    """
-    if group.tensors:
-        return tuple(shape.num_elements for shape in group.tensors if shape.trainable)
-    return _chunks(group.trainable, group.trainable if group.frozen else group.largest)
+    """Return the elements of each trainable parameter of one group."""
+    return tuple(size for size, trainable in params(group) if trainable)
 
 
 def frozen_param_sizes(group: LayerGroup) -> tuple[int, ...]:
     """Return the elements of each frozen parameter of one group."""
-    if group.tensors:
-        return tuple(shape.num_elements for shape in group.tensors if not shape.trainable)
-    return _chunks(group.frozen, group.largest)
+    return tuple(size for size, trainable in params(group) if not trainable)
 
 
 def param_sizes(group: LayerGroup) -> tuple[int, ...]:
-    """Return the elements of each parameter of one group, in the module's order if known."""
-    if group.tensors:
-        return tuple(shape.num_elements for shape in group.tensors)
-    return (*trainable_param_sizes(group), *frozen_param_sizes(group))
+    """Return the elements of each parameter of one group."""
+    return tuple(size for size, _ in params(group))
+
+
+def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+    """Return groups with each bias before its weight.
+
+    Their gradients come in reverse. torch's linear layer makes that of the bias first; DeepSpeed's
+    (deepspeed 0.19.8, zero/linear.py), convolutions and norms that of the weight.
+    """
+
+    def ordered(shapes: tuple[WeightShape, ...]) -> tuple[WeightShape, ...]:
+        found: list[WeightShape] = []
+        rows = 0
+        """Of the weight before, if it has had no bias yet."""
+        for shape in shapes:
+            is_bias = shape.rows == shape.num_elements == rows
+            found.insert(len(found) - is_bias, shape)
+            rows = 0 if is_bias else shape.rows
+        return tuple(found)
+
+    return tuple(replace(group, tensors=ordered(group.tensors)) for group in groups)
 
 
 def largest_trainable_size(*groups: LayerGroup) -> int:
@@ -180,14 +207,31 @@ def bucket_reductions(
         own = (own if same else 0) + (slot.num_elements if slot is not None else 0)
         if filled and (slot is None or filled + slot.num_elements > bucket):
             low = total - moved if backward else moved - filled
-            split = low // each != (low + filled - 1) // each
-            reduced.append(BucketReduction(slot, own, filled, moved, split))
+            copied = _largest_copy(low, low + filled, each, bucket)
+            reduced.append(BucketReduction(slot, own, filled, moved, copied))
             filled = 0
         if slot is not None:
             filled += slot.num_elements
             moved += slot.num_elements
         previous = slot
     return tuple(reduced)
+
+
+def _largest_copy(low: int, high: int, each: int, bucket: int) -> int:
+    """Return the elements of the largest flat copy while a stretch of the row is reduced.
+
+    It is cut at the partitions' borders; pieces are put together until they exceed a bucket
+    (deepspeed 0.19.8, stage_1_and_2.py, `allreduce_and_scatter`). A single piece is not copied.
+    """
+    largest = together = pieces = 0
+    while low < high:
+        border = min(high, (low // each + 1) * each)
+        together, pieces = together + border - low, pieces + 1
+        low = border
+        if together > bucket or low == high:
+            largest = max(largest, together if pieces > 1 else 0)
+            together = pieces = 0
+    return largest
 
 
 class RetainedGradients(NamedTuple):

@@ -125,7 +125,8 @@ class AutogradTape:
                 grad_elements = wide * narrow if trainable else 0
                 weight = (self.add_node(TapeNode(copy, (), weights=grad_elements)),)
             x = self.cast(x, HALF_BYTES)
-        own = trainable and not weight
+        # FSDP1's flat parameter takes a gradient of frozen weights, too.
+        own = (trainable or self.frozen_saves == "all") and not weight
         out = TapeTensor(tokens * wide, x.width)
         saved = (x,) if trainable or self.frozen_saves != "nothing" else ()
         keeps = (*saved, *(weight if x.needs_grad else ()))
@@ -189,7 +190,8 @@ class AutogradTape:
             TapeTensor(rows * columns, self.element_bytes),
         )
         weights = table.elements if counted else 0
-        copies = 0 if not tied else 1 if self.autocast else 2
+        is_cast = self.autocast and self.element_bytes == FULL_BYTES
+        copies = 0 if not tied else 1 if is_cast else 2
         return self.add_node(
             TapeNode(out, (), weights=weights, workspace=copies * table.size_bytes)
         )

@@ -197,9 +197,10 @@ class DecoderSpec(ABC):
         if run is None:
             # Views of a single sample differ from those of several (see `_math_attention`); all
             # larger batch sizes are read off one tape with a symbolic batch size.
-            # A fused loss has a maximum number of tokens at once, so it is not linear in them.
-            exact = {1, SYMBOLIC_BATCH_SIZE, workload.batch_size * (self.loss != "logits")}
-            if workload.batch_size in exact:
+            # A fused loss has a maximum number of tokens at once, and restored weights may be
+            # larger than all activations of a small batch; neither is linear in the tokens.
+            exact = self.loss != "logits" or self.quantization is not None
+            if exact or workload.batch_size in {1, SYMBOLIC_BATCH_SIZE}:
                 run = self._compute_activations(workload)
             else:
                 symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
@@ -337,7 +338,9 @@ class DecoderSpec(ABC):
         )
         high = tape.unary(high)  # the scaling
         high = tape.cast(high, y.width) if self.quantization and converts else high
-        return tape.cast(tape.add(y, high), y.width)
+        total = tape.add(y, high)
+        tape.keep_alive(x)  # PEFT's variable for the cast input
+        return tape.cast(total, y.width)
 
     def _record_base(
         self,
@@ -466,12 +469,14 @@ class DecoderSpec(ABC):
         inputs = [x] if self.trains_base else [stream, x]
         blocks = [self._block_activations(work, x) for x, _ in zip(inputs, counts, strict=False)]
         tail, loss_bytes, output_bytes = self._tail_activations(work, x)
-        saved_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
+        kept_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
+        if not self.trains_base and stream.needs_grad:
+            kept_bytes += 2 * stream.size_bytes  # a leaf of the graph, and its gradient
         return MicroBatchActivations(
             layers=(*root, embedding, *(block for block, _ in blocks), tail),
             loss_bytes=loss_bytes,
             output_bytes=output_bytes if work.keep_outputs else 0,
-            kept_bytes=saved_bytes,
+            kept_bytes=kept_bytes,
         )
 
     def _block_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int]:
@@ -514,6 +519,8 @@ class DecoderSpec(ABC):
         saved = tape.saved_bytes() + INDEX_BYTES * work.num_tokens
         # The loss casts the logits to fp32 (transformers' `loss_utils`) and takes a log-softmax.
         copies = (1 if logits.width == FULL_BYTES else 2) * FULL_BYTES * logits.elements
+        # A frozen head does not save its input, but the model's forward holds it in a variable.
+        copies += 0 if tape.is_saved(normed) else normed.size_bytes
         tail = LayerActivations(
             saved_bytes=saved,
             forward_peak_bytes=saved + logits.size_bytes + copies,
