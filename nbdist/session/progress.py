@@ -33,6 +33,7 @@ OperationKind = Literal[
 
 _M = TypeVar("_M", bound="Callable[..., Any]")
 _SHARE = re.compile(r"(\d{1,3})\s?%$")
+_NUMBER = re.compile(r"\d+")
 _TITLE = "nbdist: "
 """Prefix of a line printed below a cell."""
 
@@ -118,8 +119,9 @@ def suppress_status_lines() -> Iterator[None]:
 class StatusLine:
     """A line below a cell that is updated in place during a long operation.
 
-    Shows the last text given; without updatable displays, each text on its own line. Operations
-    that no cell started (a button of the panel) have no line; the panel shows them.
+    Shows the last text given; without updatable displays, each text on its own line, unless only
+    its numbers change. Operations that no cell started (a button of the panel) have no line; the
+    panel shows them.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,8 @@ class StatusLine:
         """Replace the text of the line."""
         if text == self._shown_text:
             return
-        if self._screen is not None:
+        same = _NUMBER.sub("", text) == _NUMBER.sub("", self._shown_text)
+        if self._screen is not None and (self._screen.can_update or not same):
             self._screen.display(
                 {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown_text)
             )

@@ -29,6 +29,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     shown: list[str] = []
 
     class Screen:
+        can_update = False
+
         def display(self, bundle: dict[str, str], _: object, **__: object) -> None:
             shown.append(bundle["text/plain"])
 
@@ -228,11 +230,13 @@ def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
                 "load base: reading, 5%",
                 0.05,
             )
+            line.show("nbdist: load base: reading, 6%")  # not printed where lines stay
+            assert mine.progress.fraction_done == 0.06
             with mine.track("starting", "starting 2 CPU ranks"):
                 assert mine.progress.kind == "loading"  # the outermost, with the newest words
                 assert mine.progress.text == "starting 2 CPU ranks"
         in_thread(lambda: StatusLine().show("elsewhere")).join(WITHIN_S)
-        assert mine.progress.text == "load base: reading, 5%"
+        assert mine.progress.text == "load base: reading, 6%"
     assert mine.progress is None
     assert other.progress is None
     assert lines == ["nbdist: load base: reading, 5%", "elsewhere"]
