@@ -32,8 +32,11 @@ class Plan(PlanTable):
                 inside each node (HSDP).
 
         Raises:
+            OptionError: an unknown option.
             PlanError: the plan has no such row.
         """
+        plain = {key: value for key, value in options.items() if key != "reshard_after_forward"}
+        strategies.Options.from_fields(plain)
         name = strategies.canonical_backend(backend)
         fixed = self.question.fixed_options
         # As fixed by the user, or the default.

@@ -234,6 +234,7 @@ class Options:
         if options.deepspeed_config is not None:
             filed = read_deepspeed_config(options.deepspeed_config, given, level)
             options = replace(options, **filed)
+        _check_numbers(options)
         _check_offload(options)
         _check_replication(options, hardware)
         return replace(options, precision=_precision(options, hardware))
@@ -472,7 +473,7 @@ def _check_types(options: Options) -> None:
 
 
 def _check_engine(options: Options, hardware: Hardware) -> None:
-    """Raise without DeepSpeed, for a file of another engine, or for a number out of range."""
+    """Raise without DeepSpeed, or for a file of another engine."""
     engine = options.strategy.engine
     if engine == "deepspeed" and not hardware.deepspeed:
         others = ", ".join(row.name for row in _ROWS if row.engine != "deepspeed")
@@ -480,6 +481,16 @@ def _check_engine(options: Options, hardware: Hardware) -> None:
             f"Backend {options.backend} needs DeepSpeed, which is not installed: "
             f"`pip install deepspeed`, or use {others}."
         )
+    for owner, content in (("fsdp", options.fsdp_config), ("deepspeed", options.deepspeed_config)):
+        if content is not None and engine != owner:
+            able = ", ".join(row.name for row in _ROWS if row.engine == owner)
+            raise OptionError(
+                f"A {owner}_config cannot be used with backend {options.backend}, only with {able}."
+            )
+
+
+def _check_numbers(options: Options) -> None:
+    """Raise for a number out of range."""
     accumulate: Any = options.accumulate  # Session(...) takes values of any type
     clip: Any = options.clip
     if type(accumulate) is not int or accumulate < 1:
@@ -490,12 +501,6 @@ def _check_engine(options: Options, hardware: Hardware) -> None:
         raise OptionError(
             f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
         )
-    for owner, content in (("fsdp", options.fsdp_config), ("deepspeed", options.deepspeed_config)):
-        if content is not None and engine != owner:
-            able = ", ".join(row.name for row in _ROWS if row.engine == owner)
-            raise OptionError(
-                f"A {owner}_config cannot be used with backend {options.backend}, only with {able}."
-            )
 
 
 def _check_offload(options: Options) -> None:

@@ -149,8 +149,6 @@ def unplanned_settings(
     """Return the keys of validated configs that predictions of memory and speed ignore."""
     fsdp, deepspeed = fsdp_config or {}, deepspeed_config or {}
     keys = sorted(_FSDP_NOT_PLANNED & fsdp.keys())
-    if str(fsdp.get("sharding_strategy", "")).upper() == "NO_SHARD":
-        keys.append("sharding_strategy NO_SHARD")
     zero = deepspeed.get("zero_optimization") or {}
     keys += sorted(deepspeed.keys() - _DEEPSPEED_PLANNED)
     keys += [f"zero_optimization.{key}" for key in sorted(zero.keys() - _ZERO_PLANNED)]
@@ -262,7 +260,7 @@ def read_fsdp_config(
     """
     plain: JsonObject = {}
     for key, value in content.items():
-        short = key.removeprefix("fsdp_")
+        short = str(key).removeprefix("fsdp_")
         plain[_FSDP_FILE_NAMES.get(short, short)] = value
     unknown = sorted(plain.keys() - FSDP_KEYS)
     if unknown:
@@ -276,30 +274,47 @@ def read_fsdp_config(
             f"sharding_strategy {abbreviate(sharding)} in the fsdp_config is not supported. Use"
             f" {', '.join(_SHARDING)}, or fsdp2 with replicate_across nodes for HYBRID_SHARD."
         )
-    file_version = plain.pop("fsdp_version", None)
-    if file_version is not None and str(file_version) != str(version):
-        named = str(file_version)[:_SHOWN]
+    file_version = plain.pop("fsdp_version", version)
+    if str(file_version) not in {"1", "2"}:
         raise OptionError(
-            f"The fsdp_config is for version {named} but the backend is {options['backend']}. "
-            f"Use backend fsdp{named}."
+            f"fsdp_version in the fsdp_config must be 1 or 2, got {abbreviate(file_version)}."
+        )
+    if str(file_version) != str(version):
+        raise OptionError(
+            f"The fsdp_config is for version {file_version} but the backend is"
+            f" {options['backend']}. Use backend fsdp{file_version}."
         )
     if "reshard_after_forward" in plain:
         plain["reshard_after_forward"] = _resharding(plain["reshard_after_forward"], version)
-    offload = "cpu" if plain.pop("cpu_offload", False) else None
-    checkpointing = plain.pop("activation_checkpointing", None)
+    offload = "cpu" if _truth(plain, "cpu_offload") else None
+    checkpointing = _truth(plain, "activation_checkpointing")
     return {
         "fsdp_config": plain,
         "offload": _check_agreement(
             "offload", options["offload"], "cpu_offload", offload, unset="none"
         ),
-        "activation_checkpointing": bool(checkpointing) or options["activation_checkpointing"],
+        "activation_checkpointing": checkpointing or options["activation_checkpointing"],
     }
+
+
+_TRUTH = {"true": True, "false": False}
+
+
+def _truth(plain: JsonObject, key: str) -> bool:
+    """Remove a switch from the file's content and return it."""
+    value = plain.pop(key, None)
+    truth = False if value is None else _TRUTH.get(str(value).lower())
+    if truth is None:
+        raise OptionError(
+            f"{key} in the fsdp_config must be true or false, got {abbreviate(value)}."
+        )
+    return truth
 
 
 def _resharding(value: object, version: int) -> object:
     """Return the value for accelerate 1.15: a bool under FSDP2, a strategy name under FSDP1."""
-    truth = {"true": True, "false": False}.get(str(value).lower())
-    if version == 1 and truth is None:
+    truth = _TRUTH.get(str(value).lower())
+    if version == 1 and (value is None or str(value).upper() in _SHARDING):
         return value
     if version != 1 and truth is not None:
         return truth
@@ -328,11 +343,14 @@ def read_deepspeed_config(
             raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
     _refuse_unsupported(content, zero)
     file_stage = zero.get("stage", "auto")
-    if file_stage not in ("auto", stage):
-        named = str(file_stage)[:_SHOWN]
+    if file_stage != "auto" and (type(file_stage) is not int or file_stage not in (1, 2, 3)):
         raise OptionError(
-            f"The deepspeed_config has ZeRO stage {named} but the backend is {options['backend']}. "
-            f"Use backend zero{named} or change the stage."
+            f"stage in the deepspeed_config must be 1, 2 or 3, got {abbreviate(file_stage)}."
+        )
+    if file_stage not in ("auto", stage):
+        raise OptionError(
+            f"The deepspeed_config has ZeRO stage {file_stage} but the backend is"
+            f" {options['backend']}. Use backend zero{file_stage} or change the stage."
         )
     accumulate = content.get("gradient_accumulation_steps")
     clipping = content.get("gradient_clipping") or None

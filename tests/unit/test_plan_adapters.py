@@ -107,6 +107,11 @@ def test_target_modules_are_those_of_peft(target_modules: Any, features: int) ->
         ({"lora": 0}, "lora must be an integer from 1 to 10,000,000, got 0"),
         ({"lora": 8, "target_modules": ["q_prj"]}, "'q_prj': .* q_proj, k_proj, .*all-linear"),
         ({"lora": 8, "target_modules": []}, "target_modules are empty"),
+        ({"lora": 8, "target_modules": 3}, "must be names or a regular expression, got 3"),
+        (
+            {"backend": "fsdp1", "fsdp_config": {"sharding_strategy": "NO_SHARD"}},
+            "NO_SHARD keeps everything on every rank. Plan ddp",
+        ),
         ({"lora": 8, "target_modules": "("}, r"'\(': .* q_proj, k_proj, .*all-linear"),
         ({"target_modules": ["q_proj"]}, "target_modules needs a rank. Add lora=16"),
         ({"lora": 8, "quantize": "int4"}, "quantize must be nf4 or int8, got 'int4'"),

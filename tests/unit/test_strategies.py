@@ -226,6 +226,31 @@ def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, sai
         checked(backend=backend, fsdp_config={"reshard_after_forward": value})
 
 
+@pytest.mark.parametrize(
+    ("backend", "config", "said"),
+    [
+        ("zero2", {"gradient_accumulation_steps": 0}, "accumulate .* >= 1, got 0"),
+        ("zero2", {"gradient_accumulation_steps": "4"}, "accumulate .* >= 1, got '4'"),
+        ("zero2", {"gradient_clipping": -1}, "clip .* > 0, got -1"),
+        ("zero3", {"zero_optimization": {"stage": "3"}}, "must be 1, 2 or 3, got '3'"),
+        ("fsdp2", {1: 2}, "Unknown keys in the fsdp_config: 1"),
+        ("fsdp2", {"fsdp_version": 3}, "must be 1 or 2, got 3"),
+        ("fsdp2", {"cpu_offload": "x"}, "must be true or false, got 'x'"),
+        ("fsdp1", {"reshard_after_forward": "maybe"}, "must be FULL_SHARD, got 'maybe'"),
+    ],
+)
+def test_values_of_config_files_are_checked(backend: str, config: Any, said: str) -> None:
+    given = "deepspeed_config" if backend.startswith("zero") else "fsdp_config"
+    with pytest.raises(OptionError, match=said):
+        checked(backend=backend, **{given: config})
+
+
+def test_switches_of_an_fsdp_config_may_be_text() -> None:
+    config = {"activation_checkpointing": "false", "fsdp_cpu_offload": "True"}
+    options = checked(backend="fsdp2", fsdp_config=config)
+    assert (options.activation_checkpointing, options.offload) == (False, "cpu")
+
+
 def test_no_engine_clips_unless_asked() -> None:
     for name in STRATEGIES:
         options = checked(backend=name)

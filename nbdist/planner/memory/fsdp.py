@@ -262,6 +262,11 @@ class Fsdp1Timeline(FsdpTimeline):
     shards_are_flat = True
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        sharding = (setup.options.fsdp_config or {}).get("sharding_strategy")
+        if str(sharding).upper() == "NO_SHARD":
+            raise PlanError(
+                "NO_SHARD keeps everything on every rank. Plan ddp, which does so, too."
+            )
         # What torch 2.13 cannot flatten (`FlatParamHandle._validate_tensors_to_flatten`).
         frozen = model_spec.num_frozen_params(model)
         if model_spec.num_quantized_params(model):

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -38,7 +39,7 @@ from nbdist.planner.models.autograd_tape import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nbdist.planner.model_spec import LayerRole, Workload
 
@@ -264,6 +265,8 @@ class DecoderSpec(ABC):
         with contextlib.suppress(re.error):  # then it is a name, which is not found
             if isinstance(given, str) and (found := [n for n in names if re.fullmatch(given, n)]):
                 return tuple(found)
+        if not isinstance(given, str | Iterable | None):
+            raise PlanError(f"target_modules must be names or a regular expression, got {given!r}.")
         ends = (
             [given]
             if isinstance(given, str)
