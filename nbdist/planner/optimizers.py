@@ -92,10 +92,12 @@ class OptimizerSpec:
             largest: elements of the largest of them.
             shapes: number and shape of each, in order, if known.
         """
-        if self.implementation == "fused" or not self.loop_copies:
+        if self.implementation == "fused":
             return 0
         if self.implementation == "foreach":
             return round(self.foreach_copies * elements)
+        if not self.loop_copies:
+            return 0
         sizes = [shape.num_elements for _, shape in shapes] or [min(largest, elements)]
         # A variable of the loop still holds the last temporary of the previous tensor.
         return round(max(self.loop_copies * size + held for held, size in pairwise([0, *sizes])))

@@ -36,7 +36,7 @@ class Plan(PlanTable):
             PlanError: the plan has no such row.
         """
         plain = {key: value for key, value in options.items() if key != "reshard_after_forward"}
-        strategies.Options.from_fields(plain)
+        strategies.Options.from_fields(plain)  # raises for an unknown name
         name = strategies.canonical_backend(backend)
         fixed = self.question.fixed_options
         # As fixed by the user, or the default.

@@ -274,12 +274,12 @@ def read_fsdp_config(
             f"sharding_strategy {abbreviate(sharding)} in the fsdp_config is not supported. Use"
             f" {', '.join(_SHARDING)}, or fsdp2 with replicate_across nodes for HYBRID_SHARD."
         )
-    file_version = plain.pop("fsdp_version", version)
-    if str(file_version) not in {"1", "2"}:
+    file_version = plain.pop("fsdp_version", None)
+    if str(file_version) not in {"1", "2", "None"}:
         raise OptionError(
             f"fsdp_version in the fsdp_config must be 1 or 2, got {abbreviate(file_version)}."
         )
-    if str(file_version) != str(version):
+    if str(file_version) not in {str(version), "None"}:
         raise OptionError(
             f"The fsdp_config is for version {file_version} but the backend is"
             f" {options['backend']}. Use backend fsdp{file_version}."

@@ -246,7 +246,7 @@ def test_values_of_config_files_are_checked(backend: str, config: Any, said: str
 
 
 def test_switches_of_an_fsdp_config_may_be_text() -> None:
-    config = {"activation_checkpointing": "false", "fsdp_cpu_offload": "True"}
+    config = {"activation_checkpointing": "false", "fsdp_cpu_offload": "True", "fsdp_version": None}
     options = checked(backend="fsdp2", fsdp_config=config)
     assert (options.activation_checkpointing, options.offload) == (False, "cpu")
 

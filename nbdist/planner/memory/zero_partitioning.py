@@ -81,8 +81,7 @@ def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
 
     def ordered(shapes: tuple[WeightShape, ...]) -> tuple[WeightShape, ...]:
         found: list[WeightShape] = []
-        rows = 0
-        """Of the weight before, if it has had no bias yet."""
+        rows = 0  # of the weight before, if it has had no bias yet
         for shape in shapes:
             is_bias = shape.rows == shape.num_elements == rows
             found.insert(len(found) - is_bias, shape)
