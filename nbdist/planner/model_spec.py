@@ -111,6 +111,8 @@ class BackwardPeakCandidate(NamedTuple):
     """Bytes inside the group: remaining saved tensors, recomputed activations, temporaries."""
     num_grads: int
     """Elements of the group's own parameter gradients that exist at that moment."""
+    new_grads: int = 0
+    """Elements of those that are just made and not yet accumulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,8 @@ class MicroBatchStep(NamedTuple):
     """Index of the instance in its group."""
     num_grads: int = 0
     """Elements of the group's own gradients that exist at this step."""
+    new_grads: int = 0
+    """Elements of those that are just made and not yet accumulated."""
 
 
 VisitedBlocks = tuple[tuple[int, ...], ...]
@@ -287,9 +291,7 @@ def schedule_micro_batch(
     walks = _walked.setdefault(run, {})
     visited = visited or end_blocks(model.groups)
     if visited not in walks:
-        grads = tuple(
-            tuple(moment.num_grads for moment in part.backward_moments) for part in run.layers
-        )
+        grads = tuple(tuple(moment[1:] for moment in part.backward_moments) for part in run.layers)
         walks[visited] = MicroBatchSchedule(
             _steps(model.groups, grads, visited), *_alive(model, run, visited)
         )
@@ -303,9 +305,11 @@ _walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatch
 
 @lru_cache(maxsize=64)
 def _steps(
-    groups: tuple[LayerGroup, ...], grads: tuple[tuple[int, ...], ...], visited: VisitedBlocks
+    groups: tuple[LayerGroup, ...],
+    grads: tuple[tuple[tuple[int, int], ...], ...],
+    visited: VisitedBlocks,
 ) -> tuple[MicroBatchStep, ...]:
-    """Steps of a walk; `grads` has the gradient elements of each group's backward moments."""
+    """Steps of a walk; `grads` has all and new gradients at each group's backward moments."""
     steps: list[MicroBatchStep] = []
     for number, group in enumerate(groups):
         for nth in visited[number]:
@@ -318,7 +322,9 @@ def _steps(
     for number, group in reversed([*enumerate(groups)]):
         for nth in reversed(visited[number]) if grads[number] else ():
             name = _name("backward", group, nth)
-            steps += [MicroBatchStep(name, "backward", number, nth, made) for made in grads[number]]
+            steps += [
+                MicroBatchStep(name, "backward", number, nth, *made) for made in grads[number]
+            ]
             steps.append(MicroBatchStep(name, "after", number, nth))
     return tuple(steps)
 

@@ -479,6 +479,30 @@ RULES = {
         64,
         11.448,
     ),
+    # Fake, rank 1 of 2: gradients above the bucket's size stay until the micro-batch ends.
+    "only the last micro-batch with offload clears a rank's own large gradients": Measured(
+        llama(192, 480, 6, 330, num_attention_heads=6, num_key_value_heads=3),
+        setup_of(
+            "zero2",
+            world_size=2,
+            accumulate=4,
+            offload="cpu",
+            activation_checkpointing=True,
+            zero={"reduce_bucket_size": 20_000},
+        ),
+        4,
+        64,
+        33.75,
+    ),
+    # Fake, 64 ranks: at the peak, the last gradient has already been added to an earlier one.
+    "a gradient is extra until it is accumulated": Measured(
+        llama(512, 1504, 2, 844, num_key_value_heads=4, head_dim=64)
+        | {"model_type": "qwen3", "tie_word_embeddings": True},
+        setup_of("fsdp2", world_size=64, precision="no", accumulate=2),
+        4,
+        128,
+        109.95,
+    ),
     # Gloo, rank 0 of 2: only the head's norm needs a copy of the head's size.
     "a norm is taken of what is reduced": Measured(
         llama(384, 1104, 4, 6006, tie_word_embeddings=True),

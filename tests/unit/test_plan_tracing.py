@@ -10,6 +10,7 @@ from torch import nn
 
 import nbdist
 from nbdist.errors import PlanError
+from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import traced
 from nbdist.planner.tracing import build_model, trace_variants
 
@@ -29,11 +30,13 @@ class Upcasting(nn.Module):
 
 
 def figures(
-    model: nn.Module, computes: tuple[str, ...] = trace_variants.COMPUTE_MODES
+    model: nn.Module,
+    computes: tuple[str, ...] = trace_variants.COMPUTE_MODES,
+    kinds: tuple[str, ...] = ("cuda",),
 ) -> dict[str, Any]:
     """What the child process would answer."""
     asked = trace_variants.TraceRequest(
-        batch_size=2, seq_len=None, device_kinds=("cuda",), compute_modes=computes
+        batch_size=2, seq_len=None, device_kinds=kinds, compute_modes=computes
     )
     return trace_variants.trace_module_fields(
         model, ((torch.empty(2, 4, 16),), {}), asked, lambda _: None
@@ -52,6 +55,18 @@ def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -
     assert plan.best.backend in {"ddp", "fsdp1"}
     assert "Upcasting" in str(plan)
     assert "Upcasting" in plan._repr_html_()
+
+
+def test_a_convolution_on_a_cpu_needs_a_copy_of_its_weight() -> None:
+    layer = nn.Conv1d(4, 512, 3)
+    model = traced.from_json(figures(layer, ("full",), ("cpu", "cuda")))
+    peaks = [
+        model.micro_batch_activations(Workload(batch_size=2, seq_len=1, compute="full", kind=kind))
+        .layers[0]
+        .forward_peak_bytes
+        for kind in ("cpu", "cuda")
+    ]
+    assert peaks[0] - peaks[1] == 4 * layer.weight.numel()
 
 
 def test_a_plan_whose_every_row_fails_is_refused() -> None:

@@ -481,8 +481,7 @@ class Fsdp2Timeline(FsdpTimeline):
         """Return the gradient elements that a unit's backward has made and still holds."""
         if not self._adds_at_once(micro):
             return step.num_grads
-        group = self.groups[step.group_index]
-        return min(step.num_grads, zero_partitioning.largest_trainable_size(group))
+        return step.new_grads
 
     def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""

@@ -150,8 +150,10 @@ class Zero12Timeline(ZeroTimeline):
         """Retained gradients of each reduction; offloaded gradients go to the host.
 
         Stage 2 clears what is in other ranks' partitions, stage 1 does not
-        (stage_1_and_2.py:2261 to 2274).
+        (stage_1_and_2.py:2261 to 2274). With offload, only the last micro-batch clears a rank's own
+        (stage_1_and_2.py:2166 to 2183).
         """
+        keeps_own = self.is_offloaded and self.has_accumulated_gradients
         return zero_partitioning.retained_gradients(
             self.model.groups,
             tied=self.model.tied,
@@ -159,7 +161,7 @@ class Zero12Timeline(ZeroTimeline):
             bucket=self.config.reduce_bucket_size,
             backward=self._reduces_in_backward,
             buffered=not self.is_offloaded,
-            large_stay=not self._cuts_gradients,
+            large_stay="elsewhere" if not self._cuts_gradients else "owners" if keeps_own else None,
         )
 
     def _reduced_gradient_bytes(self, num_reduced: int) -> int:

@@ -221,7 +221,9 @@ class ZeroTimeline(timeline.StepTimeline):
         """Return the bytes of gradients that exist but are not in the bucket yet."""
         return {
             "temporaries": self.element_bytes
-            * zero_partitioning.num_pending_gradients(self.model, step)
+            * zero_partitioning.num_pending_gradients(
+                self.model, step, self.config.reduce_bucket_size
+            )
         }
 
     def unbucketed_gradient_bytes(self, reduction: BucketReduction) -> int:

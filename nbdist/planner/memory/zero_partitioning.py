@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,14 +119,18 @@ def tied_head_size(model: ModelSpec) -> int:
     return largest_trainable_size(model.groups[-1]) if model.tied else 0
 
 
-def num_pending_gradients(model: ModelSpec, step: MicroBatchStep) -> int:
+def num_pending_gradients(model: ModelSpec, step: MicroBatchStep, bucket: int | None = None) -> int:
     """Return the gradient elements of a step that are not yet stored with the other gradients.
 
-    These are the newest gradient and, before the tail's group, the tied head's.
+    These are new ones, the latest if it exceeds a bucket, which waits for the next one, and before
+    the tail's group the tied head's.
     """
     if step.phase != "backward":
         return 0
-    newest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
+    newest = step.new_grads
+    latest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
+    if bucket is not None and latest > bucket:
+        newest = latest
     return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
 
 
@@ -252,7 +256,7 @@ def retained_gradients(
     bucket: int,
     backward: bool,
     buffered: bool,
-    large_stay: bool,
+    large_stay: Literal["owners", "elsewhere"] | None,
 ) -> tuple[RetainedGradients, ...]:
     """Return the gradients that a rank keeps at each of the `bucket_reductions` of a backward.
 
@@ -264,8 +268,8 @@ def retained_gradients(
         backward: True if gradients come from the last parameter to the first, else reversed.
         buffered: True if a rank has a buffer for everything that overlaps with its partition, from
             its first gradient on.
-        large_stay: True if a gradient above the bucket size stays in place on ranks without a
-            buffer for it.
+        large_stay: which ranks keep a gradient above the bucket size in place: those whose
+            partition overlaps with it, or the others.
     """
     contents = partition_contents(groups, tied=tied, world_size=world_size)
     total = sum(slot.num_elements for slot in trainable_parameters(groups, tied=tied))
@@ -288,9 +292,9 @@ def retained_gradients(
         others = max(passed, 0 if to_come else -total)
         during = stay + max(others, *own[first : last + 1])
         if large_stay and reduction.num_in_bucket > bucket:
-            stay += reduction.num_in_bucket
+            stay += reduction.num_in_bucket * (large_stay == "elsewhere")
             for rank in range(first, last + 1):
-                own[rank] -= reduction.num_in_bucket
+                own[rank] += reduction.num_in_bucket * (1 if large_stay == "owners" else -1)
         after = stay + max(others, *own[first : last + 1])
         retained.append(RetainedGradients(reduction, before, during, after))
         before = after

@@ -424,7 +424,7 @@ class _BackwardPass:
         self.uses = Counter(t.root for node in nodes for t in node.keeps)
         self.alive = held + incoming + sum(tensor.size_bytes for tensor in self.uses)
         self.grads = 0
-        self.moments = [(self.alive, 0)]  # bytes and gradient elements at every allocation
+        self.moments = [BackwardPeakCandidate(self.alive, 0)]
         self.waiting: dict[TapeTensor, _PendingGradient] = {
             nodes[-1].out: _PendingGradient(incoming)
         }
@@ -441,24 +441,28 @@ class _BackwardPass:
         gradient.owners += len(node.passes)
         sent += [(tensor, gradient) for tensor in node.passes]
         self.grads += node.weights
-        self.moments.append((self.alive + node.workspace, self.grads))
+        self._note(node.workspace, node.weights)
         self.alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
             self.alive -= 0 if self.uses[tensor.root] else tensor.root.size_bytes
         for tensor, new in sent:
-            self.deliver(tensor, new)
+            self.deliver(tensor, new, node.weights)
 
-    def deliver(self, tensor: TapeTensor, new: _PendingGradient) -> None:
+    def deliver(self, tensor: TapeTensor, new: _PendingGradient, weights: int) -> None:
         """Pass a gradient to the node that made a tensor; add it to an earlier one."""
         old = self.waiting.get(tensor)
         if old is None:
             self.waiting[tensor] = new
             return
         self.alive += tensor.size_bytes
-        self.moments.append((self.alive, self.grads))
+        self._note(0, weights)
         self.alive -= old.drop() + new.drop()
         self.waiting[tensor] = _PendingGradient(tensor.size_bytes)
+
+    def _note(self, workspace: int, weights: int) -> None:
+        """Record a moment; autograd accumulates a node's gradients of weights after it has run."""
+        self.moments.append(BackwardPeakCandidate(self.alive + workspace, self.grads, weights))
 
 
 class _PendingGradient:
@@ -475,16 +479,13 @@ class _PendingGradient:
         return 0 if self.owners else self.bytes
 
 
-def worst_moments(moments: Iterable[tuple[int, int]]) -> tuple[BackwardPeakCandidate, ...]:
-    """Return the moments that no other one exceeds in every respect, for any batch size.
-
-    Args:
-        moments: bytes, and gradient elements.
-    """
-    best: list[tuple[int, int, int]] = []
-    for held, grads in sorted(set(moments), reverse=True):
+def worst_moments(moments: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
+    """Return the moments that no other one exceeds in every respect, for any batch size."""
+    best: list[tuple[int, BackwardPeakCandidate]] = []
+    for moment in sorted(set(moments), reverse=True):
+        held, grads, new = moment
         fixed = held % SYMBOLIC_BATCH_SIZE
         # Sorted, so that each part of an earlier one is as large or larger.
-        if not any(f >= fixed and g >= grads for f, _, g in best):
-            best.append((fixed, held, grads))
-    return tuple(BackwardPeakCandidate(held, grads) for _, held, grads in best)
+        if not any(f >= fixed and g >= grads and n >= new for f, (_, g, n) in best):
+            best.append((fixed, moment))
+    return tuple(moment for _, moment in best)

@@ -453,7 +453,7 @@ class DecoderSpec(ABC):
             saved_bytes=tape.saved_bytes() + saved_bytes,
             forward_peak_bytes=tape.forward_peak_bytes() + saved_bytes,
             backward_moments=worst_moments(
-                BackwardPeakCandidate(moment.held_bytes + position_bytes, moment.num_grads)
+                moment._replace(held_bytes=moment.held_bytes + position_bytes)
                 for moment in tape.backward_moments(stream.size_bytes)
             ),
         )
@@ -503,7 +503,7 @@ class DecoderSpec(ABC):
             saved_bytes=x.size_bytes + kept,
             forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept,
             backward_moments=worst_moments(
-                BackwardPeakCandidate(moment.held_bytes + kept, moment.num_grads)
+                moment._replace(held_bytes=moment.held_bytes + kept)
                 for moment in (recomputed, *backward)
             ),
             input_grad_bytes=input_grad,
@@ -584,7 +584,8 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
             saved_bytes=at(part.saved_bytes),
             forward_peak_bytes=at(part.forward_peak_bytes),
             backward_moments=tuple(
-                BackwardPeakCandidate(at(held), grads) for held, grads in part.backward_moments
+                moment._replace(held_bytes=at(moment.held_bytes))
+                for moment in part.backward_moments
             ),
             input_grad_bytes=at(part.input_grad_bytes),
         )

@@ -57,7 +57,7 @@ FIRST_TRACE = (
 )
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 4
+_FORMAT = 5
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -149,7 +149,9 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
         LayerActivations(
             saved_bytes=at(part["saved"]),
             forward_peak_bytes=peak(part["forward"]),
-            backward_moments=worst_moments((at(line), grads) for line, grads in part["backward"]),
+            backward_moments=worst_moments(
+                BackwardPeakCandidate(at(line), grads) for line, grads in part["backward"]
+            ),
             input_grad_bytes=at(part["gradient"]),
             gradient_moments=tuple(
                 BackwardPeakCandidate(at(line), grads) for line, grads in part["gradients"]

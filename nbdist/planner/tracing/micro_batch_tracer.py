@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nbdist.planner.tracing.fsdp_groups import FsdpGroup
 
 PARAMETERS = "parameters"
+FULL_BYTES = 4
 
 
 class MemoryTracePoint(NamedTuple):
@@ -76,6 +77,8 @@ def record_micro_batch(
     groups: Sequence[FsdpGroup],
     batch: Any,
     step: Callable[[Any], tuple[torch.Tensor, Any]],
+    *,
+    device_kind: str = "cuda",
 ) -> MicroBatchMemoryTrace:
     """Run one micro-batch and record it.
 
@@ -84,8 +87,9 @@ def record_micro_batch(
         groups: its groups, the root first.
         batch: nested inputs for `step`.
         step: runs the forward; returns the loss, and the outputs that a cell's variable keeps.
+        device_kind: whose convolutions run: "cuda" or "cpu".
     """
-    trace = _RecordingTracker(model, batch)
+    trace = _RecordingTracker(model, batch, device_kind)
     removable = [*trace.watch_groups(groups), *trace.watch_gradients(groups)]
     removable.append(model.register_forward_hook(lambda *_: trace.mark("returned", 0)))
     try:
@@ -111,8 +115,9 @@ def record_micro_batch(
 class _RecordingTracker(MemoryTracker):
     """A memory tracker that records its history."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model: nn.Module, batch: Any, device_kind: str) -> None:
         super().__init__(on_change=self._record_moment)
+        self._workspace = _CPU_WORKSPACE if device_kind == "cpu" else {}
         self.moments: list[MemoryTracePoint] = []
         self.marks: list[GroupBoundary] = []
         self.gradients: dict[int, list[MemoryTracePoint]] = {}
@@ -176,6 +181,10 @@ class _RecordingTracker(MemoryTracker):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if (formula := self._formulas.get(func._overloadpacket)) is not None:  # noqa: SLF001
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        if (workspace := self._workspace.get(func._overloadpacket)) is not None:  # noqa: SLF001
+            num_bytes = workspace(*args)
+            self._count(self._at, num_bytes)
+            self._count(self._at, -num_bytes)
         return result
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
@@ -288,6 +297,17 @@ def _attention_backward_flops(
 ) -> float:
     """FLOPs of its backward: five products instead of the forward's two."""
     return 2.5 * _attention_flops(query, key, value)
+
+
+_CPU_WORKSPACE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.convolution: lambda _, weight, *__: weight.numel() * weight.element_size(),
+    torch.ops.aten.convolution_backward: lambda _, __, weight, *___: weight.numel() * FULL_BYTES,
+}
+"""Bytes that an operation needs besides its result.
+
+oneDNN's convolutions copy the weight into a layout of their own and collect its gradient in fp32;
+copies of input and output are smaller, and depend on the processor (measured with torch 2.13).
+"""
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:

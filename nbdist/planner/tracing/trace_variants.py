@@ -189,7 +189,9 @@ class _VariantTracer:
         with self.mode, behaviour:
             step = _step(self.model, compute)
             return batch_size_fit.split_by_group(
-                micro_batch_tracer.record_micro_batch(self.model, self.found, batch, step)
+                micro_batch_tracer.record_micro_batch(
+                    self.model, self.found, batch, step, device_kind=kind
+                )
             )
 
     def _replace_parameters(self, *, half: bool) -> None:
