@@ -250,10 +250,9 @@ class _ReshardPlan:
 
 
 def _row(source: Shard | None, target: Shard | None) -> _KeyIntervals:
-    owns = source is not None and bool(source.pieces)
     return _KeyIntervals(
-        frozenset(shard.shape for shard in (source, target) if shard is not None),
-        source.dtype if source is not None and owns else None,
+        frozenset(shard.shape for shard in (source, target) if shard),
+        source.dtype if source and source.pieces else None,
         _intervals(source),
         _intervals(target),
     )

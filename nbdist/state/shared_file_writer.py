@@ -98,8 +98,8 @@ def write_shards(
     shards: ShardMap,
     *,
     on_progress: Callable[[int], object],
-) -> int:
-    """Write this rank's owned elements of each region; return the number of bytes.
+) -> None:
+    """Write this rank's owned elements of each region.
 
     Args:
         shards: owned shards: each element on exactly one rank.
@@ -117,12 +117,3 @@ def write_shards(
                 place = offset + (low - start) * dtype.itemsize
                 written += files.write_tensor(path, view, dtype, place)
         on_progress(written)
-    return written
-
-
-def stagger_by_rank(
-    regions: Sequence[TensorFileRegion], rank: int, world_size: int
-) -> list[TensorFileRegion]:
-    """Rotate the regions by rank, since the kernel serializes concurrent writes to a file."""
-    first = rank * len(regions) // world_size
-    return [*regions[first:], *regions[:first]]

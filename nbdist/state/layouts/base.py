@@ -235,10 +235,6 @@ class Layout(ABC):
             if not optimizer_recipes.is_reshardable(optimizer)
         )
 
-    def frozen(self) -> set[str]:
-        """Return the names of the parameters that need no gradient."""
-        return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
-
     # -- for subclasses
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -293,7 +289,11 @@ class Layout(ABC):
         """Return the shard of a parameter's weight or of a tensor of its optimizer state."""
         start, stop = place.start, place.stop
         if place.is_whole:
-            tensor = self._flat(tensor, keep=not owned)
+            flat = tensor.reshape(-1)
+            if not owned and not tensor.is_contiguous():
+                # another memory format: a copy, which `finalize_state` writes back
+                self._staged[id(tensor)] = (tensor, flat)
+            tensor = flat
         if owned:
             # Each rank with a copy owns an even part of it.
             index, num_copies = place.replica_index, place.num_replicas
@@ -306,15 +306,6 @@ class Layout(ABC):
             start, stop = start + low, start + high
         pieces = (ShardPiece(start, stop, tensor.detach()),) if start < stop else ()
         return Shard(shape=place.shape, dtype=tensor.dtype, pieces=pieces)
-
-    def _flat(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-        """Flatten in row-major order; other memory formats by a copy that is written back later."""
-        if tensor.is_contiguous():
-            return tensor.view(-1)
-        staged = tensor.reshape(-1)
-        if keep:
-            self._staged[id(tensor)] = (tensor, staged)
-        return staged
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:

@@ -64,7 +64,7 @@ class Fsdp1Layout(Layout):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reshard all units first."""
         super().__init__(model, optimizers)
-        self._reshard()
+        self.refresh()
 
     @classmethod
     @contextlib.contextmanager
@@ -105,13 +105,11 @@ class Fsdp1Layout(Layout):
 
     def placements(self) -> Iterator[ParameterPlacement]:
         """Yield the placement of each parameter in its flat parameter; ignored ones are whole."""
-        places = {
-            place.name: place
-            for handle in self._handles()
-            for place in self._original_placements(handle)
-        }
+        places: dict[str, ParameterPlacement] = {}
         flat: set[int] = set()
-        for handle in self._handles():
+        for unit in self._units():
+            handle = unit._handle  # noqa: SLF001
+            places |= {place.name: place for place in self._original_placements(handle)}
             # the module's parameters are views of the flat one
             views = [*(handle.flat_param._params or ()), *(handle.flat_param._shared_params or ())]  # noqa: SLF001
             flat |= set(map(id, [handle.flat_param, *views]))
@@ -144,9 +142,6 @@ class Fsdp1Layout(Layout):
 
     def refresh(self) -> None:
         """Reshard, so that the next forward gathers the written values."""
-        self._reshard()
-
-    def _reshard(self) -> None:
         for unit in self._units():
             unit.training_state = TrainingState.IDLE
             handle = unit._handle  # noqa: SLF001
@@ -161,10 +156,6 @@ class Fsdp1Layout(Layout):
         for module in self.model.modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:  # noqa: SLF001
                 yield module
-
-    def _handles(self) -> Iterator[Any]:
-        for unit in self._units():
-            yield unit._handle  # noqa: SLF001
 
     def _original_placements(self, handle: Any) -> Iterator[ParameterPlacement]:
         flat = handle.flat_param

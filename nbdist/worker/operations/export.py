@@ -175,7 +175,9 @@ def _write(
         if output.key
     ]
     own_rank, sent_bytes = collectives.rank(), 0
-    regions = shared_file_writer.stagger_by_rank(regions, own_rank, collectives.group_size())
+    # Each rank begins elsewhere, since the kernel serializes concurrent writes to a file.
+    first = own_rank * len(regions) // collectives.group_size()
+    regions = regions[first:] + regions[:first]
     progress = ByteProgress(on_phase, "writing", total_bytes(tensors.owned_shards))
     dtypes = {output.name: output.dtype for output in outline.targets}
     with shared_file_writer.OpenFiles() as opened:
@@ -276,7 +278,10 @@ def _rounds(
 ) -> list[list[list[DerivedTensors]]]:
     """Assign groups to ranks in rounds: round -> rank -> groups; the same on every rank."""
     sizes = {
-        id(group): sum(model_tensors.tensor_bytes(key) for key in group.sources.values())
+        id(group): sum(
+            model_tensors.numel(key) * model_tensors.dtypes[key].itemsize
+            for key in group.sources.values()
+        )
         for group in groups
     }
     rounds: list[list[list[DerivedTensors]]] = []

@@ -72,7 +72,8 @@ class ModelAndOptimizerState:
 
     def frozen_shards(self) -> dict[str, Shard]:
         """Return the owned shards of the parameters that need no gradient."""
-        frozen = self._layout.frozen()
+        parameters = self._layout.named_parameters()
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
         weights = self._layout.weights(owned=True)
         return {self.model_prefix + name: weights[name] for name in weights if name in frozen}
 
@@ -229,10 +230,6 @@ class ModelTensors:
     def numel(self, key: str) -> int:
         """Return the number of elements of the full tensor."""
         return math.prod(self.owned_shards[key].shape)
-
-    def tensor_bytes(self, key: str) -> int:
-        """Return the bytes of the full tensor in the dtype in which it is saved."""
-        return self.numel(key) * self.dtypes[key].itemsize
 
     @property
     def widest_dtype(self) -> torch.dtype:
