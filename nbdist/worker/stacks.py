@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,13 @@ from nbdist.worker.operations.collective_phases import deferred_interrupts
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from types import FrameType
 
     from nbdist.worker.collective_check import CollectiveBarrier
 
-CellName = tuple[str, str] | None
-"""Result of IPython's `compile.format_code_name` for a file: ("Cell", "In[3]") for a cell's."""
+CellNamer = Callable[[str], tuple[str, str] | None]
+"""IPython's `compile.format_code_name`: the name of a file -> ("Cell", "In[3]") for a cell's."""
 
 ROUND_TO_S = 0.5
 """Times are rounded to this: ranks that wait at the same position then send equal replies, which
@@ -66,12 +67,8 @@ def line_of(frame: FrameType) -> int:
     return frame.f_lineno or frame.f_code.co_firstlineno  # f_lineno may be None between lines
 
 
-def format_stacks(cell_of: Callable[[str], CellName]) -> str:
-    """Return the stack of every thread, main thread first and innermost frames first.
-
-    Args:
-        cell_of: IPython's `compile.format_code_name`.
-    """
+def format_stacks(cell_of: CellNamer) -> str:
+    """Return the stack of every thread, main thread first and innermost frames first."""
     frames = sys._current_frames()  # noqa: SLF001 - there is no public API
     main, current = threading.main_thread(), threading.current_thread()
     threads = [thread for thread in threading.enumerate() if thread is not current]
@@ -100,12 +97,11 @@ def format_stacks(cell_of: Callable[[str], CellName]) -> str:
 
 
 def current_line_reply(
-    cell_of: Callable[[str], CellName], standing: messages.MainThreadStatus
+    cell_of: CellNamer, standing: messages.MainThreadStatus
 ) -> messages.RankActivityReply:
     """Return the user's line that the main thread is executing, and the collective it waits in.
 
     Args:
-        cell_of: IPython's `compile.format_code_name`.
         standing: status of the main thread, part of the reply.
     """
     collective = called = ""

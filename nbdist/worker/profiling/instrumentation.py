@@ -350,10 +350,9 @@ class LineSampler:
 
     Args:
         marks: time spans, which tell the current phase.
-        cell_of: IPython's `compile.format_code_name`.
     """
 
-    def __init__(self, marks: PhaseSpans, cell_of: Callable[[str], tuple[str, str] | None]) -> None:
+    def __init__(self, marks: PhaseSpans, cell_of: stacks.CellNamer) -> None:
         self._marks, self._cell_of = marks, cell_of
         self._seconds: dict[CellLine, float] = defaultdict(float)
         self._ended = threading.Event()
@@ -400,9 +399,7 @@ def slowest_lines(seconds: Mapping[CellLine, float], steps: int) -> list[LinePro
     ]
 
 
-def cell_line_of(
-    frame: FrameType | None, cell_of: Callable[[str], tuple[str, str] | None]
-) -> CellLine | None:
+def cell_line_of(frame: FrameType | None, cell_of: stacks.CellNamer) -> CellLine | None:
     """Return cell, file and line of the innermost frame in a cell, if there is one."""
     for outer in stacks.frames_outwards(frame):
         name = outer.f_code.co_filename

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.profiler.measurements import RankProfile, WindowEndReason
+    from nbdist.worker.stacks import CellNamer
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,7 @@ class ProfileContext:
     rank: int
     folder: Path
     """Private folder of the session, the same on all ranks."""
-    cell_of: Callable[[str], tuple[str, str] | None]
-    """IPython's `compile.format_code_name`."""
+    cell_of: CellNamer
     publish: Callable[[messages.ProfileResult], object]
     show_progress: Callable[[str], object]
 

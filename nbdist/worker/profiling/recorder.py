@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nbdist.worker.memory.memory_probe import MemoryProbe
     from nbdist.worker.profiling.instrumentation import CellLine
     from nbdist.worker.profiling.step_breakdown import CollectiveSpans
+    from nbdist.worker.stacks import CellNamer
 
 MAX_COMPILED_STEPS = 5
 """Maximum number of steps that are discarded because torch.compile compiled during them."""
@@ -61,7 +62,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        cell_of: Callable[[str], tuple[str, str] | None],
+        cell_of: CellNamer,
         *,
         rank: int,
         trace: str,
@@ -70,7 +71,6 @@ class StepRecorder:
         """Install the instrumentation and start.
 
         Args:
-            cell_of: IPython's `compile.format_code_name`.
             trace: folder for the trace file, or "".
             give_way: called when the cell starts its own profiler; must end this recording.
         """

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from nbdist.worker.stacks import CellNamer
+
 MAX_LINES = 8
 PREEXISTING = "outside"
 """Memory allocated before the step that does not belong to the model."""
@@ -44,12 +46,7 @@ _TOLD = {
 class LineMemoryTracker(MemoryTracker):
     """Memory tracker that also counts allocated bytes per line of a cell."""
 
-    def __init__(
-        self,
-        cell_of: Callable[[str], tuple[str, str] | None],
-        *,
-        on_change: Callable[[], object],
-    ) -> None:
+    def __init__(self, cell_of: CellNamer, *, on_change: Callable[[], object]) -> None:
         self._cell_of = cell_of
         self._by_line: Counter[CellLine] = Counter()
         self._places: dict[int, tuple[CellLine, int]] = {}
@@ -80,7 +77,7 @@ class CpuStepMemory:
     """Memory measurement of one step on a CPU rank."""
 
     def __init__(
-        self, probe: memory_probe.MemoryProbe, model: nn.Module, cell_of: Callable[[str], Any]
+        self, probe: memory_probe.MemoryProbe, model: nn.Module, cell_of: CellNamer
     ) -> None:
         self._model = model
         self._tracker = tracker = LineMemoryTracker(
@@ -132,7 +129,7 @@ class GpuStepMemory:
         self,
         probe: memory_probe.MemoryProbe,
         model: nn.Module,
-        cell_of: Callable[[str], Any],
+        cell_of: CellNamer,
         folder: str,
         rank: int,
     ) -> None:
