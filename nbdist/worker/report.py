@@ -176,7 +176,8 @@ class PinnedScalarPool:
                 self._free.extend(chunk[i] for i in range(_SLOTS))
             slots[name] = self._free.popleft()
             slots[name].copy_(tensor.detach().reshape(()), non_blocking=True)
-        events = [_event_behind(device) for device in {t.device for t in tensors.values()}]
+        devices = {tensor.device for tensor in tensors.values()}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return PendingScalarCopies(slots, events, self._free)
 
 
@@ -234,12 +235,6 @@ def _allow_captures() -> None:
         return
     if status := driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
         _log.warning("report() may invalidate a CUDA graph capture: CUDA error %d", status)
-
-
-def _event_behind(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 # ---------------------------------------------------------------------------- checking

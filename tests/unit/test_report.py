@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import time
+import types
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +254,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
     """CPU tensors in the place of CUDA's."""
     events: list[FakeEvent] = []
 
-    def event_behind(_device: object) -> FakeEvent:
+    def record_event() -> FakeEvent:
         events.append(FakeEvent())
         return events[-1]
 
@@ -263,7 +264,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
         assert pin_memory
         return genuine(*size, **options)
 
-    monkeypatch.setattr(report_module, "_event_behind", event_behind)
+    stream = types.SimpleNamespace(record_event=record_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return events
