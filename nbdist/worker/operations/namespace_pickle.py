@@ -13,7 +13,6 @@ key, so that a list that contains the model contains the new model afterwards.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -285,14 +284,17 @@ class NamespaceReader:
         folder: this session's private folder, which its old ranks have just written.
         rank: number of the old rank.
         device: device for tensors that were on the old rank's GPU.
+        variables: namespace to bind variables in; functions use it as globals.
     """
 
-    def __init__(self, folder: Path, rank: int, device: torch.device) -> None:
-        self._folder, self._device = folder, device
+    def __init__(
+        self, folder: Path, rank: int, device: torch.device, variables: MutableMapping[str, Any]
+    ) -> None:
+        self._folder, self._device, self._variables = folder, device, variables
         index = json.loads((folder / f"index-{rank}.json").read_text())
         self.names: list[str]
         self.names, self._digests, buffers = index
-        self.known: dict[ObjectKey, object] = {}
+        self.known: dict[ObjectKey, object] = {_NAMESPACE: variables}
         """Key -> object that this process created; filled by the caller between stages."""
         self._storages: dict[int, UntypedStorage] = {}
         self._unpickler = _NamespaceUnpickler(
@@ -303,11 +305,6 @@ class NamespaceReader:
             self.known,
             device,
         )
-        self._variables: MutableMapping[str, Any] = {}
-
-    def set_namespace(self, variables: MutableMapping[str, Any]) -> None:
-        """Set the namespace that variables are bound in and that functions use as globals."""
-        self._variables = self.known[_NAMESPACE] = variables
 
     def bind_variables(self) -> list[str]:
         """Unpickle and bind variables up to the next unnamed stage; return their names.
@@ -396,14 +393,9 @@ class _TrialUnpickler(_NamespaceUnpickler):
         cls = super().find_class(module, name)
         makes_classes = name in {"_make_skeleton_class", "_make_skeleton_enum"}
         if module.startswith("cloudpickle") and makes_classes:
-            return functools.partial(_make_untracked, cls)
+            # cloudpickle 3.1: the last argument but one is the id that identifies known classes
+            return lambda *args: cls(*args[:-2], None, args[-1])
         return cls
-
-
-def _make_untracked(make: Callable[..., type], *args: Any) -> type:
-    """Call cloudpickle 3.1's class constructor without the id that identifies known classes."""
-    *head, _tracker, extra = args
-    return make(*head, None, extra)
 
 
 def _as_bytes(block: Any) -> memoryview:

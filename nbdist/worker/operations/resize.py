@@ -419,8 +419,9 @@ class _ResizeLoad:
         predefined = self._context.predefined
         with self._phase("unpacking"):
             old_rank = self._rank if self._rank < self._old_world_size else 0
-            reader = namespace_pickle.NamespaceReader(self._folder, old_rank, predefined["device"])
-            reader.set_namespace(self._variables)
+            reader = namespace_pickle.NamespaceReader(
+                self._folder, old_rank, predefined["device"], self._variables
+            )
             for name, value in predefined.items():
                 if not isinstance(value, _PLAIN):
                     reader.known["name", name] = value
@@ -494,11 +495,9 @@ class _ResizeLoad:
         optimizers: list[Any],
         schedulers: list[Any],
     ) -> PreparedModel:
-        for scheduler in schedulers:
-            for inner in optimizer_recipes.nested_schedulers(scheduler):
-                if hasattr(inner, "optimizer"):
-                    # Without it torch 2.13 warns that the scheduler was stepped too early.
-                    inner.optimizer._opt_called = True  # noqa: SLF001
+        own = {id(optimizer): optimizer for optimizer in optimizers}
+        for scheduler in schedulers:  # marks them too, so that torch 2.13 does not warn
+            optimizer_recipes.rebind_scheduler(scheduler, own)
         with wrap_policy.defer_weights():
             self._made += owner.prepare(model, *optimizers, *schedulers, None)
         self._made += [model, optimizers]
