@@ -112,10 +112,6 @@ class NodeAgentStore(Store):
         timeout: dt.timedelta = self.timeout  # type: ignore[attr-defined]
         return timeout.total_seconds()
 
-    def has_extended_api(self) -> bool:
-        """Return False: multi-key requests are not supported."""
-        return False
-
     def _request(
         self, op: str, keys: list[str], *values: bytes | str, number: int = 0, seconds: float = 0.0
     ) -> tuple[int, bytes]:

@@ -130,11 +130,10 @@ def decide_options(choice: Callable[[AutoStrategy], Options]) -> EngineConfig:
     return session
 
 
-def set_options(options: Options) -> EngineConfig:
+def set_options(options: Options) -> None:
     """Set the options of every Accelerator that is built later."""
     global _current  # noqa: PLW0603 - it holds for the whole rank
     _current = replace(current_config(), options=options, auto_strategy=None)
-    return _current
 
 
 @contextlib.contextmanager

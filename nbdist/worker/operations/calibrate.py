@@ -64,7 +64,6 @@ MAX_WRITE_S = 1.0
 """Maximum duration of writing to a slow disk."""
 FREE_SPACE_DIVISOR = 32
 """One rank writes at most 1/32 of the free space."""
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -293,8 +292,8 @@ class DiskBenchmark:
             )
         fd = self._file.fileno()
         try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
-            self._direct = bool(_DIRECT)
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+            self._direct = True
         except OSError:
             self._direct = False  # not supported here: fsync and fadvise are used instead
 
@@ -318,8 +317,7 @@ class DiskBenchmark:
         """
         fd, left = self._file.fileno(), self._written
         os.lseek(fd, 0, os.SEEK_SET)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
         while left > 0 and (size := os.readv(fd, [self._chunk])):
             left -= size
