@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -295,11 +296,7 @@ def _index_file(
                 f"{printable(key)} in {file.name} does not match the manifest. Load another"
                 " checkpoint."
             )
-
-        def load(key: str = key) -> torch.Tensor:
-            tensor: torch.Tensor = tensors.get_tensor(key)
-            return tensor
-
+        load = partial(tensors.get_tensor, key)
         offset = 0
         for start, stop in spans:
             for name in names[key]:

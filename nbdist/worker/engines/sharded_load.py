@@ -319,10 +319,7 @@ class UnreadWeights:
         for name, entry in unread.items():
             key = state.model_prefix + name
             dtype = dtypes.get(name, targets[key].dtype)
-
-            def fetch(start: int, stop: int, entry: _Unread = entry, dtype: Any = dtype) -> Any:
-                return entry.read_part(start, stop, dtype)
-
+            fetch = functools.partial(entry.read_part, dtype=dtype)
             index, size = TensorIndex(), entry.stored.numel()
             index.add_tensor(key, tuple(entry.stored.shape), dtype, TensorPart(0, size, fetch))
             index.read_into({key: targets[key]})
