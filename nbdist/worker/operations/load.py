@@ -420,10 +420,8 @@ class _CheckpointLoad:
             if not self._weights_only and state.state_dict_rank == collectives.rank():
                 _, tensors = state.state_dicts()
                 live |= {key: whole_shard(tensor) for key, tensor in tensors.items()}
-        keys, aliases = self._manifest.keys, self._manifest.aliases
-        expected = {
-            key: keys[aliases.get(key, key)] for key in live if aliases.get(key, key) in keys
-        }
+        keys = self._manifest.keys
+        expected = {key: keys[stored] for key in live if (stored := self._stored(key)) in keys}
         same_dtype = {key for key, tensor in expected.items() if tensor.dtype == _dtype(live[key])}
         actual = tensor_digest.global_digests({key: live[key] for key in sorted(same_dtype)})
         # Other ranks verify the tensors of their own state dicts.
