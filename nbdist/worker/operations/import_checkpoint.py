@@ -19,7 +19,6 @@ from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, optimizer_recipes, reshard, shards
-from nbdist.state.shards import Shard
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.training_state import ModelAndOptimizerState, ModelTensors, select_model
@@ -52,11 +51,8 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         state = ModelAndOptimizerState(prepared)
         _rename_tied(saved, prepared.meta.aliases)
         keys = _match_keys(saved, state, prepared.meta.aliases, report.notes)
-        # Shapes and dtypes of the optimizer state, without pieces.
         optimizer_state = {
-            f"{state.optimizer_prefix}." + key.removeprefix("optim."): Shard(
-                shape=entry.shape, dtype=entry.dtype
-            )
+            f"{state.optimizer_prefix}." + key.removeprefix("optim."): entry.dtype
             for key, entry in saved.keys.items()
             if key.startswith("optim.")
         }

@@ -340,10 +340,7 @@ class _CheckpointLoad:
                     " state with --weights-only."
                 )
         state.allocate_optimizer_state(
-            {
-                key: Shard(shape=saved.shape, dtype=getattr(torch, saved.dtype))
-                for key, saved in keys.items()
-            }
+            {key: getattr(torch, saved.dtype) for key, saved in keys.items()}
         )
         targets = state.target_shards()
         reshard.zero_unsaved(targets, keys)

@@ -530,13 +530,8 @@ class _ResizeLoad:
         state, path = ModelAndOptimizerState(prepared), self._folder / CHECKPOINT_NAME
         with checkpoint.CheckpointReader.open_folder(path) as opened:
             manifest = opened.manifest
-        state.allocate_optimizer_state(
-            {
-                name: Shard(shape=key.shape, dtype=getattr(torch, key.dtype))
-                for name, key in manifest.keys.items()
-                if name in recipe.digests
-            }
-        )
+        dtypes = {name: getattr(torch, manifest.keys[name].dtype) for name in recipe.digests}
+        state.allocate_optimizer_state(dtypes)
         targets = state.target_shards()
         reshard.zero_unsaved(targets, manifest.keys)
         shard_io.read_shards(path, manifest, targets)
@@ -545,7 +540,7 @@ class _ResizeLoad:
         for name, shard in state.owned_shards().items():
             if name not in recipe.digests:
                 continue
-            dtype = getattr(torch, manifest.keys[name].dtype)
+            dtype = dtypes[name]
             if dtype != shard.dtype:
                 pieces = tuple(
                     piece._replace(view=torch.empty(piece.stop - piece.start, dtype=dtype))

@@ -149,13 +149,13 @@ class ModelAndOptimizerState:
         """Return the scalar state of the optimizers."""
         return {name: dict(counts) for name, counts in self._layout.scalar_state().items()}
 
-    def allocate_optimizer_state(self, like: ShardMap) -> None:
-        """Allocate the optimizer state for these keys."""
+    def allocate_optimizer_state(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Allocate the optimizer state among these keys, by key -> dtype."""
         names: dict[str, dict[str, torch.dtype]] = {}
-        for key, shard in like.items():
+        for key, dtype in dtypes.items():
             if key.startswith(self.element_prefix):
                 name, _, state = key.removeprefix(self.element_prefix).rpartition(".")
-                names.setdefault(name, {})[state] = shard.dtype
+                names.setdefault(name, {})[state] = dtype
         if names:
             self._layout.allocate_optimizer_state(names)
 
@@ -170,7 +170,7 @@ class ModelAndOptimizerState:
             shards: the shards owned by this rank, from ``owned_shards()`` under any engine.
             counts: scalar state of all parameters.
         """
-        self.allocate_optimizer_state(shards)
+        self.allocate_optimizer_state({key: shard.dtype for key, shard in shards.items()})
         sent = reshard.reshard(shards, self.target_shards())
         self.finalize_state(counts)
         return sent
