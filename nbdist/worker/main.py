@@ -111,17 +111,10 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
         "device": accelerator.device,
         "torch": torch,
     }
-    run_dir = Path(launch.run_dir)
-    app = RankApp.for_rank(rank, run_dir=run_dir, user_ns=names, barrier=barrier)
+    app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names, barrier=barrier)
     if chooser is not None:
         namespace.publish_auto_choice(app.kernel, chooser)
-    # The notebook's kernel accepts payload files from the launcher's two folders only, not from
-    # the run folder of a single start.
-    spare = Path(launch.run_dir).parent
-    bulk, cwd = Path(launch.bulk_dir), Path(launch.cwd or Path.cwd())
-    namespace.add_kernel_functions(
-        app.kernel, run_dir=run_dir, bulk=bulk, spare=spare, checkpoints=launch.checkpoints, cwd=cwd
-    )
+    namespace.add_kernel_functions(app.kernel, launch)
     trainer.install(app.kernel.operation_context.reporter)
     process_group.verify_group()
     return app

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from IPython.display import display
@@ -16,22 +17,16 @@ from nbdist.worker.profiling import kineto, profile_window
 from nbdist.worker.report import Reporter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nbdist.worker.engines.auto_strategy import AutoStrategy
     from nbdist.worker.kernel import RankKernel
 
 
-def add_kernel_functions(
-    kernel: RankKernel,
-    *,
-    run_dir: Path,
-    bulk: Path,
-    spare: Path,
-    checkpoints: str,
-    cwd: Path,
-) -> None:
+def add_kernel_functions(kernel: RankKernel, launch: messages.LaunchRanksRequest) -> None:
     """Add `report`, `send` and `save` to the namespace, and what the kernel needs for them."""
+    run_dir, cwd = Path(launch.run_dir), Path(launch.cwd or Path.cwd())
+    # The notebook's kernel accepts payload files from the launcher's two folders only, not from
+    # the run folder of a single start.
+    sender = Sender(kernel, [Path(launch.bulk_dir), run_dir.parent])
 
     def publish_rows(rows: list[dict[str, float]]) -> None:
         encoded = [{k: messages.to_json_number(v) for k, v in row.items()} for row in rows]
@@ -40,7 +35,7 @@ def add_kernel_functions(
     kineto.quiet()
     reporter = Reporter(publish_rows)
     publish_save = functools.partial(kernel.publish, messages.SAVE_STATUS)
-    kernel.saver = saver = CheckpointSaver(checkpoints, cwd, publish_save, kernel.warn_async)
+    kernel.saver = saver = CheckpointSaver(launch.checkpoints, cwd, publish_save, kernel.warn_async)
     kernel.profile_context = profile_window.ProfileContext(
         rank=kernel.shell.user_ns["rank"],
         folder=run_dir,
@@ -48,9 +43,7 @@ def add_kernel_functions(
         publish=functools.partial(kernel.publish, messages.PROFILE_RESULT),
         show_progress=kernel.publish_phase,
     )
-    kernel.shell.push(
-        {"report": reporter.report, "send": Sender(kernel, [bulk, spare]).send, "save": saver.save}
-    )
+    kernel.shell.push({"report": reporter.report, "send": sender.send, "save": saver.save})
     kernel.operation_context = RankContext(
         variables=kernel.shell.user_ns,
         predefined=dict(kernel.shell.user_ns),
