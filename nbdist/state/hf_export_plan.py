@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-WEIGHTS_PREFIX = "model"
-ADAPTER_PREFIX = "adapter_model"
-"""Prefixes of file names."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputTensor:
@@ -64,7 +60,7 @@ class ExportPlan:
     """Tensors of an export."""
 
     file_prefix: str
-    """Prefix of the names of tensor files: "model"."""
+    """Prefix of the names of tensor files: "model" or "adapter_model"."""
     targets: tuple[OutputTensor, ...]
     groups: tuple[DerivedTensors, ...]
     left_out: tuple[str, ...] = ()
@@ -111,7 +107,7 @@ def plan_export(
     targets = tuple(provenance.describe(name, out, dtype) for name, out in outputs.items())
     computed = {target.name: outputs[target.name] for target in targets if not target.key}
     return ExportPlan(
-        file_prefix=ADAPTER_PREFIX if adapter else WEIGHTS_PREFIX,
+        file_prefix="adapter_model" if adapter else "model",
         targets=targets,
         groups=tuple(provenance.group(computed)),
         left_out=tuple(name for name in state if name not in tensors),
