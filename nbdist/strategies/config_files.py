@@ -53,46 +53,64 @@ _FSDP_FILE_NAMES = {
 }
 
 
-# Keys of a DeepSpeed config (deepspeed 0.19.8, runtime/config.py and runtime/zero/config.py).
-_DEEPSPEED_PLANNED = frozenset(
-    {
-        "aio",
-        "bf16",
-        "dump_state",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "memory_breakdown",
-        "scheduler",
-        "steps_per_print",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "wall_clock_breakdown",
-        "zero_allow_untested_optimizer",
-        "zero_optimization",
-    }
-)
-"""Sections that the planner reads, or that change neither memory nor speed."""
-_ZERO_PLANNED = frozenset(
-    {
-        "contiguous_gradients",
-        "ignore_unused_parameters",
-        "load_from_fp32_weights",
-        "log_trace_cache_warnings",
-        "offload_optimizer",
-        "offload_param",
-        "overlap_comm",
-        "reduce_bucket_size",
-        "stage",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "sub_group_size",
-    }
-)
-"""The same of the section zero_optimization."""
+# Paths of a DeepSpeed config (deepspeed 0.19.8, runtime/config.py and runtime/zero/config.py) with
+# the type of their values; object: any, or checked elsewhere. A section precedes its keys.
+_DEEPSPEED_PLANNED: Mapping[str, type] = {
+    "aio": dict,
+    "bf16": dict,
+    "dump_state": bool,
+    "fp16": dict,
+    "gradient_accumulation_steps": object,
+    "gradient_clipping": object,
+    "memory_breakdown": bool,
+    "scheduler": dict,
+    "steps_per_print": object,
+    "train_batch_size": int,
+    "train_micro_batch_size_per_gpu": int,
+    "wall_clock_breakdown": bool,
+    "zero_allow_untested_optimizer": bool,
+    "zero_optimization": dict,
+    "zero_optimization.contiguous_gradients": bool,
+    "zero_optimization.ignore_unused_parameters": bool,
+    "zero_optimization.load_from_fp32_weights": bool,
+    "zero_optimization.log_trace_cache_warnings": bool,
+    "zero_optimization.offload_optimizer": dict,
+    "zero_optimization.offload_param": dict,
+    "zero_optimization.overlap_comm": bool,
+    "zero_optimization.reduce_bucket_size": float,
+    "zero_optimization.stage": object,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": bool,
+    "zero_optimization.stage3_max_live_parameters": float,
+    "zero_optimization.stage3_max_reuse_distance": float,
+    "zero_optimization.stage3_param_persistence_threshold": float,
+    "zero_optimization.stage3_prefetch_bucket_size": float,
+    "zero_optimization.sub_group_size": float,
+}
+"""Settings that the planner reads, or that change neither memory nor speed."""
+DEEPSPEED_TYPES: Mapping[str, type] = {
+    **_DEEPSPEED_PLANNED,
+    "activation_checkpointing": dict,
+    "bf16.enabled": bool,
+    "flops_profiler": dict,
+    "fp16.enabled": bool,
+    "optimizer": dict,
+    "optimizer.params": dict,
+    "optimizer.type": str,
+    "scheduler.params": dict,
+    "scheduler.type": str,
+    "zero_force_ds_cpu_optimizer": bool,
+    "zero_optimization.allgather_bucket_size": float,
+    "zero_optimization.allgather_partitions": bool,
+    "zero_optimization.reduce_scatter": bool,
+}
+"""Type of each value that is checked."""
+_TYPE_WORDS: Mapping[type, str] = {
+    bool: 'true, false or "auto"',
+    dict: "a section of keys and values",
+    float: 'a number >= 0 or "auto"',
+    int: 'an integer >= 1 or "auto"',
+    str: "text",
+}
 _FSDP_NOT_PLANNED = frozenset(
     {
         "auto_wrap_policy",
@@ -150,9 +168,32 @@ def unplanned_settings(
     fsdp, deepspeed = fsdp_config or {}, deepspeed_config or {}
     keys = sorted(_FSDP_NOT_PLANNED & fsdp.keys())
     zero = deepspeed.get("zero_optimization") or {}
-    keys += sorted(deepspeed.keys() - _DEEPSPEED_PLANNED)
-    keys += [f"zero_optimization.{key}" for key in sorted(zero.keys() - _ZERO_PLANNED)]
+    paths = [*sorted(deepspeed), *(f"zero_optimization.{key}" for key in sorted(zero))]
+    keys += [path for path in paths if path not in _DEEPSPEED_PLANNED]
     return [abbreviate(key).strip("'") for key in keys]
+
+
+def _check_types(content: Mapping[str, Any]) -> None:
+    """Raise for a value of another type than its key has; null stands for the default."""
+    for path, kind in DEEPSPEED_TYPES.items():
+        value: Any = content
+        for key in path.split("."):
+            value = (value or {}).get(key)
+        if value is not None and not _has_type(value, kind):
+            raise OptionError(
+                f"{path} of the deepspeed_config must be {_TYPE_WORDS[kind]}, got"
+                f" {abbreviate(value)}."
+            )
+
+
+def _has_type(value: Any, kind: type) -> bool:
+    if value == "auto":
+        return kind is not dict
+    if kind is int:
+        return type(value) is int and value >= 1
+    if kind is float:
+        return type(value) in {int, float} and 0 <= value < float("inf")
+    return isinstance(value, kind)
 
 
 def _refuse_unsupported(content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
@@ -163,8 +204,7 @@ def _refuse_unsupported(content: Mapping[str, Any], zero: Mapping[str, Any]) -> 
         for key, action in _ZERO_REFUSED.items()
         if not _is_off(zero.get(key))
     ]
-    optimizer = content.get("optimizer")
-    kind = str(optimizer.get("type")) if isinstance(optimizer, dict) else ""
+    kind = str((content.get("optimizer") or {}).get("type"))
     if kind.lower() in _ONE_BIT:
         found.append((f"optimizer type {kind}", "Use Adam or AdamW"))
     for name, action in found:
@@ -337,10 +377,8 @@ def read_deepspeed_config(
         options: the fields of `Options` that the user gave.
         stage: ZeRO stage of the backend.
     """
-    zero = content.get("zero_optimization", {})
-    for name, section in {"zero_optimization": zero, **_sections(zero)}.items():
-        if not isinstance(section, dict):
-            raise OptionError(f"{name} of the deepspeed_config must be a mapping.")
+    _check_types(content)
+    zero = content.get("zero_optimization") or {}
     _refuse_unsupported(content, zero)
     file_stage = zero.get("stage", "auto")
     if file_stage != "auto" and (type(file_stage) is not int or file_stage not in (1, 2, 3)):
@@ -386,15 +424,15 @@ def enabled_precision(content: Mapping[str, Any]) -> str | None:
 
 
 def _without_options(content: Mapping[str, Any], stage: int) -> JsonObject:
-    """Return the file without the keys that are covered by options."""
+    """Return the file without null and the keys that are covered by options."""
     plain = {
         key: value
         for key, value in content.items()
-        if key not in {"gradient_clipping", "gradient_accumulation_steps"}
+        if value is not None and key not in {"gradient_clipping", "gradient_accumulation_steps"}
     }
-    zero = dict(content.get("zero_optimization", {})) | {"stage": stage}
+    zero = plain.get("zero_optimization", {}) | {"stage": stage}
     sections = _sections(zero)
-    zero = {name: value for name, value in zero.items() if name not in _SECTIONS}
+    zero = {k: v for k, v in zero.items() if v is not None and k not in _SECTIONS}
     for name, section in sections.items():
         # The offload device is already an option; the remaining keys tune it.
         tuning = {k: v for k, v in section.items() if k not in {"device", "nvme_path"}}
@@ -407,8 +445,6 @@ def _without_options(content: Mapping[str, Any], stage: int) -> JsonObject:
 _SECTIONS = ("offload_optimizer", "offload_param")
 
 
-def _sections(zero: object) -> JsonObject:
+def _sections(zero: Mapping[str, Any]) -> JsonObject:
     """ZeRO's offload sections that are present."""
-    if not isinstance(zero, dict):
-        return {}
     return {name: zero[name] for name in _SECTIONS if zero.get(name) is not None}

@@ -15,6 +15,7 @@ from nbdist.strategies import (
     Hardware,
     Options,
     canonical_backend,
+    config_files,
     load_config,
 )
 
@@ -233,6 +234,13 @@ def test_each_fsdp_has_its_own_word_for_resharding(backend: str, value: Any, sai
         ("zero2", {"gradient_accumulation_steps": "4"}, "accumulate .* >= 1, got '4'"),
         ("zero2", {"gradient_clipping": -1}, "clip .* > 0, got -1"),
         ("zero3", {"zero_optimization": {"stage": "3"}}, "must be 1, 2 or 3, got '3'"),
+        ("zero2", {"fp16": True}, "fp16 of the .* must be a section of keys and values, got True"),
+        ("zero2", {"bf16": {"enabled": "yes"}}, "bf16.enabled .* be true, false .*, got 'yes'"),
+        ("zero2", {"zero_optimization": {"overlap_comm": "yes"}}, "overlap_comm of .*, got 'yes'"),
+        ("zero2", {"zero_optimization": {"offload_param": "cpu"}}, "offload_param .* got 'cpu'"),
+        ("zero3", {"zero_optimization": {"sub_group_size": "big"}}, "a number >= 0 .*, got 'big'"),
+        ("zero2", {"train_batch_size": 2.5}, "an integer >= 1 .*, got 2.5"),
+        ("zero2", {"optimizer": {"type": ["Adam"]}}, "optimizer.type .* be text, got .'Adam'.."),
         ("fsdp2", {1: 2}, "Unknown keys in the fsdp_config: 1"),
         ("fsdp2", {"fsdp_version": 3}, "must be 1 or 2, got 3"),
         ("fsdp2", {"cpu_offload": "x"}, "must be true or false, got 'x'"),
@@ -243,6 +251,25 @@ def test_values_of_config_files_are_checked(backend: str, config: Any, said: str
     given = "deepspeed_config" if backend.startswith("zero") else "fsdp_config"
     with pytest.raises(OptionError, match=said):
         checked(backend=backend, **{given: config})
+
+
+def test_types_of_zero_keys_are_those_of_deepspeed() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = {item.alias or key: item for key, item in DeepSpeedZeroConfig.model_fields.items()}
+    for key, kind in config_files.DEEPSPEED_TYPES.items():
+        section, _, name = key.rpartition(".")
+        if section == "zero_optimization" and kind in (bool, float):
+            assert {bool: "bool", float: "int"}[kind] in str(fields[name].annotation), key
+
+
+def test_auto_and_null_stand_for_the_defaults_of_deepspeed() -> None:
+    zero = {"stage": 2, "reduce_bucket_size": 10**6}
+    plain = nbdist.plan("350m", "2x24GB", deepspeed_config={"zero_optimization": zero}).rows
+    unset = {"overlap_comm": "auto", "sub_group_size": None, "offload_param": None}
+    config = {"train_batch_size": None, "optimizer": None, "zero_optimization": zero | unset}
+    rows = nbdist.plan("350m", "2x24GB", deepspeed_config=config).rows
+    assert [(row.memory, row.cost) for row in rows] == [(row.memory, row.cost) for row in plain]
 
 
 def test_switches_of_an_fsdp_config_may_be_text() -> None:

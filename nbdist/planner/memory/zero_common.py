@@ -75,15 +75,11 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
         value = zero.get(key, default)
         if value == "auto":
             return automatic.get(key, int(default))
-        if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise PlanError(
-                f'{key} of the deepspeed_config must be a number >= 0 or "auto", not {value}.'
-            )
         return int(value)
 
     cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
     overlap = zero.get("overlap_comm")
-    overlap = cuts_parameters if overlap is None else bool(overlap)
+    overlap = cuts_parameters if overlap in (None, "auto") else overlap
     contiguous = bool(zero.get("contiguous_gradients", True))
     return ZeroConfig(
         reduce_bucket_size=number("reduce_bucket_size", 5e8),
