@@ -42,7 +42,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     world_size: int | None = None,
     batch_size: int | Sequence[int] = 1,
     seq_len: int | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     optimizer: str = "adamw",
     *,
     inputs: object = None,
@@ -68,7 +68,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         world_size: number of ranks. Default: one per device.
         batch_size: samples per rank and micro-batch, or several sizes to compare.
         seq_len: tokens per sample. Default: the model's maximum, at most 2048.
-        precision: no, fp16, bf16 or fp8.
+        precision: no, fp16, bf16 or fp8. Default: that of a `deepspeed_config`, or bf16.
         optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, muon, ..., or a class name.
         inputs: example input of a module that is not a transformers model: a tensor, or a tuple
             or dict of its arguments.

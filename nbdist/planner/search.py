@@ -82,7 +82,7 @@ def search_plan(request: PlanInput) -> Plan:
 
 
 def validate_options(
-    fixed: Mapping[str, Any], precision: str, cluster: ClusterSpec
+    fixed: Mapping[str, Any], precision: str | None, cluster: ClusterSpec
 ) -> dict[str, Any]:
     """Validate the options that a user fixed and return them with canonical names.
 

@@ -429,6 +429,14 @@ def test_the_stage_of_a_deepspeed_config_is_the_backend() -> None:
     assert {row.backend for row in plan.rows} == {"zero2"}
 
 
+def test_the_precision_is_that_of_a_deepspeed_config() -> None:
+    config = {"fp16": {"enabled": True}}
+    assert nbdist.plan(SMALL, "2x24GB", deepspeed_config=config).question.precision == "fp16"
+    assert nbdist.plan(SMALL, "2x24GB", deepspeed_config={}).question.precision == "bf16"
+    with pytest.raises(OptionError, match=r"precision is 'bf16' but .* 'fp16'\. Remove one"):
+        nbdist.plan(SMALL, "2x24GB", precision="bf16", deepspeed_config=config)
+
+
 def test_an_option_that_is_none_is_searched() -> None:
     given = dict.fromkeys(("backend", "offload", "activation_checkpointing", "fsdp_config"))
     assert len(nbdist.plan(SMALL, devices="2x24GB", **given).rows) == len(
