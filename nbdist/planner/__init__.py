@@ -40,7 +40,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     model: object,
     devices: str | ClusterSpec | None = None,
     world_size: int | None = None,
-    batch_size: int | Sequence[int] = 1,
+    batch_size: int | Sequence[int] | None = None,
     seq_len: int | None = None,
     precision: str | None = None,
     optimizer: str = "adamw",
@@ -66,7 +66,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             "2x(8xH100-80GB,nvlink),400Gb/s". Default: the GPUs of this machine, or CPU ranks.
             "any" searches the smallest number of each common GPU on which the model fits.
         world_size: number of ranks. Default: one per device.
-        batch_size: samples per rank and micro-batch, or several sizes to compare.
+        batch_size: samples per rank and micro-batch, or several sizes to compare. Default: that
+            of a `deepspeed_config`, or 1.
         seq_len: tokens per sample. Default: the model's maximum, at most 2048.
         precision: no, fp16, bf16 or fp8. Default: that of a `deepspeed_config`, or bf16.
         optimizer: adamw, adamw_fused, adamw_8bit, sgd, adafactor, muon, ..., or a class name.
@@ -89,14 +90,12 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         PlanError: the model, the devices or a number is invalid.
         OptionError: an unknown option, or an invalid value.
     """
+    from nbdist import strategies
     from nbdist.errors import PlanError
     from nbdist.planner import build_model_spec, machines, optimizers, search
     from nbdist.planner.plan_types import PlanInput
     from nbdist.planner.target_devices import print_progress, resolve_cluster
 
-    several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
-    batch_sizes = tuple(_positive_int("batch_size", size) for size in several)
-    batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
     nodes = _optional_positive_int("max_nodes", max_nodes) or machines.DEFAULT_MAX_NODES
     if keep_outputs not in (True, False):
         raise PlanError(f"keep_outputs must be True or False, not {keep_outputs!r}.")
@@ -108,7 +107,16 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     cluster = resolve_cluster(
         machines.TYPICAL if is_any else devices, _optional_positive_int("world_size", world_size)
     )
+    config = fixed.get("deepspeed_config")
+    if is_any and isinstance(config, dict):  # the batch of a step depends on the number of ranks
+        fixed["deepspeed_config"] = {k: v for k, v in config.items() if k != "train_batch_size"}
     settled = search.validate_options(fixed, precision, cluster)
+    if batch_size is None:
+        filed = settled.get("deepspeed_config") or {}, settled.get("accumulate", 1)
+        batch_size = strategies.micro_batch_size(*filed, cluster.world_size) or 1
+    several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
+    batch_sizes = tuple(dict.fromkeys(_positive_int("batch_size", size) for size in several))
+    batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
     spec, length = build_model_spec.load_model_spec(
         model,
         batch_size=batch_sizes[0],

@@ -51,6 +51,13 @@ class PlanInput:
         configs = {name: self.fixed_options.get(name) for name in _CONFIGS}
         unplanned = strategies.Options.from_fields(configs).unplanned_note
         known = (*self.model.notes, *self.cluster.notes, *([f"{unplanned}."] if unplanned else ()))
+        config = configs["deepspeed_config"] or {}
+        if {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+            accumulate = self.fixed_options.get("accumulate", 1)
+            filed = strategies.micro_batch_size(config, accumulate, self.world_size) or '"auto"'
+            sizes = ", ".join(map(str, self.batch_sizes))
+            sentence = f"Planned with batch_size {sizes}; the deepspeed_config has {filed}, and a"
+            known = (*known, f"{sentence} session takes your DataLoader's.")
         if self.cluster.kind == "cpu" or self.precision in {"no", *device.flops}:
             return known
         supported = ", ".join(sorted({"fp16", "bf16", "fp8"} & set(device.flops)))

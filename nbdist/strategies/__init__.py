@@ -29,7 +29,7 @@ from nbdist.strategies.backends import (
     canonical_backend,
     merge_configs,
 )
-from nbdist.strategies.config_files import load_config
+from nbdist.strategies.config_files import load_config, micro_batch_size
 from nbdist.strategies.option_arguments import Argument
 from nbdist.strategies.session_options import ARGUMENTS, SessionOptions
 
@@ -52,6 +52,7 @@ __all__ = [
     "load_config",
     "merge_config_file",
     "merge_configs",
+    "micro_batch_size",
     "write_accelerate_config",
     "write_deepspeed_config",
 ]

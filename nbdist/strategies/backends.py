@@ -16,6 +16,7 @@ from typing import Any, Literal
 from nbdist.errors import OptionError
 from nbdist.strategies.config_files import (
     abbreviate,
+    derive_accumulation,
     load_config,
     read_deepspeed_config,
     read_fsdp_config,
@@ -235,9 +236,12 @@ class Options:
             filed = read_deepspeed_config(options.deepspeed_config, given, level)
             options = replace(options, **filed)
         _check_numbers(options)
+        accumulate = derive_accumulation(
+            self.deepspeed_config or {}, options.accumulate, hardware.world_size
+        )
         _check_offload(options)
         _check_replication(options, hardware)
-        return replace(options, precision=_precision(options, hardware))
+        return replace(options, accumulate=accumulate, precision=_precision(options, hardware))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

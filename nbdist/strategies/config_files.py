@@ -415,6 +415,38 @@ def read_deepspeed_config(
     }
 
 
+def micro_batch_size(content: Mapping[str, Any], accumulate: int, ranks: int) -> int | None:
+    """Return the samples per rank and micro-batch of a DeepSpeed config; None if it names none."""
+    micro, total = _batch_sizes(content)
+    return micro or (total and total // (accumulate * ranks))
+
+
+def derive_accumulation(content: Mapping[str, Any], accumulate: int, ranks: int) -> int:
+    """Return the micro-batches per step, which DeepSpeed derives if it has both batch sizes.
+
+    Raises:
+        OptionError: the batch sizes contradict each other.
+    """
+    micro, total = _batch_sizes(content)
+    if total is None:
+        return accumulate
+    steps = content.get("gradient_accumulation_steps")
+    if micro and accumulate == 1 and steps in (None, "auto"):
+        accumulate = max(1, total // (micro * ranks))
+    if total % (accumulate * ranks) or (micro and total != micro * accumulate * ranks):
+        raise OptionError(
+            f"train_batch_size of the deepspeed_config is {total}, which is not {micro or 'N'}"
+            f" samples x {accumulate} micro-batches x {ranks} ranks. Correct it, or remove it."
+        )
+    return accumulate
+
+
+def _batch_sizes(content: Mapping[str, Any]) -> list[int | None]:
+    """Samples of one micro-batch, and of a step of all ranks; None for "auto" or none."""
+    keys = ("train_micro_batch_size_per_gpu", "train_batch_size")
+    return [content[key] if isinstance(content.get(key), int) else None for key in keys]
+
+
 def enabled_precision(content: Mapping[str, Any]) -> str | None:
     """Return fp16 or bf16 if a DeepSpeed config turns it on."""
     for name in ("fp16", "bf16"):

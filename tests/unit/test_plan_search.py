@@ -429,6 +429,24 @@ def test_the_stage_of_a_deepspeed_config_is_the_backend() -> None:
     assert {row.backend for row in plan.rows} == {"zero2"}
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "planned"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, None, "4; the deepspeed_config has 4"),
+        ({"train_micro_batch_size_per_gpu": 4}, [2, 1, 2], "2, 1; the deepspeed_config has 4"),
+        ({"train_batch_size": 16}, None, "8; the deepspeed_config has 8"),
+        ({"train_batch_size": "auto"}, None, '1; the deepspeed_config has "auto"'),
+    ],
+)
+def test_the_batch_size_is_that_of_a_deepspeed_config(
+    config: dict[str, Any], given: Any, planned: str
+) -> None:
+    plan = nbdist.plan(SMALL, "2x24GB", batch_size=given, deepspeed_config=config)
+    assert f"Planned with batch_size {planned}, and a session takes" in str(plan)
+    machines = nbdist.plan(SMALL, "any", only="T4", deepspeed_config={"train_batch_size": 16})
+    assert "micro-batch 1 " in str(machines)
+
+
 def test_the_precision_is_that_of_a_deepspeed_config() -> None:
     config = {"fp16": {"enabled": True}}
     assert nbdist.plan(SMALL, "2x24GB", deepspeed_config=config).question.precision == "fp16"

@@ -253,6 +253,36 @@ def test_values_of_config_files_are_checked(backend: str, config: Any, said: str
         checked(backend=backend, **{given: config})
 
 
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 1),
+        ({"train_batch_size": 64}, 1),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4}, 1),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, 8),
+        ({"train_batch_size": 63}, "63, which is not N samples x 1 micro-batches x 2 ranks"),
+        ({"train_batch_size": 63, "train_micro_batch_size_per_gpu": 4}, "not 4 samples x 7 micro"),
+        (
+            {
+                "train_batch_size": 64,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 1,
+            },
+            "not 4 samples x 1 micro-batches x 2 ranks",
+        ),
+    ],
+)
+def test_two_batch_sizes_give_the_accumulation_as_in_deepspeed(
+    config: dict[str, Any], steps: int | str
+) -> None:
+    if isinstance(steps, int):
+        options = checked(backend="zero2", deepspeed_config=config)
+        assert options.accumulate == options.validate(CPU).accumulate == steps
+        return
+    with pytest.raises(OptionError, match=steps):
+        checked(backend="zero2", deepspeed_config=config)
+
+
 def test_types_of_zero_keys_are_those_of_deepspeed() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
