@@ -170,7 +170,8 @@ def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:
 
 def _config(model: object) -> Mapping[str, Any]:
     if isinstance(model, Mapping):
-        return model
+        named = model.get("architectures")  # a list, as transformers writes it
+        return {**model, "architectures": [named]} if isinstance(named, str) else model
     to_dict = getattr(model, "to_dict", None)
     if hasattr(model, "model_type") and callable(to_dict):
         fields: Mapping[str, Any] = to_dict()
@@ -181,7 +182,7 @@ def _config(model: object) -> Mapping[str, Any]:
             " transformers config or an nn.Module."
         )
     if isinstance(model, (str, Path)):
-        return _config_file(expand_user(model))
+        return _config(_config_file(expand_user(model)))
     raise PlanError(
         f"Cannot plan an object of class {type(model).__name__}. Give a transformers config, a"
         ' folder with config.json, an nn.Module, or a size such as "7b".'

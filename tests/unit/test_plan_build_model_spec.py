@@ -165,11 +165,13 @@ def test_a_class_stands_for_its_model_type() -> None:
 )
 def test_heads_without_a_closed_form_are_traced(architecture: str, *, exact: bool) -> None:
     assert analytic.is_supported(LLAMA | {"architectures": [architecture]}) is exact
+    assert analytic.is_supported(LLAMA | {"hidden_act": "gelu"})
+    assert not analytic.is_supported(LLAMA | {"hidden_act": "relu2"})
 
 
 def test_another_class_than_the_planned_one_is_noted() -> None:
     assert "LlamaForCausalLM" not in notes(LLAMA | {"architectures": ["LlamaForCausalLM"]})
-    said = notes(LLAMA | {"architectures": ["YarnLlamaForCausalLM"]})
+    said = notes(LLAMA | {"architectures": "YarnLlamaForCausalLM"})
     assert "Planned as LlamaForCausalLM: the config names YarnLlamaForCausalLM" in said
 
 

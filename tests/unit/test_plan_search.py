@@ -503,6 +503,8 @@ def test_bad_arguments_are_one_sentence(arguments: dict[str, Any], words: str) -
         (SMALL | {"vocab_size": -1}, "vocab_size"),
         (SMALL | {"num_hidden_layers": math.nan}, "num_hidden_layers"),
         (SMALL | {"dtype": "int1"}, "int1"),
+        (SMALL | {"tie_word_embeddings": "false"}, "embeddings must be true or false, got 'false'"),
+        (SMALL | {"hidden_act": "new"}, "cannot build LlamaForCausalLM .*no entry 'new'"),
         (SMALL | {"num_hidden_layers": 10**12}, "from 1 to 1,000, got 1000000000000"),
         (SMALL | {"vocab_size": 10**30}, "from 1 to 10,000,000, got 1000"),
     ],

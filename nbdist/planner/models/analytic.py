@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
 from nbdist.planner.models.autograd_tape import FULL_BYTES, HALF_BYTES
-from nbdist.planner.models.decoder import DecoderSpec, Gpt2Spec, LlamaSpec
+from nbdist.planner.models.decoder import ACTIVATIONS, DecoderSpec, Gpt2Spec, LlamaSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,8 +39,10 @@ MAX_LAYERS = 1_000
 
 def is_supported(config: Mapping[str, Any]) -> bool:
     """Return whether a transformers config and its model class have an analytic spec."""
-    named = _named_class(config)
-    return _model_type(config) in MODEL_CLASSES and (named is None or named.endswith(_CAUSAL))
+    named, model_type = _named_class(config), _model_type(config)
+    activation = config.get("activation_function" if model_type == "gpt2" else "hidden_act")
+    is_known = activation is None or str(activation) in ACTIVATIONS  # others are traced
+    return model_type in MODEL_CLASSES and is_known and (named is None or named.endswith(_CAUSAL))
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
@@ -97,8 +99,8 @@ def _llama(config: Mapping[str, Any]) -> LlamaSpec:
     hidden, heads = _read_size(config, "hidden_size"), _read_size(config, "num_attention_heads")
     kv_heads = _read_size(config, "num_key_value_heads", default=_KV_HEADS.get(model_type, heads))
     _check_divides(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    biases = bool(config.get("attention_bias", False))
-    has_window = model_type == "mistral" or config.get("use_sliding_window")
+    biases = _read_flag(config, "attention_bias")
+    has_window = model_type == "mistral" or _read_flag(config, "use_sliding_window")
     head_dim = 128 if model_type == "qwen3" else hidden // heads
     return LlamaSpec(
         model_type=model_type,
@@ -109,14 +111,14 @@ def _llama(config: Mapping[str, Any]) -> LlamaSpec:
         kv_heads=kv_heads,
         head_dim=_read_size(config, "head_dim", default=head_dim),
         vocab=_read_size(config, "vocab_size"),
-        activation=str(config.get("hidden_act", "silu")),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        activation=str(config.get("hidden_act") or "silu"),
+        tied=_read_flag(config, "tie_word_embeddings"),
         attention="eager" if config.get("_attn_implementation") == "eager" else "sdpa",
         attention_dropout=_read_dropout_rate(config, "attention_dropout", 0.0),
         element=_param_dtype_bytes(config),
         qkv_bias=biases or model_type == "qwen2",
         out_bias=biases and model_type != "qwen2",
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=_read_flag(config, "mlp_bias"),
         qk_norm=model_type == "qwen3",
         window=config.get("sliding_window") if has_window else None,
     )
@@ -136,8 +138,8 @@ def _gpt2(config: Mapping[str, Any]) -> Gpt2Spec:
         head_dim=hidden // heads,
         vocab=_read_size(config, "vocab_size"),
         positions=_read_size(config, "n_positions", "max_position_embeddings", default=1024),
-        activation=str(config.get("activation_function", "gelu_new")),
-        tied=bool(config.get("tie_word_embeddings", True)),
+        activation=str(config.get("activation_function") or "gelu_new"),
+        tied=_read_flag(config, "tie_word_embeddings", default=True),
         attention="eager" if config.get("_attn_implementation") == "eager" else "sdpa",
         attention_dropout=_read_dropout_rate(config, "attn_pdrop", 0.1),
         embedding_dropout=_read_dropout_rate(config, "embd_pdrop", 0.1),
@@ -157,6 +159,13 @@ def _read_size(
             " Complete the config."
         )
     return value
+
+
+def _read_flag(config: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = default if config.get(name) is None else config[name]
+    if value not in (True, False):
+        raise PlanError(f"The config's {name} must be true or false, got {value!r}.")
+    return bool(value)
 
 
 def _read_dropout_rate(config: Mapping[str, Any], name: str, default: float) -> float:

@@ -47,7 +47,7 @@ def build_from_config(fields: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:
     try:
         with torch.device("meta"):
             model: nn.Module = cls(config)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise PlanError(
             f"transformers cannot build {cls.__name__} from this config ({_line(error)}). Correct"
             " the config, or give the model itself."
@@ -129,7 +129,8 @@ def _type_of_class(fields: Mapping[str, Any]) -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _class_of(config: Any) -> Any:
