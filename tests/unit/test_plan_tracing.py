@@ -189,6 +189,21 @@ def test_a_module_is_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert known(frozen) is known(changed) is known(calm) is None
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21
+def test_adapters_on_a_model_of_transformers_are_traced_once() -> None:
+    peft = pytest.importorskip("peft")
+
+    def key(**changes: Any) -> str | None:
+        config = peft.LoraConfig(target_modules=["query"], use_dora=True, **changes)
+        model = peft.get_peft_model(bert(), config)
+        return traced._module_key(model, batch_size=2, seq_len=16, inputs=None, kinds=("cpu",))
+
+    keys = [key(), key(r=4), key(lora_dropout=0.5)]
+    assert key() == keys[0]
+    assert None not in keys
+    assert len({*keys}) == 3
+
+
 def test_a_module_of_ones_own_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     x = torch.empty(2, 4, 16)

@@ -55,6 +55,7 @@ PROGRESS_PREFIX = "trace: "
 FIRST_TRACE = (
     "tracing the model takes a few seconds the first time; later plans of it reuse the trace"
 )
+EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
 _FORMAT = 5
@@ -236,7 +237,8 @@ def spec_from_module(
             return known
     elif (exact := find_analytic_spec(module)) is not None:
         return exact
-    progress(FIRST_TRACE)
+    key = _module_key(module, **micro_batch) if batches is None else None
+    progress(FIRST_TRACE if key else EACH_TRACE)
     fields = trace_module.trace_in_child(
         module,
         batch_size=batch_size,
@@ -246,7 +248,7 @@ def spec_from_module(
         progress=progress,
         kinds=kinds,
     )
-    if batches is None and (key := _module_key(module, **micro_batch)) is not None:
+    if key:
         _store_trace(key, fields)
     return from_json(fields)
 
@@ -333,7 +335,8 @@ def _module_key(
     module: Any, *, batch_size: int, seq_len: int | None, inputs: object, kinds: Sequence[str]
 ) -> str | None:
     """Return the key of a module's trace, or None if its class does not determine its forward."""
-    if not _is_own_class(module):
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module  # PEFT
+    if not _is_own_class(base):
         return None
     import torch
     from torch.utils._pytree import tree_map_only
@@ -343,9 +346,9 @@ def _module_key(
     return _cache_key(
         {
             "class": type(module).__name__,
-            "config": module.config.to_dict(),
-            "attention": module.config._attn_implementation,  # noqa: SLF001
-            # The text of a module names replaced submodules and changed dropout rates.
+            "config": base.config.to_dict(),
+            "attention": base.config._attn_implementation,  # noqa: SLF001
+            # The text of a module names adapters, replaced submodules and changed dropout rates.
             "modules": repr(module),
             "parameters": [
                 (name, tuple(each.shape), str(each.dtype), each.requires_grad)
@@ -360,7 +363,7 @@ def _module_key(
 
 
 def _cache_key(described: Mapping[str, Any]) -> str:
-    versions = [_FORMAT, _version("torch"), _version("transformers")]
+    versions = [_FORMAT, *map(_version, ("torch", "transformers", "peft"))]
     text = json.dumps([versions, described], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
