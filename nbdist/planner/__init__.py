@@ -107,6 +107,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     cluster = resolve_cluster(
         machines.TYPICAL if is_any else devices, _optional_positive_int("world_size", world_size)
     )
+    _optional_positive_int("accumulate", fixed.get("accumulate"))
     config = fixed.get("deepspeed_config")
     if is_any and isinstance(config, dict):  # the batch of a step depends on the number of ranks
         fixed["deepspeed_config"] = {k: v for k, v in config.items() if k != "train_batch_size"}
@@ -117,6 +118,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     several = batch_size if isinstance(batch_size, (list, tuple, range)) else [batch_size]
     batch_sizes = tuple(dict.fromkeys(_positive_int("batch_size", size) for size in several))
     batch_sizes = batch_sizes or (_positive_int("batch_size", batch_size),)
+    rank = _optional_positive_int("lora", lora)
     spec, length = build_model_spec.load_model_spec(
         model,
         batch_size=batch_sizes[0],
@@ -124,11 +126,10 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
         kind=cluster.kind,
         precision=settled["precision"],
         inputs=inputs,
+        lora=rank,
         progress=print_progress,
     )
-    spec = build_model_spec.adapt(
-        spec, _optional_positive_int("lora", lora), target_modules, quantize
-    )
+    spec = build_model_spec.adapt(spec, rank, target_modules, quantize)
     request = PlanInput(
         model=spec,
         cluster=cluster,

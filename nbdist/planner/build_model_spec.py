@@ -39,8 +39,13 @@ _LENGTH_FIELDS = (
 _RELATIVE = "relative_attention_num_buckets"
 """Config field of models with relative positions (T5), which have no maximum length."""
 
+_NEEDS_FORMULAS = (
+    "lora and quantize need a decoder with closed formulas that trains everything (llama, mistral,"
+    " qwen2, qwen3, gpt2). Plan the PEFT model or the quantized model itself."
+)
 
-def load_model_spec(
+
+def load_model_spec(  # noqa: PLR0913 - what a trace needs
     model: object,
     *,
     batch_size: int,
@@ -48,6 +53,7 @@ def load_model_spec(
     kind: DeviceKind,
     precision: str,
     inputs: object = None,
+    lora: int | None = None,
     progress: ProgressCallback,
 ) -> tuple[ModelSpec, int]:
     """Return the model spec and the number of tokens per sample to plan for.
@@ -60,47 +66,57 @@ def load_model_spec(
         kind: device kind; a trace computes as on such a device.
         precision: precision to plan for.
         inputs: example input of a module whose config does not determine it.
+        lora: rank of the adapters that `adapt` adds; a module may be frozen then.
         progress: called with progress messages of a trace.
 
     Raises:
         PlanError: an unsupported kind of model, or a config that lacks a field.
     """
+    is_module = _is_module(model)
+    if inputs is not None and not is_module:
+        raise PlanError("inputs needs the model itself, an nn.Module. Give it, or omit inputs.")
     if _is_spec(model):
         return model, _length_of_spec(model, seq_len or DEFAULT_SEQ_LEN)
-    if _is_module(model):
-        to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-        config: Mapping[str, Any] = to_dict()
-        length = seq_len or default_seq_len(config)
-        spec = traced.spec_from_module(
-            model,
-            batch_size=batch_size,
-            seq_len=length,
-            inputs=inputs,
-            progress=progress,
-            kinds=(kind,),
-        )
-        length = _length_of_spec(spec, _length_of_inputs(spec, seq_len) or length)
-        return with_notes(spec, seq_len_notes(config, length)), length
     # Path.exists() raises if a name is too long
     if (
         isinstance(model, str) and analytic.is_parameter_count(model) and not os.path.exists(model)  # noqa: PTH110
     ):
         return analytic.spec_from_parameter_count(model), seq_len or DEFAULT_SEQ_LEN
-    config = _config(model)
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    config: Mapping[str, Any] = to_dict() if is_module else _config(model)
     length = seq_len or default_seq_len(config)
-    if analytic.is_supported(config):
-        spec = analytic.spec_from_config(config)
-    else:
-        spec = traced.trace_config(
-            config,
-            batch_size=batch_size,
-            seq_len=length,
-            progress=progress,
-            kinds=(kind,),
-            computes=compute_modes(precision),
-        )
-        length = _length_of_spec(spec, length)
-    return with_notes(spec, seq_len_notes(config, length)), length
+    arguments: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seq_len": length,
+        "progress": progress,
+        "kinds": (kind,),
+    }
+    spec: ModelSpec
+    try:
+        if is_module and lora is not None:
+            spec = _frozen_base(model)
+        elif is_module:
+            spec = traced.spec_from_module(model, inputs=inputs, **arguments)
+        elif analytic.is_supported(config):
+            spec = analytic.spec_from_config(config)
+        else:
+            spec = traced.trace_config(config, computes=compute_modes(precision), **arguments)
+    except PlanError as error:  # positions are the probable reason if there are too few
+        raise PlanError(" ".join([*seq_len_notes(config, length), str(error)])) from error
+    if is_module:
+        length = _length_of_inputs(spec, seq_len, inputs) or length
+    length = _length_of_spec(spec, length)
+    notes = seq_len_notes(config, length)
+    if inputs is not None and seq_len not in (None, length):
+        notes.append(f"seq_len {seq_len} is not used: the inputs have no tokens.")
+    return with_notes(spec, notes), length
+
+
+def _frozen_base(module: object) -> ModelSpec:
+    spec = traced.find_analytic_spec(module, is_frozen=True)
+    if spec is None:
+        raise PlanError(_NEEDS_FORMULAS)
+    return spec
 
 
 def adapt(
@@ -121,10 +137,7 @@ def adapt(
     if lora is None and quantize is None:
         return spec
     if not isinstance(spec, decoder.DecoderSpec) or not spec.trains_base:
-        raise PlanError(
-            "lora and quantize need a decoder with closed formulas that trains everything (llama,"
-            " mistral, qwen2, qwen3, gpt2). Plan the PEFT model or the quantized model itself."
-        )
+        raise PlanError(_NEEDS_FORMULAS)
     if lora is None:
         raise PlanError(
             f"quantize={quantize!r} leaves no trainable parameter, since quantized weights are"
@@ -134,9 +147,11 @@ def adapt(
     return replace(adapted, quantization=cast("QuantizationMethod | None", quantize))
 
 
-def _length_of_inputs(spec: ModelSpec, requested: int | None) -> int | None:
+def _length_of_inputs(spec: ModelSpec, requested: int | None, inputs: object = None) -> int | None:
     """Return the tokens per sample of the example inputs, or None if they have none."""
-    seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else None
+    ids: Any = inputs.get("input_ids") if isinstance(inputs, dict) else None
+    seq_len = None if ids is None else int(ids.shape[-1])
+    seq_len = spec.seq_len if isinstance(spec, traced.TracedModel) else seq_len
     if None not in {seq_len, requested} and seq_len != requested:
         raise PlanError(
             f"seq_len={requested} does not match the inputs, which have {seq_len} tokens per"

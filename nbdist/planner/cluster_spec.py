@@ -340,7 +340,7 @@ def device_with_memory(memory: float, reason: str) -> tuple[DeviceSpec, tuple[st
     )
     device = replace(
         typical,
-        name=f"{round(memory / USABLE_MEMORY_FRACTION / GIB)}GB",
+        name=f"{round(memory / USABLE_MEMORY_FRACTION / GIB, 1):g}GB",
         memory_bytes=int(memory),
         free_bytes=int(memory),
     )

@@ -14,6 +14,7 @@ from nbdist.planner.model_spec import (
     num_trainable_params,
     quantized_param_bytes,
 )
+from nbdist.planner.models import traced
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
@@ -157,10 +158,15 @@ def test_a_peft_model_with_trls_loss_is_planned_as_it_is() -> None:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     model = model.to(torch.bfloat16)
     utils.add_fused_lm_head(model)
+    frozen = plan(model.requires_grad_(False), lora=8).question.model  # noqa: FBT003
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, task_type="CAUSAL_LM"))
     found, asked = plan(adapted).question.model, plan(lora=8).question.model
     assert found.depth == "closed form"
     assert num_trainable_params(found) == num_trainable_params(asked)
+    assert frozen == found
+    ids = torch.zeros(1, 96, dtype=torch.long)
+    assert plan(adapted, inputs={"input_ids": ids}, seq_len=None).question.seq_len == 96
+    assert traced.find_analytic_spec(model) is None, "PEFT has put its adapters into it"
     assert found.loss == "trl"  # type: ignore[attr-defined]
 
 

@@ -480,6 +480,8 @@ def test_an_option_that_is_none_is_searched() -> None:
         ({"keep_outputs": "no"}, "keep_outputs must be True or False"),
         ({"offload": "tape"}, "tape"),
         ({"accumulate": 0}, "accumulate"),
+        ({"accumulate": 10**20}, "accumulate must be an integer from 1 to 10,000,000"),
+        ({"inputs": "x"}, "inputs needs the model itself"),
         ({"colour": "red"}, "colour"),
         ({"backend": "horovod"}, "horovod"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 7}}}, "no version or stage 7"),

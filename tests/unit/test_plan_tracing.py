@@ -204,13 +204,24 @@ def test_adapters_on_a_model_of_transformers_are_traced_once() -> None:
     assert len({*keys}) == 3
 
 
-def test_a_module_of_ones_own_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    x = torch.empty(2, 4, 16)
-    traced.spec_from_module(
-        nn.Conv1d(4, 4, 3), batch_size=2, seq_len=None, inputs=x, progress=print, kinds=("cpu",)
-    )
-    assert not (tmp_path / "nbdist").exists()
+@pytest.mark.usefixtures("own_cache")
+def test_a_module_of_ones_own_is_traced_in_each_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {"inputs": torch.zeros(2, 4, 16), "devices": "2xcpu"}
+    plan = nbdist.plan(nn.Conv1d(4, 4, 3), seq_len=77, **given)
+    assert "seq_len 77 is not used: the inputs have no tokens." in plan.question.notes
+    assert traced.EACH_TRACE in capsys.readouterr().err
+    assert not (tmp_path / "nbdist" / "traces").exists()
+    with pytest.raises(PlanError, match="The example input has 0 samples"):
+        nbdist.plan(nn.Conv1d(4, 4, 3), **given | {"inputs": torch.zeros(0, 4, 16)})
+    with pytest.raises(PlanError, match=r"closed formulas .*Plan the PEFT model"):
+        nbdist.plan(nn.Conv1d(4, 4, 3), lora=8, **given)
+
+
+def test_too_few_positions_are_named_before_the_failed_trace() -> None:
+    with pytest.raises(PlanError, match=r"^seq_len 9 exceeds .* of 8; .*BertForMaskedLM on fake"):
+        nbdist.plan(bert(max_position_embeddings=8), devices="2xcpu", seq_len=9)
 
 
 def test_heads_have_labels_of_their_own() -> None:

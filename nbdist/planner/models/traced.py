@@ -239,15 +239,7 @@ def spec_from_module(
         return exact
     key = _module_key(module, **micro_batch) if batches is None else None
     progress(FIRST_TRACE if key else EACH_TRACE)
-    fields = trace_module.trace_in_child(
-        module,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        inputs=inputs,
-        batches=batches,
-        progress=progress,
-        kinds=kinds,
-    )
+    fields = trace_module.trace_in_child(module, batches=batches, progress=progress, **micro_batch)
     if key:
         _store_trace(key, fields)
     return from_json(fields)
@@ -265,11 +257,14 @@ def find_known_spec(
     return None if key is None else _cached_trace(key)
 
 
-def find_analytic_spec(module: Any) -> ModelSpec | None:
-    """Return the analytic spec of a transformers or PEFT model if it matches; milliseconds."""
+def find_analytic_spec(module: Any, *, is_frozen: bool = False) -> ModelSpec | None:
+    """Return the analytic spec of a transformers or PEFT model if it matches; milliseconds.
+
+    With `is_frozen`, frozen parameters count as trainable: the caller adds adapters.
+    """
     from nbdist.planner.tracing.trace_module import describe_groups
 
-    is_adapted = hasattr(module, "peft_config")
+    is_adapted = hasattr(module, "get_base_model")  # peft_config is set on the base, too
     base = module.get_base_model() if is_adapted else module
     config = base.config.to_dict() if _is_own_class(base) else {}
     config.pop("quantization_config", None)  # its effect on parameters is compared below
@@ -290,9 +285,10 @@ def find_analytic_spec(module: Any) -> ModelSpec | None:
         for group in spec.groups
         for _ in range(group.count)
     ]
-    actual = [
-        (group["role"], *(group[field] for field in _COMPARED)) for group in describe_groups(module)
-    ]
+    groups = describe_groups(module)
+    for group in groups if is_frozen else ():
+        group |= {"trainable": group["trainable"] + group["frozen"], "frozen": 0}
+    actual = [(group["role"], *(group[field] for field in _COMPARED)) for group in groups]
     return spec if _comparable(planned) == _comparable(actual) else None
 
 

@@ -123,6 +123,8 @@ def _example(
         raise PlanError(
             "The example input holds no tensor. Give inputs=(tensor, ...) or a dict of tensors."
         )
+    if sizes[0] == 0:
+        raise PlanError("The example input has 0 samples. Give at least one.")
     ids = batch[1].get("input_ids")
     tokens = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else None
     return SampleBatch(batch, tokens is not None), sizes[0], tokens
