@@ -153,8 +153,10 @@ class PlanRow:
         across = options.replicate_across
         words += ["--replicate-across", across] if across != "none" else []
         words += ["--accumulate", str(options.accumulate)] if options.accumulate != 1 else []
-        if options.fsdp_config:
-            words += ["--fsdp-config", f"'{json.dumps(options.fsdp_config)}'"]
+        words += ["--clip", f"{options.clip:g}"] if options.clip else []
+        for name in _CONFIGS:
+            if config := getattr(options, name):
+                words += [f"--{name.replace('_', '-')}", f"'{json.dumps(config)}'"]
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:

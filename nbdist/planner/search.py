@@ -106,6 +106,8 @@ def validate_options(
     if not options.get("backend"):  # of the stand-in, only the options are checked
         cluster = replace(cluster, has_deepspeed=True)
     validated = requested.validate(hardware_for_cluster(cluster))
+    if validated.deepspeed_config and "backend" not in options:
+        validated.deepspeed_config["zero_optimization"].pop("stage")  # that of the stand-in
     from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
     return {name: getattr(validated, name) for name in (*options, *from_config)}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -427,6 +429,14 @@ def test_the_stage_of_a_deepspeed_config_is_the_backend() -> None:
         SMALL, devices="2x24GB", deepspeed_config={"zero_optimization": {"stage": 2}}
     )
     assert {row.backend for row in plan.rows} == {"zero2"}
+
+
+def test_the_command_has_the_settings_of_the_plan() -> None:
+    config = {"gradient_clipping": 0.5, "zero_optimization": {"reduce_bucket_size": 1_000_000}}
+    row = nbdist.plan(SMALL, devices="2x24GB", deepspeed_config=config).row("zero1")
+    words = shlex.split(row.command)
+    assert words[1:6] == ["--backend", "zero1", "--clip", "0.5", "--deepspeed-config"]
+    assert json.loads(words[6]) == {"zero_optimization": {"reduce_bucket_size": 1_000_000}}
 
 
 @pytest.mark.parametrize(
