@@ -109,9 +109,9 @@ def calibrate(
     )
     with StatusLine() as line:
         reports = CollectiveRequest(
-            workers, CALIBRATE, lambda text: line.show(f"nbdist: measuring: {text}")
+            workers, CALIBRATE, lambda text: line.show(f"measuring: {text}")
         ).run(request)
-        line.show(f"nbdist: measured in {time.monotonic() - start_time:.1f} s")
+        line.show(f"measured in {time.monotonic() - start_time:.1f} s")
     figures = {rank: report.figures for rank, report in enumerate(reports)}
     before = target_devices.resolve_cluster(cluster, workers.world_size)
     after = target_devices.apply_calibration(list(figures.values()), before)

@@ -103,11 +103,9 @@ def export(workers: WorkerGroup, request: ExportRequest) -> ExportReport:
         CheckpointError: the export failed; no files remain.
     """
     durable_io.check_target(Path(request.folder), overwrite=request.overwrite)
-    with StatusLine() as line:
-        reports = CollectiveRequest(
-            workers, EXPORT, lambda text: line.show(f"nbdist: export: {text}")
-        ).run(request)
-        line.show("nbdist: export: done")
+    with StatusLine("export") as line:
+        reports = CollectiveRequest(workers, EXPORT, line.show).run(request)
+        line.show("done")
     first = reports[0]
     return ExportReport(
         path=Path(request.folder),

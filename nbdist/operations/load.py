@@ -77,10 +77,9 @@ def load_checkpoint(
     Raises:
         CheckpointError: the models are unchanged, or the message says otherwise.
     """
-    title = f"nbdist: loading {name}"
     with (
         checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest),
-        StatusLine() as line,
+        StatusLine(f"loading {name}") as line,
     ):
         request = LoadRequest(
             path=checkpoint.location_with_password(path),
@@ -89,11 +88,9 @@ def load_checkpoint(
             reset_optimizer=reset_optimizer,
         )
         try:
-            reports = CollectiveRequest(
-                workers, LOAD, lambda text: line.show(f"{title}: {text}")
-            ).run(request)
+            reports = CollectiveRequest(workers, LOAD, line.show).run(request)
         except CheckpointError:
-            line.show(f"{title}: failed")
+            line.show("failed")
             raise
         first = reports[0]
         report = LoadReport(
@@ -106,7 +103,7 @@ def load_checkpoint(
             loaded=tuple(first.loaded),
             notes=distinct_notes(reports),
         )
-        line.show(f"{title}: done in {report.total_s:.1f} s")
+        line.show(f"done in {report.total_s:.1f} s")
     return report
 
 
@@ -154,11 +151,11 @@ def import_checkpoint(
         CheckpointError: loading failed; the model is unchanged.
     """
     absolute = expand_user(path).absolute()
-    with StatusLine() as line:
-        reports = CollectiveRequest(
-            workers, IMPORT, lambda text: line.show(f"nbdist: load: {text}")
-        ).run(ImportCheckpointRequest(path=str(absolute), trust=trust, model=model))
-        line.show("nbdist: load: done")
+    with StatusLine("load") as line:
+        reports = CollectiveRequest(workers, IMPORT, line.show).run(
+            ImportCheckpointRequest(path=str(absolute), trust=trust, model=model)
+        )
+        line.show("done")
     return ForeignReport(
         path=absolute,
         kind=reports[0].kind,

@@ -127,13 +127,9 @@ def switch_backend(
         SwitchError: everything was rolled back, or the message says otherwise.
     """
     now, then = before.options, after.options
-    title = f"nbdist: {now.backend} -> {then.backend}"
+    title = f"{now.backend} -> {then.backend}"
     with StatusLine() as line:
-        request = CollectiveRequest(
-            workers,
-            SWITCH,
-            lambda text: line.show(f"{title}: {text}"),
-        )
+        request = CollectiveRequest(workers, SWITCH, lambda text: line.show(f"{title}: {text}"))
         request.late = on_late_success
         reports = request.run(
             SwitchRequest(options=then.to_json(), reset_optimizer=reset_optimizer)
@@ -201,13 +197,19 @@ class RankReplacement:
     before: SessionConfig
     after: SessionConfig
     reset_optimizer: bool
-    status_line: StatusLine
-    """Shows the progress."""
     start_ranks: Callable[[SessionConfig, Callable[[str], None]], object]
     """Starts ranks; takes a choice and a callback for its progress."""
     kept_folder: Path | None = None
     """Folder with the state, if neither new nor old ranks could be restored."""
     _seconds: dict[str, float] = field(default_factory=dict)
+    _line: StatusLine = field(init=False)
+
+    def __post_init__(self) -> None:
+        now, then = (
+            f"{choice.placement.nproc} ranks, {choice.options.backend}"
+            for choice in (self.before, self.after)
+        )
+        self._line = StatusLine(f"{now} -> {then}")
 
     def run(self) -> SwitchReport:
         """Move the state to new ranks.
@@ -222,7 +224,10 @@ class RankReplacement:
         for folder in folders:
             self.workers.set_folder_cleanup(folder)
         try:
-            with suppress_interrupt(lambda: self._show("cannot be interrupted now")):
+            with (
+                self._line,
+                suppress_interrupt(lambda: self._line.show("cannot be interrupted now")),
+            ):
                 return self._run(folders)
         finally:
             for folder in folders:
@@ -260,7 +265,7 @@ class RankReplacement:
             ),
             notes=distinct_notes(saved),
         )
-        self._show(f"done in {report.total_s:.1f} s")
+        self._line.show(f"done in {report.total_s:.1f} s")
         return report
 
     def _replace_ranks(
@@ -276,11 +281,11 @@ class RankReplacement:
         # A failed start also ends the launcher, which must not remove the state then.
         self.workers.set_folder_cleanup(folder, remove=False)
         start_time = time.monotonic()
-        self._show("ending the ranks")
+        self._line.show("ending the ranks")
         self.workers.stop_ranks()
         ended = time.monotonic()
-        self._show("starting ranks")
-        self.start_ranks(choice, self._show)
+        self._line.show("starting ranks")
+        self.start_ranks(choice, self._line.show)
         self._seconds["ending the ranks"] = ended - start_time
         self._seconds["starting ranks"] = time.monotonic() - ended
         self.workers.set_folder_cleanup(folder)
@@ -295,7 +300,7 @@ class RankReplacement:
         Raises:
             SwitchError: always, because of `error`.
         """
-        self._show("rolling back")
+        self._line.show("rolling back")
         try:
             self._replace_ranks(self.before, folder, stoppable=False)
         except (SwitchError, SessionError, CellInterrupted) as second:
@@ -319,7 +324,7 @@ class RankReplacement:
         stoppable: bool = True,
     ) -> list[RankSwitchReport]:
         """Send a request to all ranks; return their reports."""
-        request = CollectiveRequest(self.workers, operation, self._show, stoppable=stoppable)
+        request = CollectiveRequest(self.workers, operation, self._line.show, stoppable=stoppable)
         try:
             reports = request.run(content)
         except SwitchError as error:
@@ -328,12 +333,6 @@ class RankReplacement:
             raise SwitchError(f"{error}{ended}") from error
         self._seconds |= slowest_phases(reports)
         return reports
-
-    def _show(self, text: str) -> None:
-        now, then = self.before, self.after
-        title = f"{now.placement.nproc} ranks, {now.options.backend}"
-        after = f"{then.placement.nproc} ranks, {then.options.backend}"
-        self.status_line.show(f"nbdist: {title} -> {after}: {text}")
 
 
 def _as_sentence(error: BaseException) -> str:

@@ -154,7 +154,7 @@ class Save:
         deadline = time.monotonic() + timeout_s
         with StatusLine() as line:
             while not self._over.wait(PROGRESS_INTERVAL_S) and time.monotonic() < deadline:
-                line.show(f"nbdist: {self.how_far}")
+                line.show(self.how_far)
         return self.wait(0)
 
     @property
@@ -402,11 +402,8 @@ class BackgroundSaves:
         Raises:
             CheckpointError: nothing was written.
         """
-        title = f"nbdist: checkpoint {name_validation.check_name(request.name)}"
-        with StatusLine() as line:
-            reports = CollectiveRequest(
-                workers, SAVE, lambda text: line.show(f"{title}: {text}")
-            ).run(request)
+        with StatusLine(f"checkpoint {name_validation.check_name(request.name)}") as line:
+            reports = CollectiveRequest(workers, SAVE, line.show).run(request)
         with self._lock:
             save = self._saves.setdefault(reports[0].id, Save())
         if not save.name:

@@ -265,11 +265,11 @@ def rebuild_models(workers: WorkerGroup, *, groups: bool) -> str:
     variables can be saved.
     """
     with StatusLine() as line:
-        line.show("nbdist: recovering the ranks")
+        line.show("recovering the ranks")
         request = CollectiveRequest(
             workers,
             operations.REBUILD_MODELS,
-            lambda text: line.show(f"nbdist: recovering the ranks: {text}"),
+            lambda text: line.show(f"recovering the ranks: {text}"),
             stoppable=False,
         )
         try:
@@ -299,7 +299,7 @@ def rebuild_models(workers: WorkerGroup, *, groups: bool) -> str:
                 " are kept; use %nbdist restart to start new ranks and %nbdist load to load the"
                 " last checkpoint"
             )
-            line.show(f"nbdist: {problem}")
+            line.show(problem)
             return problem
         done = []
         if groups:
@@ -308,5 +308,5 @@ def rebuild_models(workers: WorkerGroup, *, groups: bool) -> str:
             done += [f"{', '.join(report.bound)} rebuilt"]
         if report.stale:
             done += [f"{', '.join(report.stale)} use the old process group: create them again"]
-        line.show(f"nbdist: {'; '.join(done) or 'the ranks are ready'}")
+        line.show("; ".join(done) or "the ranks are ready")
         return ""

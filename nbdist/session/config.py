@@ -50,7 +50,7 @@ def expand_config_file(options: Mapping[str, Any]) -> dict[str, Any]:
     expanded, ignored = strategies.merge_config_file(options)
     if ignored:
         with StatusLine() as line:
-            line.show(f"nbdist: ignored keys of the config file: {', '.join(ignored)}")
+            line.show(f"ignored keys of the config file: {', '.join(ignored)}")
     return expanded
 
 

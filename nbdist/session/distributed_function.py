@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.getipython import get_ipython
 
 from nbdist.errors import OptionError, PayloadError
+from nbdist.output.sink import running_cell
 from nbdist.output.tracebacks import CALL_COMMENT
 from nbdist.rank_sets import resolve_ranks
-from nbdist.session.progress import StatusLine
 from nbdist.session.session import Session, apply_options, current_session
 
 if TYPE_CHECKING:
@@ -96,8 +96,9 @@ class DistributedFunction:
         if session is None:
             session = Session(**self._options).start()
         elif changed := apply_options(session, self._options):
-            with StatusLine() as line:
-                line.show(changed)
+            screen = running_cell()
+            screen.display({"text/plain": changed}, {})
+            screen.flush()
         session.push(_function=self._pickle_call(args, kwargs))
         name = self._function.__name__
         python = platform.python_version()

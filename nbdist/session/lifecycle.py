@@ -348,14 +348,14 @@ class SessionLifecycle:
         self._saves.use_working_folder()
         starting = f"starting {self.describe()}"
         with self.operation.track("starting", starting), StatusLine() as line:
-            line.show(f"nbdist: {starting}")
+            line.show(starting)
             try:
-                self._choice = self._start_ranks(choice, lambda text: line.show(f"nbdist: {text}"))
+                self._choice = self._start_ranks(choice, line.show)
             except KeyboardInterrupt:
-                line.show("nbdist: start interrupted")
+                line.show("start interrupted")
                 msg = "Interrupted while ranks were starting. Run a cell to start them again."
                 raise CellInterrupted(msg) from None
-            ready = f"nbdist: {self.describe()}, ready in {time.monotonic() - started:.1f} s"
+            ready = f"{self.describe()}, ready in {time.monotonic() - started:.1f} s"
             notes += filter(None, [self._where.python.describe_difference()])
             notes += [warning for node in self.nodes for warning in node.machine.warnings]
             if self.started_at is None:

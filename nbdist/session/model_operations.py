@@ -24,7 +24,7 @@ from nbdist.session import checkpoints as session_checkpoints
 from nbdist.session import lifecycle, push_pull
 from nbdist.session.config import SessionConfig
 from nbdist.session.metrics import TrainingEvent
-from nbdist.session.progress import StatusLine, exclusive_for_current_ranks
+from nbdist.session.progress import exclusive_for_current_ranks
 from nbdist.session.script import WrittenScript, write_script
 
 if TYPE_CHECKING:
@@ -145,24 +145,22 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._cells.fail_all(
             RankDied("The ranks were replaced; output that was still pending is lost.")
         )
-        with StatusLine() as line:
-            change = operations_switch.RankReplacement(
-                workers=self._workers,
-                before=self._choice,
-                after=new_config,
-                reset_optimizer=reset_optimizer,
-                status_line=line,
-                start_ranks=self._start_ranks,
-            )
-            try:
-                report = change.run()
-            except SwitchError as error:
-                if change.kept_folder is not None:
-                    self.state, self._death = "dead", RankDied(str(error))
-                    self._ended_by_stop = False
-                else:
-                    self._mark_ready()
-                raise
+        change = operations_switch.RankReplacement(
+            workers=self._workers,
+            before=self._choice,
+            after=new_config,
+            reset_optimizer=reset_optimizer,
+            start_ranks=self._start_ranks,
+        )
+        try:
+            report = change.run()
+        except SwitchError as error:
+            if change.kept_folder is not None:
+                self.state, self._death = "dead", RankDied(str(error))
+                self._ended_by_stop = False
+            else:
+                self._mark_ready()
+            raise
         self._choice = new_config.with_node_hardware(self._where)
         self._mark_ready()
         self.metrics.world_size = self.world_size

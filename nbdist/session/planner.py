@@ -83,7 +83,7 @@ def _describe(
     """Return how rank 0 describes a model, as it computes on such devices."""
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
-        line.show("nbdist: inspecting the model (tracing an unknown one takes a few seconds)")
+        line.show("inspecting the model (tracing an unknown one takes a few seconds)")
         return session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,

@@ -34,8 +34,6 @@ OperationKind = Literal[
 _M = TypeVar("_M", bound="Callable[..., Any]")
 _SHARE = re.compile(r"(\d{1,3})\s?%$")
 _NUMBER = re.compile(r"\d+")
-_TITLE = "nbdist: "
-"""Prefix of a line printed below a cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class CurrentOperation:
             if self._works:
                 self._works[-1] = replace(
                     self._works[-1],
-                    text=text.removeprefix(_TITLE),
+                    text=text,
                     fraction_done=parse_fraction_done(text),
                 )
 
@@ -119,26 +117,30 @@ def suppress_status_lines() -> Iterator[None]:
 class StatusLine:
     """A line below a cell that is updated in place during a long operation.
 
+    Args:
+        title: precedes each text.
+
     Shows the last text given; without updatable displays, each text on its own line, unless only
     its numbers change. Operations that no cell started (a button of the panel) have no line; the
     panel shows them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, title: str = "") -> None:
+        self._title = f"{title}: " if title else ""
         self._screen = running_cell() if _shown.get() else None
         self._operation = _heard_by.get()
         self._display_id = f"nbdist-{uuid4().hex}"
         self._shown_text = ""
 
     def show(self, text: str) -> None:
-        """Replace the text of the line."""
+        """Replace the text of the line, "nbdist: TITLE: TEXT"."""
+        text = self._title + text
         if text == self._shown_text:
             return
         same = _NUMBER.sub("", text) == _NUMBER.sub("", self._shown_text)
         if self._screen is not None and (self._screen.can_update or not same):
-            self._screen.display(
-                {"text/plain": text}, {}, display_id=self._display_id, update=bool(self._shown_text)
-            )
+            bundle, update = {"text/plain": f"nbdist: {text}"}, bool(self._shown_text)
+            self._screen.display(bundle, {}, display_id=self._display_id, update=update)
         if self._operation is not None:
             self._operation.set_text(text)
         self._shown_text = text
@@ -206,4 +208,4 @@ def show_wait_reason(activity: CurrentOperation, details: str = "") -> None:
     work = activity.progress
     if work is not None and current_operation() is not activity:
         with StatusLine() as line:
-            line.show(f"nbdist: waiting for a command of the panel: {work.text}{details}")
+            line.show(f"waiting for a command of the panel: {work.text}{details}")

@@ -62,11 +62,11 @@ def pull_variables(
             return values | _pull_file(rank, reply["path"], workers, as_numpy=as_numpy)
         for name in reply["prepared"]:  # all ranks write it into one payload file of rank 0
             folders = workers.launcher_group.payload_folders(0)
-            with StatusLine() as line:
-                reports = CollectiveRequest(
-                    workers, PULL_MODEL, lambda text: line.show(f"nbdist: pull: {text}")
-                ).run(PullModelRequest(name=name, folders=folders))
-                line.show("nbdist: pull: done")
+            with StatusLine("pull") as line:
+                reports = CollectiveRequest(workers, PULL_MODEL, line.show).run(
+                    PullModelRequest(name=name, folders=folders)
+                )
+                line.show("done")
             values |= _pull_file(0, reports[0].path, workers, as_numpy=as_numpy)
     return values
 
@@ -95,7 +95,7 @@ class _TransferStatus:
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
-        self._line = StatusLine()
+        self._line = StatusLine(doing)
         self._began = time.monotonic()
         self._due = self._began + SHOW_AFTER_S
         self._shown = False
@@ -107,7 +107,7 @@ class _TransferStatus:
         now = time.monotonic()
         if now >= self._due and done < total:
             self._due, self._shown = now + PROGRESS_INTERVAL_S, True
-            self._show(
+            self._line.show(
                 f"{format_bytes(done)} of {format_bytes(total)}, {self._rate(now)},"
                 f" {done / total:.0%}"
             )
@@ -128,7 +128,7 @@ class _TransferStatus:
         if self._shown:
             now = time.monotonic()
             done = f"{format_bytes(self._done)} in {now - self._began:.1f} s, {self._rate(now)}"
-            self._show(stopped if half_way else done)
+            self._line.show(stopped if half_way else done)
         with self._line:
             if kind is KeyboardInterrupt:
                 may_have_arrived = self._doing == "push" and not half_way
@@ -141,6 +141,3 @@ class _TransferStatus:
 
     def _rate(self, now: float) -> str:
         return f"{format_bytes(int(self._done / max(now - self._began, 1e-6)))}/s"
-
-    def _show(self, text: str) -> None:
-        self._line.show(f"nbdist: {self._doing}: {text}")

@@ -268,7 +268,7 @@ class Session(ModelOperations):
             try:
                 if replaced := self.replace_stopped_ranks():
                     with StatusLine() as line:
-                        line.show(f"nbdist: {replaced}")
+                        line.show(replaced)
             finally:
                 self.lock.release()
         return stopped

@@ -179,7 +179,7 @@ def test_stop_ends_a_push_or_pull_and_leaves_no_file(
     }
     with pytest.raises(CellInterrupted, match=rf"The {doing} was interrupted after .* of .* MiB"):
         ways[doing]()
-    assert pressed[-1].startswith(f"nbdist: {doing}: interrupted after")
+    assert pressed[-1].startswith("interrupted after")
     assert session.run("given[0]").values == dict.fromkeys(range(3), 1.0)
     eventually(lambda: not payloads(session, cluster), within_s=5)
     session.run("del given")

@@ -223,14 +223,14 @@ def test_the_share_that_words_end_with(text: str, share: float | None) -> None:
 def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
     mine, other = CurrentOperation(), CurrentOperation()
     with mine.track("loading", "loading base"):
-        with StatusLine() as line:
-            line.show("nbdist: load base: reading, 5%")
+        with StatusLine("load base") as line:
+            line.show("reading, 5%")
             assert mine.progress is not None
             assert (mine.progress.text, mine.progress.fraction_done) == (
                 "load base: reading, 5%",
                 0.05,
             )
-            line.show("nbdist: load base: reading, 6%")  # not printed where lines stay
+            line.show("reading, 6%")  # not printed where lines stay
             assert mine.progress.fraction_done == 0.06
             with mine.track("starting", "starting 2 CPU ranks"):
                 assert mine.progress.kind == "loading"  # the outermost, with the newest words
@@ -239,7 +239,7 @@ def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
         assert mine.progress.text == "load base: reading, 6%"
     assert mine.progress is None
     assert other.progress is None
-    assert lines == ["nbdist: load base: reading, 5%", "elsewhere"]
+    assert lines == ["nbdist: load base: reading, 5%", "nbdist: elsewhere"]
 
 
 # ---------------------------------------------------------------------------- marks

@@ -106,7 +106,7 @@ def test_outside_of_a_kernel_there_is_no_kernel_to_name() -> None:
 
 def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
     with session.operation.track("exporting", "exporting to out"):
-        session.operation.set_text("nbdist: export: writing, 42%")
+        session.operation.set_text("export: writing, 42%")
         found = drawn(session)
     assert found["header"]["state"] == "exporting"
     assert found["progress"] is not None
