@@ -51,16 +51,15 @@ class CrashArtifacts:
     """Tracebacks of ranks that failed to start, oldest first."""
 
 
-class RankProcessInfo(Protocol):
+@dataclass(frozen=True, slots=True)
+class RankProcess:
     """Process of one rank."""
 
-    @property
-    def pid(self) -> int:
-        """Process id on the rank's machine."""
-
-    @property
-    def created(self) -> float:
-        """Start time (psutil)."""
+    pid: int
+    """Process id on the rank's machine."""
+    created: float
+    """Start time (psutil)."""
+    device: str
 
 
 class LauncherProvider(ABC):
@@ -72,9 +71,6 @@ class LauncherProvider(ABC):
     def check_limits(self, world_size: int) -> None:  # noqa: B027
         """Check the limits of this machine; raises StartError. By default there are none."""
 
-    def warm_up(self, kind: DeviceType, python: RankPython) -> None:  # noqa: B027
-        """Prepare for ranks of this kind. By default nothing is prepared."""
-
     @abstractmethod
     def acquire_launchers(
         self,
@@ -84,9 +80,6 @@ class LauncherProvider(ABC):
         python: RankPython,
     ) -> LauncherGroup:
         """Return launchers for this many ranks, to be closed by the caller; raises StartError."""
-
-    def close(self) -> None:  # noqa: B027
-        """End unused launchers, if there are any."""
 
 
 class LauncherGroup(Protocol):
@@ -152,7 +145,7 @@ class LauncherGroup(Protocol):
         """Return the usage of the ranks' nodes by name, of those that respond in time."""
         return {}
 
-    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+    def process_statuses(self, members: Mapping[int, RankProcess]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launchers, by name: "rank 1", "the launcher"."""
 
     def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
@@ -166,14 +159,9 @@ class LauncherGroup(Protocol):
     def crash_artifacts(self) -> CrashArtifacts:
         """Return the crash artifacts of the last ranks."""
 
-    @property
-    def staging_folders(self) -> list[Path]:
-        """Folders for the kernel's payload files: shared memory, then the temp folder."""
-        return self.run_dir.folders
-
     def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - those of the kernel
         """Return the folders for a rank's payload files, preferred first."""
-        return [str(folder) for folder in self.staging_folders]
+        return [str(folder) for folder in self.run_dir.folders]
 
     def check_payload_path(self, rank: int, path: str) -> None:
         """Raise PayloadError if a path that a rank has sent is outside its payload folders."""

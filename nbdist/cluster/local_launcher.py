@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
+    from nbdist.cluster.launcher_interface import RankProcess, TransferCallback
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
     from nbdist.rank_python import RankPython
 
@@ -173,7 +173,7 @@ class Launcher(LauncherGroup):
         pid = self.process.pid
         return [{"pid": pid, "alive": self.is_alive, "name": LAUNCHER_NAME, "node": ""}]
 
-    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+    def process_statuses(self, members: Mapping[int, RankProcess]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launcher, by name."""
         pid = self.process.pid
         found = {

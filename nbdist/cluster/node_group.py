@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
-    from nbdist.cluster.launcher_interface import RankProcessInfo, TransferCallback
+    from nbdist.cluster.launcher_interface import RankProcess, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
     from nbdist.rank_python import RankPython
 
@@ -402,7 +402,7 @@ class NodeGroup(LauncherGroup):
         """Return the name of a rank's node."""
         return self.node_by_rank[rank].place.name if rank in self.node_by_rank else ""
 
-    def process_statuses(self, members: Mapping[int, RankProcessInfo]) -> dict[str, ProcessStatus]:
+    def process_statuses(self, members: Mapping[int, RankProcess]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launchers, as last reported by the agents."""
 
         def status(node: Node, name: str, pid: int) -> ProcessStatus:
@@ -491,7 +491,7 @@ class NodeGroup(LauncherGroup):
         self.check_payload_path(rank, path)
         node = self.node_by_rank[rank]
         size: int = self._wait_for_reply(self._request(node, "size", path=path))[0]
-        preferred, other = self.staging_folders
+        preferred, other = self.run_dir.folders
         has_room = shutil.disk_usage(preferred).free > size + MIN_FREE_BYTES
         file = (preferred if has_room else other) / f"{secrets.token_hex(8)}.payload"
         file.touch(mode=0o600)

@@ -30,7 +30,7 @@ PROGRESS_INTERVAL_S = 0.25
 def push_variables(values: Mapping[str, object], ranks: Sequence[int], workers: WorkerGroup) -> int:
     """Bind `values` on `ranks`; return their size in bytes, written once for all ranks."""
     file = serialization.write_payload_to_free_folder(
-        dict(values), workers.launcher_group.staging_folders
+        dict(values), workers.launcher_group.run_dir.folders
     )
     size = file.stat().st_size
     with (

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets
 from nbdist.cluster import local_launcher
+from nbdist.cluster.launcher_interface import RankProcess
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
 from nbdist.session import failure_causes, inspection
-from nbdist.session.worker_group import RankProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

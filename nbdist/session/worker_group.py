@@ -12,7 +12,6 @@ import secrets
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.launcher_interface import LauncherGroup, LauncherProvider
+    from nbdist.cluster.launcher_interface import LauncherGroup, LauncherProvider, RankProcess
     from nbdist.cluster.rank_channels import Channel, Message, RankChannels
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
@@ -59,15 +58,6 @@ SETTLE_S = 0.3
 
 State = Literal["stopped", "running", "sleeping", ""]
 """State of a process that does not reply; "" if unknown, as on another node."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """Process of one rank."""
-
-    pid: int
-    created: float
-    device: str
 
 
 class RunningRequest(Protocol):

@@ -123,7 +123,7 @@ def test_another_number_of_ranks_and_another_engine(living: Session) -> None:
     living.load("ranks")
     assert apart(one(living, "train(10)"), expected) <= 2e-6
     assert not list(
-        Path(workers(living).launcher_group.staging_folders[1]).rglob("load-*")
+        Path(workers(living).launcher_group.run_dir.folders[1]).rglob("load-*")
     )  # nothing stays here
 
 
@@ -206,7 +206,7 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
     with meanwhile(press), interrupted:
         trained.load("slow")
     assert one(trained, "fingerprint()") == before
-    assert not list(Path(workers(trained).launcher_group.staging_folders[1]).rglob("load-*"))
+    assert not list(Path(workers(trained).launcher_group.run_dir.folders[1]).rglob("load-*"))
     trained.run("CheckpointDownload.download_file = download")
     trained.load("slow")
     assert one(trained, "fingerprint()") != before

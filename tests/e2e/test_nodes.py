@@ -192,7 +192,7 @@ def payloads(session: Session, cluster: LocalNodes) -> list[Path]:
         for rank in range(3)
         for folder in workers(session).launcher_group.payload_folders(rank)
     }
-    folders |= {str(folder) for folder in workers(session).launcher_group.staging_folders}
+    folders |= {str(folder) for folder in workers(session).launcher_group.run_dir.folders}
     assert len(folders) == 2 * (len(cluster.names) + 1)
     return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
