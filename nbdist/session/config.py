@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import rank_python, strategies
-from nbdist.cluster import factory
 from nbdist.cluster.allocation import RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
+from nbdist.cluster.ray import RayCluster
+from nbdist.cluster.slurm import SlurmCluster
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.session import device_placement as session_placement
@@ -36,6 +38,9 @@ DISTRIBUTION_OPTIONS = tuple(name for name, item in _CLUSTER_ARGUMENTS.items() i
 """Options for the distribution of ranks over cluster nodes."""
 FIXED_OPTIONS = tuple(name for name in OPTION_NAMES if name not in DISTRIBUTION_OPTIONS)
 """Those that cannot change during a session."""
+SLURM_OPTIONS = ("partition", "time", "account")
+NODE_OPTIONS = ("nodes", "gpus_per_node", "interface")
+_RAY = re.compile(r"ray(?:://(auto|[\w.-]+(?::\d{1,5})?|\[[0-9a-fA-F:]+\](?::\d{1,5})?))?")
 
 
 def expand_config_file(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,6 +261,41 @@ def _placeholder(options: Mapping[str, Any], hardware: strategies.Hardware) -> s
     raise refusals[-1]
 
 
+def create_cluster(
+    on: str, cluster_options: Mapping[str, object]
+) -> RayCluster | SlurmCluster | None:
+    """Create the cluster of `--on`, without connecting to it; None for this machine.
+
+    Args:
+        on: local, ray, ray://HOST:PORT, ray://auto or slurm.
+        cluster_options: options of the session, of which those for clusters are read.
+
+    Raises:
+        OptionError: unknown cluster, or an option that it does not support.
+    """
+    ray = _RAY.fullmatch(on)
+    if ray is None and on not in {"local", "slurm"}:
+        raise OptionError(f"Unknown --on {on!r}. Use local, ray, ray://HOST:PORT or slurm.")
+    unsupported = [
+        (SLURM_OPTIONS if on != "slurm" else (), "--on slurm"),
+        (NODE_OPTIONS if on == "local" else (), "--on ray or --on slurm"),
+        (("python",) if on != "local" else (), "--on local"),
+    ]
+    for names, where in unsupported:
+        given = [
+            f"--{name.replace('_', '-')}" for name in names if cluster_options.get(name) is not None
+        ]
+        if given:
+            raise OptionError(f"{', '.join(given)} can be used with {where} only. Leave it out.")
+    interface = str(cluster_options.get("interface") or "")
+    if ray:
+        return RayCluster(ray[1] or "", interface)
+    if on == "slurm":
+        options = {name: str(cluster_options.get(name) or "") for name in SLURM_OPTIONS}
+        return SlurmCluster(interface=interface, **options)
+    return None
+
+
 class SessionCluster:
     """Cluster options of a session.
 
@@ -268,7 +308,7 @@ class SessionCluster:
             name: requested[name] for name in FIXED_OPTIONS if requested.get(name) is not None
         }
         self.on = str(self.fixed_options.setdefault("on", "local"))
-        self.cluster = factory.create_cluster(self.on, requested)
+        self.cluster = create_cluster(self.on, requested)
         self.python = rank_python.find(self.fixed_options.get("python"))
         """Interpreter of ranks on this machine."""
         rank_python.select(self.python)
@@ -292,7 +332,7 @@ class SessionCluster:
                     " Use %nbdist stop; the next cell starts a new session."
                 )
         if self.cluster is None:
-            factory.create_cluster(self.on, changes)
+            create_cluster(self.on, changes)
 
     def choose_placement(
         self, nproc: Any, gpus: Any, requested: Mapping[str, Any]

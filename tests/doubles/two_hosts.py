@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbdist.cluster import factory
 from nbdist.cluster.allocation import RankDistribution
+from nbdist.session import config
 from tests.two_nodes import Hosts, NodesOnHosts
 
 if TYPE_CHECKING:
@@ -44,4 +44,4 @@ def stand_in(prefix: str) -> None:
     def made(*_: Any) -> TwoHostCluster:
         return TwoHostCluster(Hosts(prefix))
 
-    factory.RayCluster = made  # type: ignore[assignment, misc]
+    config.RayCluster = made  # type: ignore[assignment, misc]

@@ -21,13 +21,12 @@ import pytest
 import zmq
 
 from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Session, StartError
-from nbdist.cluster import factory
 from nbdist.cluster.allocation import AllocatedNode, RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.hardware import discovery
 from nbdist.magics import documents
 from nbdist.panel.controller import PanelData
-from nbdist.session import planner, push_pull
+from nbdist.session import config, planner, push_pull
 from nbdist.session.progress import StatusLine
 from tests.conftest import eventually
 from tests.doubles import different_nodes
@@ -678,7 +677,7 @@ class Unlike(LocalNodes):
 def unlike(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Unlike:  # noqa: ARG001 - runs there
     """What `--on ray` means."""
     cluster = Unlike("alpha", "beta")
-    monkeypatch.setattr(factory, "RayCluster", lambda *_: cluster)
+    monkeypatch.setattr(config, "RayCluster", lambda *_: cluster)
     return cluster
 
 

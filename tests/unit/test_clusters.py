@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster import factory, node_bootstrap, slurm
+from nbdist.cluster import node_bootstrap, slurm
 from nbdist.cluster.allocation import (
     AllocatedNode,
     AllocationRequest,
@@ -129,13 +129,13 @@ def test_other_versions_are_listed_with_their_nodes() -> None:
 
 @pytest.mark.parametrize("on", ["ray", "ray://auto", "ray://head:10001", "ray://10.0.0.1"])
 def test_ray_is_named_in_four_ways(on: str) -> None:
-    assert isinstance(factory.create_cluster(on, {"nodes": 2}), RayCluster)
+    assert isinstance(config.create_cluster(on, {"nodes": 2}), RayCluster)
 
 
 def test_what_tab_offers_is_a_place() -> None:
     assert set(arguments.OPTION_VALUES["--on"]) >= {"local", "ray", "ray://auto", "slurm"}
     for on in arguments.OPTION_VALUES["--on"]:
-        factory.create_cluster(on + "head" * on.endswith("//"), {})
+        config.create_cluster(on + "head" * on.endswith("//"), {})
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_a_place_does_not_have_is_refused(
     on: str, given: Mapping[str, object], words: str
 ) -> None:
     with pytest.raises(OptionError) as refused:
-        factory.create_cluster(on, given)
+        config.create_cluster(on, given)
     assert words in str(refused.value)
 
 
@@ -368,7 +368,7 @@ class FakeCluster:
 
 @pytest.fixture
 def where(monkeypatch: pytest.MonkeyPatch) -> SessionCluster:
-    monkeypatch.setattr(factory, "create_cluster", lambda *_: FakeCluster())
+    monkeypatch.setattr(config, "create_cluster", lambda *_: FakeCluster())
     return SessionCluster({"on": "ray"})
 
 
