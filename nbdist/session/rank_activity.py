@@ -85,11 +85,6 @@ class RankPoller(Generic[ReplyT]):
         with self._lock:
             return dict(self._replies)
 
-    def take_reply(self, rank: int) -> ReplyT | None:
-        """Return and drop the last reply of a rank; None without a new one."""
-        with self._lock:
-            return self._replies.pop(rank, None)
-
     def silent(self) -> dict[int, float]:
         """Return for how many seconds ranks have not replied."""
         now = time.monotonic()
@@ -137,8 +132,9 @@ class PreparedModelPoller(RankPoller[messages.ModelReply]):
         self.poll_ranks([0], request)
 
     def poll_reply(self) -> messages.ModelReply | None:
-        """Return the reply if a new one has arrived, else None."""
-        return self.take_reply(0)
+        """Return the reply, once, if a new one has arrived, else None."""
+        with self._lock:
+            return self._replies.pop(0, None)
 
 
 # -- hangs
