@@ -11,11 +11,11 @@ import ast
 import contextlib
 import itertools
 import json
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import CellInterrupted
+from nbdist.output.sink import get_shell
 from nbdist.output.tracebacks import CALL_COMMENT
 
 if TYPE_CHECKING:
@@ -170,8 +170,7 @@ def note_notebook_cell(info: object) -> None:
 
 def _notebook_request() -> tuple[str | None, Mapping[str, Any], int]:
     """Return id, metadata and number of the cell that runs in the notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
+    shell = get_shell()
     parent: Mapping[str, Any] = getattr(shell, "get_parent", dict)() or {}
     # IPython 9.18 increments execution_count before the cell runs, older versions after it.
     count = len(shell.user_ns["_ih"]) - 1 if shell and parent else 0

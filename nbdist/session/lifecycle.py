@@ -7,7 +7,6 @@ methods on its reader thread. `Session` adds what users do with running ranks.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from nbdist.errors import (
 )
 from nbdist.hardware import discovery
 from nbdist.output.rank_log import RankLogTail
+from nbdist.output.sink import get_shell
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_history import CellHistory
@@ -627,5 +627,5 @@ class SessionLifecycle:
         """Bind a value of send() in the notebook while the cell is running."""
         value = push_pull.read_payload_file(rank, path, self._workers)[name]
         self.sent_values[name] = value
-        if (ipython := sys.modules.get("IPython")) and (shell := ipython.get_ipython()):
-            shell.push({name: value})  # not in a script
+        if (shell := get_shell()) is not None:  # not in a script
+            shell.push({name: value})
