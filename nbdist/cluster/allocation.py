@@ -267,10 +267,11 @@ def check_versions(
         )
 
 
-def format_names(nodes: Sequence[str]) -> str:
-    """Return the first few names of nodes: "alpha, beta and 3 more"."""
-    more = len(nodes) - MAX_NAMES
-    return ", ".join(nodes[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+def format_names(things: Sequence[object], max_names: int = MAX_NAMES) -> str:
+    """Return the first few names, and the number of the others: "alpha, beta and 3 more"."""
+    more = len(things) - max_names
+    names = ", ".join(map(str, things[:max_names]))
+    return f"{names} and {more} more" if more > 0 else names
 
 
 class Cluster(Protocol):

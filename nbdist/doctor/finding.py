@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Literal
 
 Level = Literal["problem", "note", "ok"]
 LEVELS: tuple[Level, ...] = ("problem", "note", "ok")
@@ -57,14 +54,3 @@ def redacted_variable(name: str, value: str) -> str:
     text = _HIDDEN if is_secret_name(name) else _IN_URL.sub(_HIDDEN, value)
     text = text if text.isprintable() else repr(text)
     return f"{name}={text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + '...'}"
-
-
-def summarize_list(things: Iterable[object], max_items: int = 4) -> str:
-    """List the first items and count the others: "a, b and 3 more"."""
-    names = [str(item) for item in things]
-    num_hidden = len(names) - max_items
-    return (
-        ", ".join(names)
-        if num_hidden <= 0
-        else f"{', '.join(names[:max_items])} and {num_hidden} more"
-    )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nbdist.doctor.finding import note, ok, problem, summarize_list
+from nbdist.cluster.allocation import format_names
+from nbdist.doctor.finding import note, ok, problem
 from nbdist.hardware import amd, discovery
 from nbdist.number_formatting import format_bytes
 
@@ -105,7 +106,7 @@ def _gpu(nvml: Any, index: int, gpu: discovery.Gpu, own: Collection[int]) -> Ite
     ]
     if others:
         do = "end the processes that you no longer need, or exclude this GPU with --gpus"
-        yield note(topic, f"{message}; held by {summarize_list(others)}", do)
+        yield note(topic, f"{message}; held by {format_names(others)}", do)
     else:
         yield ok(topic, f"{message}; held by this session" if holders else message)
     if refused := discovery.refusal(nvml, gpu, own=own):

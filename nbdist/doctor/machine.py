@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from nbdist.cluster import launcher_process, orphan_cleanup, run_dir
+from nbdist.cluster.allocation import format_names
 from nbdist.doctor.finding import (
     is_secret_name,
     note,
     ok,
     problem,
     redacted_variable,
-    summarize_list,
 )
 from nbdist.hardware import discovery, process_identity
 from nbdist.number_formatting import format_bytes
@@ -167,7 +167,7 @@ def check_ports(pids: Iterable[int] = ()) -> Iterator[Finding]:
     if session := exposed_listeners(pids):
         message = (
             "the session listens on addresses that other machines can reach:"
-            f" {summarize_list(session)}"
+            f" {format_names(session)}"
         )
         do = "close it if code in a cell opened it; otherwise report this as a bug of nbdist"
         yield problem("ports", message, do)
@@ -176,7 +176,7 @@ def check_ports(pids: Iterable[int] = ()) -> Iterator[Finding]:
     if kernel := exposed_listeners([os.getpid()]):
         message = (
             f"this kernel listens on addresses that other machines can reach:"
-            f" {summarize_list(kernel)}"
+            f" {format_names(kernel)}"
         )
         do = "opened by Jupyter or a library: start kernels with ip 127.0.0.1"
         yield note("ports", message, do)
@@ -241,7 +241,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
     stale = sorted(environ.keys() - launcher_process.remove_launch_variables(environ).keys())
     names = [name for name in stale if not name.startswith(("JPY_", "NBDIST_"))]
     if names:
-        message = f"set by another launcher and not passed to the ranks: {summarize_list(names, 8)}"
+        message = f"set by another launcher and not passed to the ranks: {format_names(names, 8)}"
         yield note(
             "environment",
             message,
@@ -263,8 +263,8 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
         if name.startswith(RELEVANT_PREFIXES) and name not in handled
     ]
     if others:
-        variables = (redacted_variable(name, environ[name]) for name in others)
-        message = f"ranks inherit {summarize_list(variables, 8)}"
+        variables = [redacted_variable(name, environ[name]) for name in others]
+        message = f"ranks inherit {format_names(variables, 8)}"
         yield note(
             "environment", message, "unset those that you do not need before you start Jupyter"
         )
@@ -294,7 +294,7 @@ def check_stale_resources(
     }
     if found:
         message = "; ".join(
-            f"{name}: {summarize_list(resources)}" for name, resources in kinds.items() if resources
+            f"{name}: {format_names(resources)}" for name, resources in kinds.items() if resources
         )
         do = "no action needed: the next start (%load_ext, %%distribute) removes them"
         yield note("leftovers", f"left by killed sessions: {message}", do)
@@ -312,7 +312,7 @@ def check_stale_resources(
                 unknown.append(folder)
     unknown = process_identity.filter_unused(unknown)
     if unknown:
-        message = f"the owner of these is not visible from here: {summarize_list(unknown)}"
+        message = f"the owner of these is not visible from here: {format_names(unknown)}"
         do = (
             "if none of your processes runs in another container or on another machine, remove them"
         )

@@ -15,7 +15,8 @@ from packaging.version import InvalidVersion, Version
 
 from nbdist import rank_python
 from nbdist._version import __version__
-from nbdist.doctor.finding import note, ok, problem, redacted_variable, summarize_list
+from nbdist.cluster.allocation import format_names
+from nbdist.doctor.finding import note, ok, problem, redacted_variable
 from nbdist.hardware import deepspeed_requirements, discovery
 from nbdist.panel import protocol
 
@@ -179,7 +180,7 @@ def check_compilers(
     if locks:
         message = (
             "left by killed builds; the next build of these ops waits forever:"
-            f" {summarize_list(locks)}"
+            f" {format_names(locks)}"
         )
         yield note("build locks", message, f"rm {' '.join(map(str, locks))}")
 
