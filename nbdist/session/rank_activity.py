@@ -1,11 +1,15 @@
-"""Polls the ranks while a cell runs, and detects that they block each other.
+"""Current activity of the ranks: lines, hangs, stacks, and values of expressions.
 
-Runs in the notebook's kernel. Requests use the control channel and never block. A rank that cannot
-reply (its process is stopped) is polled again after a timeout, so that requests do not pile up.
-Besides their current lines, rank 0 is polled for its prepared model.
+Runs in the notebook's kernel; requests use the control channel. While a cell runs, the ranks are
+polled without blocking. A rank that cannot reply (its process is stopped) is polled again after a
+timeout, so that requests do not pile up. Besides their current lines, rank 0 is polled for its
+prepared model.
 
 A hang is described: "rank 0 raised ValueError at line 3; ranks 1-3 have waited 4 s in all_reduce at
 line 4."
+
+For stacks a rank's control thread is asked first. If C code holds the GIL, or the rank is still
+starting, a signal makes faulthandler write to a file.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from nbdist import rank_sets
-from nbdist.errors import SessionError
+from nbdist.errors import OptionError, SessionError
 from nbdist.output.ansi import strip_ansi
 from nbdist.protocol import messages
 
@@ -37,9 +41,13 @@ ReplyT = TypeVar("ReplyT")
 HANG_AFTER_S = 3.0
 """Minimum waiting time before a hang is reported."""
 
+STACKS_TIMEOUT_S = 2.0
+"""Timeout for each of the two ways to get stacks."""
+
 _Counts = frozenset[tuple[str, int]]
 """Number of collectives begun, by process group."""
 _LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
+_CELL_FRAME = re.compile(r'File "[^"]*/ipykernel_\d+/(\d+\.py)"')
 
 
 class RankPoller(Generic[ReplyT]):
@@ -338,3 +346,72 @@ def described(
         verb = alone if len(members) == 1 else several
         parts.append(f"{rank_sets.describe_ranks(members)} {verb}{where}")
     return "; ".join(parts)
+
+
+# -- stacks and values
+
+
+def inspect(
+    workers: WorkerGroup, expression: str, ranks: Sequence[int], *, timeout_s: float
+) -> dict[int, str]:
+    """Return the text of an expression's value, by rank; as `Session.inspect`."""
+    try:
+        compile(expression, "<inspect>", "eval")
+    except SyntaxError as error:
+        text = f"Expected a Python expression, got {expression!r}: {error.msg}."
+        raise OptionError(text) from None
+    request = messages.InspectRequest(expression=expression, within_s=timeout_s)
+    texts: dict[int, str] = {}
+    for rank, channel, message in workers.answers_within(
+        timeout_s, ranks, messages.INSPECT, request
+    ):
+        if (channel, message["header"]["msg_type"]) == ("iopub", messages.INSPECTED):
+            content: Any = message["content"]
+            texts[rank] = content["text"]
+        if len(texts) == len(ranks):
+            return dict(sorted(texts.items()))
+    workers.cancel_unanswerable("inspect")
+    missing = rank_sets.describe_ranks(set(ranks) - texts.keys())
+    raise SessionError(
+        f"No value from {missing} within {timeout_s:.0f} s: a rank evaluates an expression"
+        " only before an optimizer step, at a prompt, or when no cell runs. Try again then."
+    )
+
+
+def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:
+    """Return the Python stacks of all threads, by rank; takes at most four seconds."""
+    answered = _request_stacks(workers)
+    silent = {rank: pid for rank, pid in workers.pids.items() if rank not in answered}
+    written = workers.launcher_group.dump_stacks(silent, launchers=False) if silent else {}
+    return {
+        rank: answered[rank] if rank in answered else format_stacks(written[f"rank{rank}"], cells)
+        for rank in sorted(workers.pids)
+    }
+
+
+def startup_stacks(workers: WorkerGroup) -> str:
+    """Return the stacks of launcher and starting ranks, for an error message."""
+    parts = workers.launcher_group.dump_stacks(workers.pids, launchers=True)
+    return "\n".join(f"-- {name} --\n{text}" for name, text in parts.items())
+
+
+def format_stacks(dump: str, cells: Mapping[str, int]) -> str:
+    """Format a faulthandler dump: main thread first, cells by number."""
+    blocks = reversed(dump.split("\n\n"))  # the main thread is the last
+    text = "\n\n".join(blocks)
+    return _CELL_FRAME.sub(lambda cell: f"In[{cells.get(cell[1], '?')}]", text)
+
+
+def _request_stacks(workers: WorkerGroup) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    ranks = range(len(workers.rank_processes))
+    with contextlib.suppress(SessionError):  # the ranks are ending
+        for rank, channel, message in workers.answers_within(
+            STACKS_TIMEOUT_S, ranks, messages.STACKS, {}
+        ):
+            if channel == "control":
+                content: Any = message["content"]
+                texts[rank] = content["error" if content.get("status") == "error" else "text"]
+            if len(texts) == len(ranks):
+                break
+    return texts

@@ -15,7 +15,7 @@ from nbdist.errors import CellInterrupted, SessionError
 from nbdist.output.sink import finished_cell
 from nbdist.output.tracebacks import group_errors
 from nbdist.redaction import redact_secrets
-from nbdist.session import inspection, lifecycle, planner
+from nbdist.session import lifecycle, planner, rank_activity
 from nbdist.session.cell import CellResult, check_code
 from nbdist.session.model_operations import ModelOperations
 from nbdist.session.profiler import ProfileOptions, ProfileRun
@@ -225,7 +225,7 @@ class Session(ModelOperations):
         self._ensure_alive()
         self.start()
         chosen = rank_sets.resolve_ranks(ranks, self.world_size)
-        return inspection.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
+        return rank_activity.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
 
     def replay(self) -> None:
         """Show the output of the running or the last cell again, below the current cell.
@@ -384,7 +384,7 @@ class Session(ModelOperations):
         explanation.
         """
         self._ensure_alive()
-        return inspection.rank_stacks(self._workers, self._cells.cell_numbers_by_file())
+        return rank_activity.rank_stacks(self._workers, self._cells.cell_numbers_by_file())
 
     def panel(self, face: str = "auto") -> None:
         """Show the panel below this cell: predicted and live memory, curves, and buttons.

@@ -14,7 +14,7 @@ from nbdist.cluster.launcher_interface import RankProcess
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import failure_causes, inspection
+from nbdist.session import failure_causes, rank_activity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -88,7 +88,7 @@ def _next_message(
         progress(f"{waits_for} for {waited_s:.0f} s")
     raise StartError(
         f"No message from the ranks for {patience_s:.0f} s. {workers.log_excerpt()}\n"
-        f"Stacks of the processes:\n{inspection.startup_stacks(workers)}"
+        f"Stacks of the processes:\n{rank_activity.startup_stacks(workers)}"
     )
 
 
