@@ -44,6 +44,6 @@ def silent_workers() -> WorkerGroup:
         on_notice=print,
         on_termination=print,
     )
-    made._channels = SimpleNamespace(queue_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
+    made._channels = SimpleNamespace(send_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
     made._up = True
     return made

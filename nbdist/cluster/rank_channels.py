@@ -104,7 +104,7 @@ class RankChannels(ABC):
         self._unsigned_logged = self._idle_failed = self._closing = False
         self._thread = threading.Thread(target=self._serve, name="nbdist-reader", daemon=True)
 
-    def queue_request(
+    def send_request(
         self,
         ranks: Sequence[int],
         channel: Channel,
@@ -115,11 +115,12 @@ class RankChannels(ABC):
         message_id: str | None = None,
         buffers: Sequence[bytes | memoryview] = (),
     ) -> None:
-        """Queue one request to some ranks, from any thread; `wake()` sends queued requests."""
+        """Have the reader thread send one request to some ranks; callable from any thread."""
         message = self._signer.msg(kind, content or {}, metadata=metadata)
         if message_id is not None:
             message["header"]["msg_id"] = message["msg_id"] = message_id
         self._queue(ranks, channel, [*self._signer.serialize(message), *map(bytes, buffers)])
+        self.wake()
 
     @abstractmethod
     def wake(self) -> None:

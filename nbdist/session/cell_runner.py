@@ -157,7 +157,7 @@ class CellRunner:
             self._workers.drop_requests(set(past.requests.values()))
             past.comms.close()
         content = messages.make_execute_request(cell.code, allow_stdin=allow_stdin)
-        request = self._workers.queue_request(
+        request = self._workers.send_request(
             cell.ranks,
             "shell",
             "execute_request",
@@ -167,7 +167,6 @@ class CellRunner:
             together=True,
         )
         cell.requests.update(dict.fromkeys(cell.ranks, request))
-        self._workers.wake()
         self._prompts = InputPrompts(cell, self.escalation, self._workers, self._rank_activity)
         return self._prompts
 

@@ -102,7 +102,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         self._workers.collective_request = self
         try:
             with suppress_interrupt(self._count_interrupt):
-                request = self._workers.queue_request(
+                request = self._workers.send_request(
                     self.ranks,
                     "shell",
                     self._operation.message_type,
@@ -110,7 +110,6 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
                     self._on_reply,
                 )
                 self.requests.update(dict.fromkeys(self.ranks, request))
-                self._workers.wake()
                 self._wait()
                 problem = "" if self.detached else self._resync()
         finally:

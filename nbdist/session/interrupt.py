@@ -366,10 +366,9 @@ class InterruptEscalation:
     def _pause_at_step(self) -> None:
         """Ask the ranks for their optimizer step and hold them before the next one."""
         self._begun, self._held_at = {}, time.monotonic()
-        self._workers.queue_request(
+        self._workers.send_request(
             self.work.running, "control", messages.PAUSE, {}, self._on_steps_begun
         )
-        self._workers.wake()
 
     def _on_steps_begun(self, rank: int, channel: Channel, message: Message) -> None:
         """Choose the last step when all ranks have replied; called on the reader thread."""
@@ -408,21 +407,19 @@ class InterruptEscalation:
         pending = self.work.pending
         for request in {self.work.requests[rank] for rank in pending}:
             content = messages.InterruptRequest(request=request, after=step)
-            self._workers.queue_request(pending, "control", "interrupt_request", content)
-        self._workers.wake()
+            self._workers.send_request(pending, "control", "interrupt_request", content)
 
     def _abort_groups(self) -> None:
         """Interrupt the ranks immediately and abort their process groups."""
         self._repeated_at = time.monotonic()
         self._stop_after(0)
-        self._workers.queue_request(
+        self._workers.send_request(
             range(self._workers.world_size),
             "control",
             messages.ABORT_COLLECTIVES,
             release_request(self._workers),
             self._on_groups_aborted,
         )
-        self._workers.wake()
 
     def _on_groups_aborted(self, rank: int, channel: Channel, message: Message) -> None:
         """Record why a rank could not abort its groups; called on the reader thread."""

@@ -160,11 +160,10 @@ class InputPrompts:
         for rank in ranks:
             request = self._requests.pop(rank)
             answer = messages.InputAnswer(id=request["id"], text=text, error=error)
-            self._workers.queue_request([rank], "control", messages.ANSWER_INPUT, answer)
+            self._workers.send_request([rank], "control", messages.ANSWER_INPUT, answer)
             self._busy.add(rank)
         self._busy_until = time.monotonic() + COMMAND_S
         self._escalation.is_parked = bool(self._requests)
-        self._workers.wake()
 
     # -- the other ranks
 

@@ -74,12 +74,11 @@ class RankPoller(Generic[ReplyT]):
             ]
             if ranks_to_poll:
                 self._drop_requests(ranks_to_poll)
-                request = self._workers.queue_request(
+                request = self._workers.send_request(
                     ranks_to_poll, "control", self._kind, content or {}, self._store_reply
                 )
                 self._requests.update(dict.fromkeys(ranks_to_poll, (request, now)))
                 self._silent_since = dict.fromkeys(ranks_to_poll, now) | self._silent_since
-        self._workers.wake()
 
     def clear(self) -> None:
         """Drop replies and pending requests, because the cell has ended."""

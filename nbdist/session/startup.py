@@ -44,10 +44,9 @@ def wait_until_ready(
         StartError: a process exited, with its exit and last output, or the start timed out.
     """
     world, joined, connected = range(world_size), dict[int, RankProcess](), set[int]()
-    workers.queue_request(
+    workers.send_request(
         world, "shell", messages.JOIN, {}, lambda *sign: workers.startup_events.put(sign)
     )
-    workers.wake()
     while len(connected) < len(world) or len(joined) < len(world):
         match _next_message(workers, set(world) - joined.keys(), progress):
             case messages.LauncherProgress(text=text):

@@ -324,7 +324,7 @@ class WorkerGroup:
             launchers.node_usage(within_s) if launchers is not None and launchers.is_alive else {}
         )
 
-    def queue_request(
+    def send_request(
         self,
         ranks: Sequence[int],
         channel: Channel,
@@ -335,7 +335,7 @@ class WorkerGroup:
         note: messages.CellMetadata | None = None,
         together: bool = False,
     ) -> str:
-        """Queue one request to ranks; `wake()` sends it.
+        """Have the reader thread send one request to ranks; callable from any thread.
 
         `route(rank, channel, message)` is called with each reply; with `together`
         `route(ranks, channel, message)`, once for equal replies.
@@ -349,7 +349,7 @@ class WorkerGroup:
         if route is not None:
             self._routes[request] = route if together else _each(route)
         metadata = {messages.CELL_METADATA_KEY: note} if note else None
-        self._channels.queue_request(
+        self._channels.send_request(
             ranks, channel, kind, content, metadata=metadata, message_id=request
         )
         return request
@@ -361,7 +361,7 @@ class WorkerGroup:
         """
         if self._channels is None:
             raise _not_started()
-        self._channels.queue_request(
+        self._channels.send_request(
             [rank],
             "control",
             message["header"]["msg_type"],
@@ -370,7 +370,6 @@ class WorkerGroup:
             message_id=request,
             buffers=message["buffers"],
         )
-        self.wake()
 
     def drop_requests(self, requests: Iterable[str]) -> None:
         """Stop routing replies to these requests."""
@@ -417,12 +416,11 @@ class WorkerGroup:
         for rank, content in contents.items():
             groups.setdefault(id(content), []).append(rank)
         requests = [
-            self.queue_request(
+            self.send_request(
                 ranks, channel, kind, contents[ranks[0]], lambda *answer: answers.put(answer)
             )
             for ranks in groups.values()
         ]
-        self.wake()
         replies: dict[int, Any] = {}
         try:
             while len(replies) < len(contents):
@@ -447,10 +445,9 @@ class WorkerGroup:
             SessionError: the ranks have ended.
         """
         answers: SimpleQueue[tuple[int, Channel, Message]] = SimpleQueue()
-        request = self.queue_request(
+        request = self.send_request(
             ranks, "control", kind, content, lambda *answer: answers.put(answer)
         )
-        self.wake()
         deadline = time.monotonic() + timeout_s
         try:
             with contextlib.suppress(Empty):
@@ -485,7 +482,7 @@ class WorkerGroup:
         raise self._end_error or RankDied(f"The ranks ended before they replied to {kind}.")
 
     def wake(self) -> None:
-        """Send queued requests and have `on_idle` called soon."""
+        """Have `on_idle` called soon."""
         if self._channels is not None:
             self._channels.wake()
 

@@ -287,13 +287,13 @@ def test_groups_are_aborted_on_all_ranks_before_new_ones_are_made(
     plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[str, int]] = []
-    post = workers(plain).queue_request
+    post = workers(plain).send_request
 
     def noted(ranks: range, channel: Channel, kind: str, *args: object, **kwargs: object) -> str:
         sent.append((kind, len(ranks)))
         return post(ranks, channel, kind, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers(plain), "queue_request", noted)
+    monkeypatch.setattr(workers(plain), "send_request", noted)
     code = "if rank == 0:\n    dist.all_reduce(torch.ones(1), async_op=True)\n    raise ValueError"
     with pytest.raises(CellError, match="ValueError"):
         plain.run(code)  # one collective has begun on rank 0 alone

@@ -136,7 +136,7 @@ def test_a_cell_whose_ranks_are_restarted_while_it_is_sent_ends() -> None:
         running.fail_all(RankDied("the ranks were restarted"))
         return "request"
 
-    workers.queue_request.side_effect = restarted
+    workers.send_request.side_effect = restarted
     running.send(cell, Mock(), allow_stdin=False)
     cell.render_pending(0.0)
     assert cell.finished.is_set()

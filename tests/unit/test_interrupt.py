@@ -45,7 +45,7 @@ class Ranks:
         self.after: list[int] = []
         """The steps after which the ranks were stopped."""
 
-    def queue_request(
+    def send_request(
         self, ranks: Iterable[int], _: str, kind: str, content: Any, route: Any = None
     ) -> str:
         self.sent.append(kind)

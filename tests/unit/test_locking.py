@@ -255,7 +255,7 @@ class Asked:
         self.routes: dict[str, Any] = {}
         self.sent: list[str] = []
 
-    def queue_request(
+    def send_request(
         self, ranks: Sequence[int], _channel: str, _kind: str, _content: object, route: Any
     ) -> str:
         request = f"{','.join(map(str, ranks))}.{len(self.sent)}"

@@ -70,7 +70,7 @@ def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
 
     with pytest.raises(OptionError, match=f"Cannot write to --disk {tmp_path}/nope"):
         calibrate.calibrate(
-            type("WorkerGroup", (), {"queue_request": ask})(),
+            type("WorkerGroup", (), {"send_request": ask})(),
             options=Options(),
             hardware=Hardware(world_size=2),
             cluster=cluster_spec.cpu_cluster(2, host_memory_bytes=1 << 30, num_cpus=2),
