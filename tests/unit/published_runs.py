@@ -30,6 +30,7 @@ from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.plan_types import PlanInput
 from nbdist.strategies import STRATEGIES, Options
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,31 +45,14 @@ GIB = 1 << 30
 
 def llama(hidden: int, ff: int, layers: int, heads: int, kv: int, vocab: int, **more: Any) -> Any:
     """A Llama-like of published shape."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": ff,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-    return analytic.spec_from_config(config | more)
+    config = model_configs.llama(hidden, ff, layers, heads, kv, vocab, **more)
+    return analytic.spec_from_config(config)
 
 
 def gpt2(hidden: int, layers: int, heads: int, **more: Any) -> Any:
     """A GPT-2-like; attention as it was before fused kernels."""
-    config = {
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "vocab_size": 50257,
-        "n_positions": 1024,
-    }
-    return replace(analytic.spec_from_config(config | more), attention="eager")
+    config = model_configs.gpt2(hidden, layers, heads, **more)
+    return replace(analytic.spec_from_config(config), attention="eager")
 
 
 LLAMA_7B = llama(4096, 11008, 32, 32, 32, 32000)
@@ -82,8 +66,8 @@ QWEN3_14B = llama(5120, 17408, 40, 40, 8, 151936, model_type="qwen3", head_dim=1
 GPT2_SMALL = gpt2(768, 12, 12)
 GPT2_LARGE = gpt2(1280, 36, 20)
 GPT2_XL = gpt2(1600, 48, 25)
-OPT_13B = gpt2(5120, 40, 40, vocab_size=50272, n_positions=2048)
-OPT_30B = gpt2(7168, 48, 56, vocab_size=50272, n_positions=2048)
+OPT_13B = gpt2(5120, 40, 40, vocab=50272, n_positions=2048)
+OPT_30B = gpt2(7168, 48, 56, vocab=50272, n_positions=2048)
 
 
 @dataclass(frozen=True, kw_only=True)

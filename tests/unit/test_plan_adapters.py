@@ -15,21 +15,12 @@ from nbdist.planner.model_spec import (
     quantized_param_bytes,
 )
 from nbdist.planner.models import traced
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 3000,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
+LLAMA = model_configs.llama(256, 704, 4, 8, 4, 3000, dtype="bfloat16")
 MEASURED = {
     ("ddp", None): 20_195_228,
     ("ddp", "nf4"): 15_925_000,

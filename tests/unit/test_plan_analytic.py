@@ -13,6 +13,8 @@ from nbdist.planner import build_model_spec, model_spec
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.models.decoder import DecoderSpec
+from tests.unit import model_configs
+from tests.unit import published_runs as runs
 
 if TYPE_CHECKING:
     from nbdist.planner.model_spec import (
@@ -22,102 +24,31 @@ if TYPE_CHECKING:
         ModelSpec,
     )
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-}
-GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+LLAMA = model_configs.llama(64, 176, 2, 4, 2, 100, head_dim=16)
+GPT2 = model_configs.gpt2(64, 2, 4, 100)
 
 # Fields of the published config.json files; counts as the model cards' safetensors have them.
-PUBLISHED: list[tuple[str, dict[str, Any], int]] = [
-    (
-        "Llama-2-7B",
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "vocab_size": 32000,
-        },
-        6_738_415_616,
-    ),
-    (
-        "Llama-3-8B",
-        {
-            "model_type": "llama",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-        8_030_261_248,
-    ),
-    (
-        "Llama-3-70B",
-        {
-            "model_type": "llama",
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-        70_553_706_496,
-    ),
-    (
-        "Mistral-7B-v0.1",
-        {
-            "model_type": "mistral",
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 32000,
-        },
+PUBLISHED: dict[str, tuple[ModelSpec, int]] = {
+    "Llama-2-7B": (runs.LLAMA_7B, 6_738_415_616),
+    "Llama-3-8B": (runs.LLAMA3_8B, 8_030_261_248),
+    "Llama-3-70B": (runs.LLAMA3_70B, 70_553_706_496),
+    "Mistral-7B-v0.1": (
+        runs.llama(4096, 14336, 32, 32, 8, 32000, model_type="mistral"),
         7_241_732_096,
     ),
-    (
-        "Qwen2-0.5B",
-        {
-            "model_type": "qwen2",
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
+    "Qwen2-0.5B": (
+        runs.llama(896, 4864, 24, 14, 2, 151936, model_type="qwen2", tie_word_embeddings=True),
         494_032_768,
     ),
-    (
-        "GPT-2",
-        {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257},
-        124_439_808,
-    ),
-    (
-        "GPT-2 XL",
-        {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48, "vocab_size": 50257},
-        1_557_611_200,
-    ),
-]
+    "GPT-2": (runs.GPT2_SMALL, 124_439_808),
+    "GPT-2 XL": (runs.GPT2_XL, 1_557_611_200),
+}
 
 
-@pytest.mark.parametrize(("config", "count"), [row[1:] for row in PUBLISHED])
-def test_published_parameter_counts(config: dict[str, Any], count: int) -> None:
-    assert model_spec.num_params(analytic.spec_from_config(config)) == count
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name: str) -> None:
+    model, count = PUBLISHED[name]
+    assert model_spec.num_params(model) == count
 
 
 # Bytes that one block keeps, and the most that its backward holds with gradients, for two

@@ -11,19 +11,12 @@ import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner import build_model_spec, model_spec, optimizers
 from nbdist.planner.models import analytic, traced
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "vocab_size": 8000,
-    "max_position_embeddings": 1024,
-}
+LLAMA = model_configs.llama(512, 1376, 4, 8, 8, 8000, max_position_embeddings=1024)
 
 
 pytestmark = pytest.mark.usefixtures("own_cache")

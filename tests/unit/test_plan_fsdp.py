@@ -12,28 +12,13 @@ from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.planner.optimizers import OPTIMIZERS
 from nbdist.strategies import Options
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from nbdist.planner.memory.timeline import MemoryUsage
 
-SMALL = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "vocab_size": 8000,
-}
-POSITIONS = {
-    "model_type": "gpt2",
-    "n_embd": 64,
-    "n_head": 2,
-    "n_layer": 4,
-    "n_positions": 256,
-    "vocab_size": 2000,
-}
+SMALL = model_configs.llama(256, 704, 2, 8, 4, 8000, head_dim=32)
+POSITIONS = model_configs.gpt2(64, 4, 2, 2000, n_positions=256)
 
 # Most bytes of the third step on rank 0 of a fake group, one sample of 64 tokens; torch 2.13,
 # accelerate 1.15: on real tensors with Footprint, for several nodes on fake tensors with

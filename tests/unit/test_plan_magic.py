@@ -7,6 +7,7 @@ from nbdist.errors import PlanError
 from nbdist.magics import arguments
 from nbdist.magics import plan as magics_plan
 from nbdist.planner.result import Plan
+from tests.unit import model_configs
 
 
 def run(line: str, **names: object) -> object:
@@ -58,14 +59,7 @@ def test_adapters_of_a_quantized_model() -> None:
 
 
 def test_a_variable_of_the_notebook() -> None:
-    shape = {
-        "model_type": "gpt2",
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "vocab_size": 100,
-    }
+    shape = model_configs.gpt2(64, 2, 4, 100, n_positions=128)
     plan = planned("shape --devices 2x24GB", shape=shape)
     assert plan.question.seq_len == 128
     assert plan.question.model.name.startswith("gpt2")

@@ -10,15 +10,9 @@ from nbdist.planner import measured_comparison
 from nbdist.planner.measured_comparison import REMAINING_PART, MeasuredMemory, PartComparison
 from nbdist.planner.models import analytic
 from nbdist.strategies import Hardware, Options
+from tests.unit import model_configs
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+CONFIG = model_configs.llama(64, 172, 2, 4, 4, 1000)
 FOUND = MeasuredMemory(
     kind="cpu",
     step=3,

@@ -21,6 +21,7 @@ from nbdist.planner.models import analytic
 from nbdist.profiler import learned_speeds
 from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
 from nbdist.strategies import Options
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 HOST = "Some Processor, 2 cores"
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 8000,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+LLAMA = model_configs.llama(512, 1536, 4, 8, 8, 8000)
 SPEC = analytic.spec_from_config(LLAMA)
 OPTIONS = Options(backend="ddp", precision="no")
 BATCH = {"batch_size": 8, "seq_len": 256}

@@ -22,6 +22,7 @@ from nbdist.planner.model_spec import (
 from nbdist.planner.models import analytic
 from nbdist.planner.models.decoder import LlamaSpec
 from nbdist.strategies import Hardware, Options
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from nbdist.planner.memory.timeline import MemoryUsage
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
 
 PSI = 1_000_000
 MIB = 2**20
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 3000,
-}
+LLAMA = model_configs.llama(256, 688, 6, 8, 4, 3000)
 
 
 @dataclass(frozen=True)
@@ -328,30 +321,15 @@ def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_l
 
 def llama(hidden: int, wide: int, blocks: int, words: int, **more: Any) -> dict[str, Any]:
     """A Llama whose heads are 64 elements wide."""
-    return {
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 64,
-        "vocab_size": words,
-    } | more
+    heads = hidden // 64
+    return model_configs.llama(hidden, wide, blocks, heads, heads, words, **more)
 
 
 def gpt2(hidden: int, words: int) -> dict[str, Any]:
     """A GPT-2 of five blocks, whose head is the embedding."""
-    return {
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_head": hidden // 32,
-        "n_layer": 5,
-        "n_positions": 256,
-        "vocab_size": words,
-        "resid_pdrop": 0.1 if hidden == 128 else 0.0,
-        "embd_pdrop": 0.1 if hidden == 128 else 0.0,
-        "attn_pdrop": 0.1 if hidden == 128 else 0.0,
-    }
+    dropout = 0.1 if hidden == 128 else 0.0
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return model_configs.gpt2(hidden, 5, hidden // 32, words, n_positions=256, **rates)
 
 
 @dataclass(frozen=True)

@@ -18,28 +18,14 @@ from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
 from nbdist.planner import prediction_errors, search
 from nbdist.planner.plan_types import PlanInput
+from tests.unit import model_configs
 
 if TYPE_CHECKING:
     from nbdist.planner.result import Plan
 
 GIB = 1 << 30
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
-SMALL = LLAMA_8B | {
-    "hidden_size": 512,
-    "intermediate_size": 1376,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "vocab_size": 8000,
-}
+LLAMA_8B = model_configs.llama(4096, 14336, 32, 32, 8, 128256)
+SMALL = model_configs.llama(512, 1376, 4, 8, 8, 8000)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,8 +57,8 @@ def test_the_best_row_is_the_simplest_that_is_not_surely_slower(eight: Plan) -> 
 
 
 def test_a_tiny_model_on_cpu_ranks_gets_ddp_although_others_are_predicted_faster() -> None:
-    shape = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256}
-    plan = nbdist.plan(shape | {"n_positions": 64}, devices="8xcpu", precision="no")
+    shape = model_configs.gpt2(64, 2, 4, 256, n_positions=64)
+    plan = nbdist.plan(shape, devices="8xcpu", precision="no")
     assert max(plan.rows, key=lambda row: row.tokens_per_s).backend != "ddp"
     assert plan.best is not None
     assert plan.best.backend == "ddp"
