@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 import nbdist
 from nbdist import CellError, Session
 from nbdist.planner import cluster_spec
-from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.measurements import CollectiveStats, RankProfile
 from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
+from tests.unit.profile_figures import MODEL
 
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel
@@ -38,17 +40,8 @@ START = textwrap.dedent(
 
 def advised(session: Session, *, units: int, gathers: int, each: int) -> str:
     """The line to paste for a profile of the session, with gathers that take 300 ms of a step."""
-    model = ProfiledModel(
-        backend=session.backend,
-        params=87_120,
-        units=units,
-        largest_unit=87_120 // units,
-        training=True,
-        precision="no",
-        optimizer="AdamW",
-        samples=4,
-        seq_len=1,
-        accumulate=1,
+    model = replace(
+        MODEL, backend=session.backend, params=87_120, units=units, largest_unit=87_120 // units
     )
     traffic = CollectiveStats(
         name="all_gather", count=gathers, bytes=gathers * each, seconds=0.3, exposed_s=0.3

@@ -32,6 +32,21 @@ BALANCED = {
 }
 """A step without a bottleneck, in seconds."""
 SAMPLES, LENGTH = 8, 64
+MODEL = ProfiledModel(
+    backend="ddp",
+    params=1 << 20,
+    units=0,
+    largest_unit=0,
+    training=True,
+    precision="no",
+    optimizer="AdamW",
+    samples=SAMPLES,
+    seq_len=LENGTH,
+    accumulate=1,
+)
+LOADER = DataLoaderStats(
+    num_workers=0, pin_memory=False, batch_size=SAMPLES, sharded=True, batches=1, fetch_s=0.0
+)
 BEGAN = 1_790_000_000.0
 """Unix seconds of the window's begin."""
 
@@ -70,21 +85,6 @@ def rank(
         [end - after - exposed + offset, exposed - offset]
         for end, offset in zip(ends[1:], offsets, strict=True)
     ]
-    seen = ProfiledModel(
-        backend="ddp",
-        params=1 << 20,
-        units=0,
-        largest_unit=0,
-        training=True,
-        precision="no",
-        optimizer="AdamW",
-        samples=SAMPLES,
-        seq_len=LENGTH,
-        accumulate=1,
-    )
-    loads = DataLoaderStats(
-        num_workers=0, pin_memory=False, batch_size=SAMPLES, sharded=True, batches=1, fetch_s=0.0
-    )
     traffic = CollectiveStats(
         name=collective, count=1, bytes=4 << 20, seconds=exposed, exposed_s=exposed
     )
@@ -96,8 +96,8 @@ def rank(
         parts=whole,
         traffic=[traffic],
         begins={"0": begins},
-        loaders=[replace(loads, **(loader or {}))],
-        model=replace(seen, **(model or {})),
+        loaders=[replace(LOADER, **(loader or {}))],
+        model=replace(MODEL, **(model or {})),
     )
 
 

@@ -17,10 +17,11 @@ from nbdist.doctor.diagnosis import Diagnosis
 from nbdist.doctor.training_run import RunErrors
 from nbdist.magics.arguments import switch_parser
 from nbdist.planner import cluster_spec, target_devices
-from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.measurements import CollectiveStats, RankProfile
 from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.strategies import Hardware, Options
+from tests.unit.profile_figures import MODEL
 
 if TYPE_CHECKING:
     from nbdist.doctor.finding import Finding
@@ -44,18 +45,8 @@ def figures(
     """Of a rank with steps of a second; communication is what its collectives expose."""
     parts["communication"] = sum(one.exposed_s - one.waiting_s for one in traffic or [])
     parts["waiting"] = sum(one.waiting_s for one in traffic or [])
-    model = ProfiledModel(
-        backend="",
-        params=params,
-        units=units,
-        largest_unit=params // max(1, units),
-        training=True,
-        precision="bf16",
-        optimizer="AdamW",
-        samples=4,
-        seq_len=128,
-        accumulate=1,
-    )
+    largest = params // max(1, units)
+    model = dataclasses.replace(MODEL, params=params, units=units, largest_unit=largest)
     return RankProfile(
         rank=0,
         kind="cuda",

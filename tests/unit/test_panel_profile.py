@@ -23,7 +23,6 @@ from nbdist.profiler.advice import Advice, Speedup
 from nbdist.profiler.measurements import (
     STEP_PARTS,
     CollectiveStats,
-    DataLoaderStats,
     PeakMemory,
     RankProfile,
 )
@@ -31,6 +30,7 @@ from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.strategies import Options
+from tests.unit.profile_figures import LOADER
 
 if TYPE_CHECKING:
     from nbdist import Session
@@ -60,11 +60,7 @@ def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
                 name="all_reduce", count=2, bytes=50_000_000, seconds=0.02, exposed_s=0.02
             )
         ],
-        loaders=[
-            DataLoaderStats(
-                num_workers=0, pin_memory=False, batch_size=8, sharded=True, batches=1, fetch_s=0.1
-            )
-        ],
+        loaders=[replace(LOADER, fetch_s=0.1)],
         memory=PeakMemory(parts={"parameters": 3 << 30, "buffers": 0}, lines=[]),
         **more,
     )

@@ -19,9 +19,10 @@ from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
 from nbdist.profiler import learned_speeds
-from nbdist.profiler.measurements import CollectiveStats, ProfiledModel, RankProfile
+from nbdist.profiler.measurements import CollectiveStats, RankProfile
 from nbdist.strategies import Options
 from tests.unit import model_configs
+from tests.unit.profile_figures import MODEL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,18 +61,7 @@ def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.Ste
 
 def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[RankProfile]:
     """Both ranks' figures of a step whose passes took so long."""
-    trained = {
-        "backend": "ddp",
-        "params": 1,
-        "units": 0,
-        "largest_unit": 0,
-        "training": True,
-        "precision": "no",
-        "optimizer": "AdamW",
-        "samples": BATCH["batch_size"],
-        "seq_len": BATCH["seq_len"],
-        "accumulate": 1,
-    }
+    batch = {"samples": BATCH["batch_size"], "seq_len": BATCH["seq_len"]}
     return [
         RankProfile(
             rank=rank,
@@ -80,7 +70,7 @@ def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[
             ends=[0.0, 2 * compute_s],
             parts={"forward": compute_s / 3, "backward": 2 * compute_s / 3},
             traffic=list(traffic),
-            model=ProfiledModel(**(trained | model)),
+            model=replace(MODEL, **(batch | model)),
         )
         for rank in range(2)
     ]
