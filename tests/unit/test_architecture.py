@@ -167,19 +167,29 @@ def test_a_rank_measures_and_does_not_judge() -> None:
             assert all(name.startswith("nbdist.profiler.measurements") for name in judged), path
 
 
-@pytest.mark.parametrize(
-    ("modules", "banned"),
-    [
-        ("nbdist.magics.magics, nbdist.session.session", HEAVY),
-        (
-            "nbdist.magics.magics, nbdist.session.session, nbdist.panel",
-            {"anywidget", "ipywidgets", "comm"},
-        ),
-    ],
-)
-def test_loading_brings_neither_torch_nor_widgets(modules: str, banned: set[str]) -> None:
-    code = f"import sys; import {modules}; print(sorted({banned!r} & set(sys.modules)))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+WITHOUT: dict[str, set[str]] = {
+    "import nbdist.magics.magics, nbdist.session.session": HEAVY | {"fsspec"},
+    "import nbdist.magics.magics, nbdist.session.session, nbdist.panel": {
+        "anywidget",
+        "ipywidgets",
+        "comm",
+    },
+    "import nbdist; nbdist.plan('7b', devices='8xA100-80GB')": HEAVY | {"numpy"},
+    "import nbdist.checkpoint as c, pathlib; c.FolderStorage(pathlib.Path()).list_checkpoints()": {
+        "torch",
+        "numpy",
+        "safetensors",
+        "pickle",
+    },
+}
+"""Code of the kernel -> packages that it does not import."""
+
+
+@pytest.mark.parametrize("code", WITHOUT)
+def test_the_kernel_imports_what_it_needs(code: str, tmp_path: Path) -> None:
+    loaded = f"{code}\nimport sys; print(sorted({WITHOUT[code]!r} & set(sys.modules)))"
+    command = [sys.executable, "-c", loaded]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"
 
 

@@ -520,18 +520,6 @@ def test_a_torn_config_file_is_one_sentence(tmp_path: Any) -> None:
         nbdist.plan(str(tmp_path), devices="2x24GB")
 
 
-def test_no_torch_is_imported_for_a_config() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import nbdist, sys; nbdist.plan('7b', devices='8xA100-80GB');"
-        "print(sorted({'torch', 'transformers', 'numpy', 'accelerate'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_functions_keep_their_names_beside_packages_of_the_same_name() -> None:
     import_module("nbdist.session.session")
     import_module("nbdist.doctor.diagnosis")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -264,9 +263,3 @@ def test_the_oldest_traces_make_room(folder: Path, monkeypatch: pytest.MonkeyPat
     for length in range(1, 6):
         trace(seq_len=length)
     assert len(list(folder.iterdir())) == 3
-
-
-def test_the_spec_needs_no_torch() -> None:
-    code = "import sys, nbdist.planner.models.traced; print('torch' in sys.modules)"
-    done = subprocess.run(child(code), capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -276,10 +274,3 @@ def test_urls_and_folders_are_told_apart(tmp_path: Path) -> None:
     for text in ("runs", "/data/runs", "a:b", "~/x"):
         assert checkpoint.parse_location(text, tmp_path) == tmp_path / text
     assert (Url("s3://b/run/") / "best").parent == Url("s3://b/run")
-
-
-def test_fsspec_is_imported_when_a_url_is_used() -> None:
-    modules = "sys, nbdist.magics.magics, nbdist.session.session"
-    code = f"import {modules}; print('fsspec' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "False"
