@@ -31,6 +31,14 @@ def session() -> Iterator[Session]:
 
 
 @pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """Two ranks that have run the module's DEFINITIONS; each test builds its model anew."""
+    with nbdist.Session(nproc=2) as running:
+        running.run(request.module.DEFINITIONS)
+        yield running
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder in which the notebook runs."""
     with pytest.MonkeyPatch.context() as patch:

@@ -14,22 +14,14 @@ from tests import engines
 from tests.e2e.cells import MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.live_kernel import LiveKernel
 
 pytestmark = pytest.mark.timeout(600)
+DEFINITIONS = MODELS
 
 BUILD = "before, model, optimizer = build({})"
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Two ranks whose model is built anew by each test."""
-    with Session(nproc=2) as session:
-        session.run(MODELS)
-        yield session
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -14,13 +14,12 @@ from tests.e2e.cells import MODELS
 from tests.e2e.training import one
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
 
 BACKENDS = list(STRATEGIES)
-TRAINING = textwrap.dedent(
+DEFINITIONS = MODELS + textwrap.dedent(
     """
     def groups(model):
         parameters = list(model.parameters())
@@ -44,15 +43,6 @@ TRAINING = textwrap.dedent(
         return losses
     """
 )
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Two ranks whose model is built anew by each test."""
-    with Session(nproc=2) as session:
-        session.run(MODELS)
-        session.run(TRAINING)
-        yield session
 
 
 @pytest.mark.parametrize("backend", engines.each("zero3"))

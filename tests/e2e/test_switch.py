@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
+DEFINITIONS = MODEL
 
 
 def all_pairs(names: list[str]) -> Iterator[str]:
@@ -29,14 +30,6 @@ def all_pairs(names: list[str]) -> Iterator[str]:
         else:
             found.append(path.pop())
     return reversed(found[:-1])
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Two ranks whose model is built anew by each test."""
-    with Session(nproc=2) as session:
-        session.run(MODEL)
-        yield session
 
 
 @pytest.mark.nightly

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,12 +11,9 @@ from nbdist import Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one
 from tests.nightly import nightly, with_core
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(900)
 
-PRELUDE = textwrap.dedent(
+DEFINITIONS = MODEL + textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
     from nbdist.worker.training.training_state import ModelAndOptimizerState
@@ -43,14 +40,6 @@ PLAIN = {
     "accumulate": 1,
     "clip": None,
 }
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Two ranks whose model is built anew by each test."""
-    with Session(nproc=2) as session:
-        session.run(MODEL + PRELUDE)
-        yield session
 
 
 def begin(session: Session, build: str, backend: str, **options: Any) -> None:

@@ -7,7 +7,7 @@ import re
 import tempfile
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -16,12 +16,9 @@ from nbdist import Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
 from tests.nightly import with_core
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(600)
 
-LOSSES = textwrap.dedent(
+DEFINITIONS = MODEL + textwrap.dedent(
     """
     from nbdist.worker.training import prepared_models as training
     from nbdist.worker.operations import collective_phases as inside
@@ -58,14 +55,6 @@ LOST = {
     "schedule": "lose_schedule()",
     "random": "lose_random()",
 }
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Two ranks whose model is built anew by each test."""
-    with Session(nproc=2) as session:
-        session.run(MODEL + LOSSES)
-        yield session
 
 
 @pytest.fixture(scope="module")

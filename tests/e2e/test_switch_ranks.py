@@ -7,7 +7,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,10 +17,8 @@ from nbdist.state import shard_io
 from tests.e2e.training import MODEL, WRAPPED, apart, one
 from tests.session_internals import workers
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.timeout(900)
+DEFINITIONS = MODEL
 
 WALK = [("fsdp2", 1), ("zero3", 2), ("ddp", 4), ("zero2", 2), ("fsdp1", 4), ("zero1", 1)]
 BUILD = textwrap.dedent(
@@ -43,14 +41,6 @@ BUILD = textwrap.dedent(
     train(4)
     """
 )
-
-
-@pytest.fixture(scope="module")
-def trained() -> Iterator[Session]:
-    """Ranks that have what trains the model."""
-    with Session(nproc=2) as session:
-        session.run(MODEL)
-        yield session
 
 
 def folders() -> set[Path]:
