@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nbdist import CheckpointError, RankDied, Session
+from nbdist import CheckpointError, RankDied, Session, SwitchError
 from nbdist.checkpoint import FolderStorage
+from tests import engines
 from tests.conftest import eventually
 from tests.e2e.training import BACKENDS, MODEL, START, apart, one
 from tests.nightly import nightly, with_core
@@ -139,6 +140,54 @@ def test_other_optimizers_and_models(trained: Session, build: str) -> None:
     trained.run(START.format(build + ", seed=9"))
     trained.load("other")
     assert one(trained, "train(3)") == expected
+
+
+@pytest.mark.parametrize("backend", engines.each("zero3"))
+def test_a_load_after_an_evaluation(trained: Session, backend: str) -> None:
+    """Of a model with a weight that no loss reaches."""
+    trained.switch(backend)
+    trained.run(
+        "from accelerate import Accelerator, DistributedDataParallelKwargs\n"
+        "unused = DistributedDataParallelKwargs(find_unused_parameters=True)\n"
+        "accelerator = Accelerator(kwargs_handlers=[unused])\n"
+        "def partly_used():\n"
+        "    model = gpt2(0.1)\n"
+        "    model.unused = torch.nn.Parameter(torch.ones(13))\n"
+        "    return model"
+    )
+    trained.run(START.format("partly_used"))
+    trained.save("evaluated", overwrite=True).wait(60)
+    expected = one(trained, "train(3)")
+    evaluation = (
+        "model.eval()\nwith torch.no_grad():\n    model(input_ids=tokens[:4])\nmodel.train()"
+    )
+    trained.run(evaluation)
+    trained.load("evaluated")
+    assert one(trained, "train(3)") == expected
+
+
+def test_a_load_refuses_several_counts_in_a_group(trained: Session) -> None:
+    trained.run(START.format(""))
+    trained.run("optimizer.state[bare.lm_head.weight]['step'] += 1")
+    trained.save("counts").wait(60)
+    trained.run("bare = model = optimizer = schedule = loader = batches = None")
+    trained.switch("zero2")
+    trained.run(START.format(""))
+    with pytest.raises(CheckpointError, match=r"stepped 4 times .* its parameter group 5 times"):
+        trained.load("counts")
+
+
+@pytest.mark.nightly
+def test_a_model_without_an_optimizer(trained: Session) -> None:
+    trained.switch("zero3")
+    loss = "model(input_ids=tokens[:4], labels=tokens[:4]).loss.item()"
+    before = one(trained, f"torch.manual_seed(0); model = accelerator.prepare(gpt2()); {loss}")
+    trained.save("alone").wait(60)
+    trained.run("torch.manual_seed(1); model = accelerator.prepare(gpt2())")
+    assert trained.load("alone").verified == 28
+    assert one(trained, loss) == before
+    with pytest.raises(SwitchError, match="0 optimizers, but DeepSpeed supports exactly one"):
+        trained.switch("fsdp2")
 
 
 @pytest.mark.fault("E16")

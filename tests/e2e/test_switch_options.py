@@ -116,6 +116,42 @@ def test_an_offload_comes_and_goes(trained: Session) -> None:
     assert steppers == ["AdamW", "DeepSpeedCPUAdam", "AdamW", "DeepSpeedCPUAdam", *["AdamW"] * 3]
 
 
+OWN_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    # deepspeed 0.19.8 then forgets the order when it links parameters to their masters
+    ("zero2", {"stage": 2, "round_robin_gradients": True}),
+    ("zero1", {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000}),
+    # several masters a parameter group, and few parameters or none that stay gathered
+    ("zero3", {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 0}),
+    ("zero3", {"stage": 3, "sub_group_size": 5000, "stage3_param_persistence_threshold": 100}),
+    ("fsdp1", {"sharding_strategy": "NO_SHARD"}),
+    ("fsdp1", {"sharding_strategy": "SHARD_GRAD_OP"}),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "own"), OWN_OPTIONS)
+def test_engines_with_options_of_their_own(
+    trained: Session, backend: str, own: dict[str, Any]
+) -> None:
+    zero = {"deepspeed_config": {"zero_optimization": own}}
+    options = {"fsdp_config": own} if backend == "fsdp1" else zero
+    goes_on(trained, "", [(backend, options), ("fsdp2", {}), (backend, options), ("ddp", {})])
+
+
+@pytest.mark.nightly
+def test_deepspeeds_other_optimizer_for_bfloat16(trained: Session) -> None:
+    options = {"deepspeed_config": {"data_types": {"grad_accum_dtype": "fp32"}}}
+    begin(trained, "", "zero1", precision="bf16", **options)
+    expected = one(trained, "train(3)")
+    begin(trained, "", "zero1", precision="bf16", **options)
+    before = one(trained, "digests()")
+    trained.switch("fsdp1")
+    assert one(trained, "digests()") == before
+    trained.switch("zero1", **options)
+    assert one(trained, "type(model.optimizer).__name__, digests()") == ("BF16_Optimizer", before)
+    assert apart(one(trained, "train(3)"), expected) == 0.0
+
+
 TORCHS_OWN = textwrap.dedent(
     """
     from torch import nn
@@ -350,3 +386,26 @@ def test_state_that_cannot_be_cut_is_refused(trained: Session, make: str, why: s
     assert one(trained, "known == (bare, model, optimizer)")
     assert len(one(trained, "train(1)")) == 1
     trained.run("del known")
+
+
+def test_zero_refuses_several_counts_in_a_group(trained: Session) -> None:
+    begin(trained, "", "ddp")
+    trained.run("optimizer.state[bare.lm_head.weight]['step'] += 1")
+    with pytest.raises(SwitchError, match="one group were stepped 4 to 5 times, but DeepSpeed"):
+        trained.switch("zero2")
+
+
+@pytest.mark.nightly
+def test_another_memory_order_is_kept_or_refused(trained: Session) -> None:
+    trained.run(
+        "def transposed():\n"
+        "    model = gpt2()\n"
+        "    weight = model.transformer.h[0].mlp.c_fc.weight\n"
+        "    weight.data = weight.data.t().contiguous().t()\n"
+        "    return model"
+    )
+    walk: list[tuple[str, dict[str, Any]]] = [("ddp", {"clip": 1e6}), ("ddp", {"clip": None})]
+    row_major = "bare.transformer.h[0].mlp.c_fc.weight.is_contiguous()"
+    assert goes_on(trained, "transposed", walk, seen=row_major) == [False, False]
+    with pytest.raises(SwitchError, match=r"0\.mlp\.c_fc\.weight is not in row-major memory order"):
+        trained.switch("fsdp1")

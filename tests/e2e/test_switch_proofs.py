@@ -124,6 +124,7 @@ LARGE = textwrap.dedent(
     """
     import gc
     import psutil
+    from nbdist.worker.training import rebind_variables
 
     def large():
         "2.3 million parameters: 27 MB with the state of AdamW."
@@ -133,6 +134,7 @@ LARGE = textwrap.dedent(
         "Bytes of all tensors that Python knows; bytes, threads and open files of the process."
         gc.collect()
         found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+        found = [one for one in found if not rebind_variables.is_stale(one)]
         locals_ = [getattr(one, "_local_tensor", one) for one in found if not one.is_meta]
         storages = [one.untyped_storage() for one in locals_]
         known = {one.data_ptr(): one.nbytes() for one in storages}
@@ -178,3 +180,36 @@ def test_twenty_switches_leave_nothing_behind(
         # The allocator keeps some 30 MB. A share of a model left by each of the fourteen
         # switches in between would be 190 MB, its weights alone 63 MB.
         assert resident[-1] - resident[0] < 60e6
+
+
+FREED = textwrap.dedent(
+    """
+    def parts():
+        "What may still be held of an engine."
+        modules = list(model.modules())
+        handles = [getattr(one, "_handle", None) for one in modules]  # of FSDP1
+        states = [one._get_fsdp_state() for one in modules if hasattr(one, "_get_fsdp_state")]
+        zero = getattr(model, "optimizer", None)
+        return [*modules, *model.parameters(), *handles, *states, optimizer, zero]
+
+    def weigh(phase):
+        if phase == "building":
+            levels.append(level()[0][0])
+
+    levels = []
+    inside.before_phase.append(weigh)
+    """
+)
+
+
+@pytest.mark.nightly
+def test_a_freed_engine_holds_nothing_though_it_is_held(trained: Session) -> None:
+    """When the next one is built only the kept copy is left: half of the state."""
+    trained.switch("ddp")
+    trained.run(LARGE + FREED)
+    trained.run(START.format("large"))
+    for backend in [*BACKENDS[1:], BACKENDS[0]]:
+        trained.run("held = parts(); losses = train(1)")
+        trained.switch(backend)
+    found = one(trained, "held = None; inside.before_phase.clear(); levels")
+    assert max(found) < 13.7e6
