@@ -115,7 +115,7 @@ def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-PRIVATE_NAMES_IN_TESTS = 20
+PRIVATE_NAMES_IN_TESTS = 18
 """Largest number of places in tests that access private attributes of nbdist. Raise it never."""
 PROTOCOL_NAMES = {"_repr_html_", "_repr_mimebundle_", "_render_traceback_"}
 """Names that IPython calls."""

@@ -212,23 +212,3 @@ def test_relative_positions_have_no_end() -> None:
         )
         == []
     )
-
-
-def test_inputs_say_their_own_length() -> None:
-    model = traced.TracedModel(
-        name="own",
-        groups=(),
-        tied=False,
-        element=4,
-        trainable_element=4,
-        batch_size=1,
-        seq_len=16,
-        passes={},
-    )
-    length_of_inputs = build_model_spec._length_of_inputs
-    assert length_of_inputs(model, None) == 16
-    assert length_of_inputs(analytic.spec_from_config(LLAMA), 32) is None
-    with pytest.raises(
-        PlanError, match="seq_len=32 does not match the inputs, which have 16 tokens"
-    ):
-        length_of_inputs(model, 32)

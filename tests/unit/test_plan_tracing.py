@@ -169,6 +169,14 @@ def known(model: nn.Module, batch_size: int = 2) -> Any:
     )
 
 
+def test_inputs_say_their_own_length() -> None:
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    given = {"inputs": {"input_ids": tokens, "labels": tokens}, "devices": "2xcpu"}
+    assert nbdist.plan(bert(), **given).question.seq_len == 8
+    with pytest.raises(PlanError, match="seq_len=16 does not match the inputs, which have 8 token"):
+        nbdist.plan(bert(), seq_len=16, **given)
+
+
 def test_a_module_is_traced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert known(bert()) is None
