@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from results import Row, middle, paired_ratio
-from switching import PEAK, RESET, values
+from switching import GPT2, PEAK, RESET, values
 
 import nbdist
 
@@ -27,14 +27,8 @@ if TYPE_CHECKING:
 BACKENDS = ("fsdp2", "zero3")
 ROUNDS = 5
 MEMORY_RANKS = 4
-MODEL = """
-from transformers import GPT2Config, GPT2LMHeadModel
-
-model = GPT2LMHeadModel(GPT2Config(
-    vocab_size=32000, n_positions=128, n_layer=12, n_embd=768, bos_token_id=0, eos_token_id=0))
-"""
 TRAINED = f"""
-{MODEL}
+{GPT2}
 tokens = torch.randint(0, 32000, (1, 32))
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer = accelerator.prepare(model, optimizer)
@@ -59,13 +53,13 @@ def saved(model, folder):
         os.fsync(fd)
         os.close(fd)
 
-{MODEL.replace("12", "1").replace("768", "12")}
+{GPT2.replace("12", "1").replace("768", "12")}
 saved(model, sys.argv[1])  # imports what saving needs
 shutil.rmtree(sys.argv[1])
 del model
 Path("/proc/self/clear_refs").write_text("5")
 before = psutil.Process().memory_info().rss
-{MODEL}
+{GPT2}
 for line in sys.stdin:
     begin = time.perf_counter()
     saved(model, line.strip())

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ROUNDS = 3
-MODEL = """
+GPT2 = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
-tokens = torch.randint(0, 32000, (1, 32))
 model = GPT2LMHeadModel(GPT2Config(
     vocab_size=32000, n_positions=128, n_layer=12, n_embd=768, bos_token_id=0, eos_token_id=0))
+"""
+MODEL = f"""
+{GPT2}
+tokens = torch.randint(0, 32000, (1, 32))
 optimizer = torch.optim.AdamW(model.parameters())
 """
 TRAINING = """
