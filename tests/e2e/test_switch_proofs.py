@@ -209,7 +209,7 @@ def test_a_freed_engine_holds_nothing_though_it_is_held(trained: Session) -> Non
     trained.run(LARGE + FREED)
     trained.run(START.format("large"))
     for backend in [*BACKENDS[1:], BACKENDS[0]]:
-        trained.run("held = parts(); losses = train(1)")
+        trained.run("held = parts(), optimizer.optimizer.state; losses = train(1)")
         trained.switch(backend)
     found = one(trained, "held = None; inside.before_phase.clear(); levels")
     assert max(found) < 13.7e6

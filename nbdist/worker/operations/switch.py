@@ -147,7 +147,8 @@ class EngineSwitch:
         for number, prepared in enumerate(prepared_models.all_models()):
             for key, part in replaceable_objects(number, prepared).items():
                 self._replaced.add_old(key, part)
-            layouts.free_model(prepared.model)
+            optimizers = filter(None, (each.wrapper() for each in prepared.optimizers))
+            layouts.free_model(prepared.model, optimizers)
         prepared_models.clear()
         self._made.clear()
         owners = {id(old.owner): old.owner for old, _ in self._models}
