@@ -70,6 +70,15 @@ def test_what_int8_adapters_hold_in_a_forward(
     assert row.allocated_bytes / 2**20 == pytest.approx(mib, rel=0.002)
 
 
+def test_the_argument_of_an_adapted_layer_lives_until_its_call_ends() -> None:
+    small = {"intermediate_size": 832, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LLAMA | small | {"head_dim": 64, "vocab_size": 735}
+    given = {"devices": "2xcpu", "batch_size": 4, "seq_len": 128, "optimizer": "adamw"}
+    adapters = {"lora": 8, "target_modules": "all-linear", "quantize": "nf4"}
+    row = plan(config, backend="ddp", activation_checkpointing=True, **given, **adapters).row("ddp")
+    assert row.allocated_bytes / 2**20 == pytest.approx(18.353, rel=0.006)
+
+
 def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:
     model = plan("8b", lora=16, quantize="nf4").question.model
     each = quantized_param_bytes(model) / num_quantized_params(model)

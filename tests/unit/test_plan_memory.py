@@ -481,6 +481,28 @@ RULES = {
         128,
         109.95,
     ),
+    # Fake, rank 0 of 4: the last layer's weight is still gathered when its gradient is made.
+    "weight and bias are released after both gradients": Measured(
+        gpt2(384, 5009)
+        | {"n_head": 12, "n_layer": 2}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        setup_of(
+            "zero3",
+            precision="no",
+            activation_checkpointing=True,
+            clip=1.0,
+            optimizer="adamw_fused",
+            zero={
+                "reduce_bucket_size": 2_919_438,
+                "stage3_param_persistence_threshold": 100_000,
+                "stage3_max_reuse_distance": 717_416,
+                "stage3_prefetch_bucket_size": 359_601,
+            },
+        ),
+        2,
+        128,
+        86.21,
+    ),
     # Gloo, rank 0 of 2: only the head's norm needs a copy of the head's size.
     "a norm is taken of what is reduced": Measured(
         llama(384, 1104, 4, 6006, tie_word_embeddings=True),

@@ -174,7 +174,7 @@ class Zero3Timeline(ZeroTimeline):
             if step.phase == "loss":
                 yield at, self.allocation_with(self._gathered_parts(self._gathered.num_at_loss))
             elif step.phase == "backward":
-                gathered = self._gathered.during_backward(*place, step.num_grads)
+                gathered = self._gathered.during_backward(*place, step.num_grads, step.new_grads)
                 pending = self.pending_gradient_parts(step)
                 yield at, self.allocation_with(self._gathered_parts(gathered), pending)
             elif tail and step.phase == "forward":
@@ -385,13 +385,18 @@ class GatheredParameters:
         self._run_micro_batch(available=set())
         self._run_micro_batch(available=self._persistent)
 
-    def during_backward(self, group: int, index: int, num_grads: int) -> int:
-        """Return the most elements while an instance has made this many gradient elements."""
+    def during_backward(self, group: int, index: int, num_grads: int, num_new: int = 0) -> int:
+        """Return the most elements while an instance has made this many gradient elements.
+
+        `num_new` of them are just being made: gradients of a weight and its bias, which are
+        released after both.
+        """
         uses = self.in_backward.get((group, index))
         if not uses:
             return 0
         now = next((made for made, _ in uses if made >= num_grads), uses[-1][0])
-        return max(gathered for made, gathered in uses if made == now)
+        first = min(now, num_grads - num_new + 1)
+        return max(gathered for made, gathered in uses if first <= made <= now)
 
     def peak_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield group and index where more is gathered than later in a direction of the group."""

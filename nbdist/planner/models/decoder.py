@@ -333,9 +333,9 @@ class DecoderSpec(ABC):
             y = tape.unary(y)  # peft/tuners/lora/bnb.py clones it
         # peft/tuners/lora/bnb.py asks for a GPU's autocast only
         converts = not (self.quantization and tape.autocast == "cuda")
-        x = tape.cast(x, width) if converts else x
+        own = tape.cast(x, width) if converts else x
         low = tape.linear(
-            x, work.num_tokens, self.lora_rank, narrow=shape.into, element_bytes=width
+            own, work.num_tokens, self.lora_rank, narrow=shape.into, element_bytes=width
         )
         high = tape.linear(
             low, work.num_tokens, shape.out, narrow=self.lora_rank, element_bytes=width
@@ -343,7 +343,7 @@ class DecoderSpec(ABC):
         high = tape.unary(high)  # the scaling
         high = tape.cast(high, y.width) if self.quantization and converts else high
         total = tape.add(y, high)
-        tape.keep_alive(x)  # PEFT's variable for the cast input
+        tape.keep_alive(x, own)  # the module's argument, and PEFT's variable for its cast
         return tape.cast(total, y.width)
 
     def _record_base(
