@@ -147,7 +147,7 @@ class CellHistory:
         request, metadata, count = _notebook_request()
         if request is None or request != self._request:
             cell_id = str(metadata.get("cellId") or f"run {next(self._unnamed)}")
-            count = number or count or max((run.number for run in self.runs), default=0) + 1
+            count = number or count or (self.runs[-1].number if self.runs else 0) + 1
             self.runs.append(
                 CellRun(cell_id=cell_id, number=count, tags=tuple(metadata.get("tags") or ()))
             )
