@@ -27,16 +27,16 @@ def passes(folder: Path, *, within: Sequence[str]) -> None:
         assert f"this is rank {rank} of 2, on cpu of 10.213.0.{rank + 1}" in text(ran, "where")
     assert text(ran, "same").count("all of us know the world size: 2") == 1
     assert text(ran, "status").count("  node ") == 2
-    assert "step 150" in text(ran, "train")
-    assert text(ran, "report").startswith("150 losses")
+    assert "step 240" in text(ran, "train")
+    assert text(ran, "report").startswith("240 losses")
     assert "before: saved" in text(ran, "save")
     lost = text(ran, "lost")
     assert "RankDied: node " in lost
     assert "10.213.0.2" in lost
-    assert "The last checkpoint is 'before' at step 150" in lost
+    assert "The last checkpoint is 'before' at step 240" in lost
     assert text(ran, "after").startswith("Session(dead: 2 CPU ranks on 2 nodes")
     assert "2 CPU ranks on 2 nodes" in text(ran, "restart")
-    assert "step 150" in text(ran, "on-with-it")
+    assert "step 240" in text(ran, "on-with-it")
     assert "at first" in text(ran, "proof")
 
 

@@ -49,6 +49,7 @@ INDEX_BYTES = 8
 _KEEPS_INPUT = frozenset({"silu", "swish", "gelu", "gelu_pytorch_tanh", "quick_gelu"})
 """Activation functions that are a single operation which saves its input."""
 ACTIVATIONS = _KEEPS_INPUT | {"gelu_new", "relu", "sigmoid", "tanh"}
+"""All activation functions with a closed formula."""
 
 
 class LinearShape(NamedTuple):
