@@ -122,8 +122,8 @@ def tied_head_size(model: ModelSpec) -> int:
 def num_pending_gradients(model: ModelSpec, step: MicroBatchStep, bucket: int | None = None) -> int:
     """Return the gradient elements of a step that are not yet stored with the other gradients.
 
-    These are new ones, the latest if it exceeds a bucket, which waits for the next one, and before
-    the tail's group the tied head's.
+    These are those just made and, before the tail's group, the tied head's. A gradient that
+    exceeds a bucket is pending until the next one is made.
     """
     if step.phase != "backward":
         return 0

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nbdist.planner.models.autograd_tape import FULL_BYTES
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from nbdist.planner.tracing.fsdp_groups import FsdpGroup
 
 PARAMETERS = "parameters"
-FULL_BYTES = 4
 
 
 class MemoryTracePoint(NamedTuple):
