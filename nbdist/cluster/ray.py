@@ -24,6 +24,7 @@ from nbdist.cluster.allocation import (
     RankDistribution,
     check_folder,
     fit_to_nodes,
+    format_count,
     number_nodes,
     unique_names,
 )
@@ -119,16 +120,21 @@ class RayCluster:
     def num_available_nodes(self, kind: DeviceType, each: int, nodes: int) -> int:
         """Return the number of reachable nodes with room for `each` ranks, at most `nodes`."""
         with self._connection():
-            self._unreachable.clear()
-            # Ray notices up to a minute later that a node's raylet accepts no connection. Outside
-            # the cluster nodes may be unreachable anyway.
-            for node in () if self._client else self._alive_nodes():
-                address = node["NodeManagerAddress"]
-                try:
-                    socket.create_connection((address, node["NodeManagerPort"]), ANSWER_S).close()
-                except OSError:
-                    self._unreachable.add(address)
+            self._find_unreachable_nodes()
             return min(len(self._nodes_with_room(kind, each)), nodes)
+
+    def _find_unreachable_nodes(self) -> None:
+        """Connect to each node: Ray notices up to a minute later that a raylet is gone.
+
+        Does nothing outside the cluster, from where nodes may be unreachable anyway.
+        """
+        self._unreachable.clear()
+        for node in () if self._client else self._alive_nodes():
+            address = node["NodeManagerAddress"]
+            try:
+                socket.create_connection((address, node["NodeManagerPort"]), ANSWER_S).close()
+            except OSError:
+                self._unreachable.add(address)
 
     def _alive_nodes(self) -> list[dict[str, Any]]:
         """Nodes that Ray lists as alive, without those that did not respond."""
@@ -285,17 +291,23 @@ class RayCluster:
         cpus, gpus = _node_resources(spread)
         bundle: dict[str, float] = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
         bundles: list[dict[str, float]] = [bundle] * spread.num_nodes
+        self._find_unreachable_nodes()
         if self._unreachable:  # Ray would still use these nodes
-            nodes = self._nodes_with_room(spread.kind, spread.ranks_per_node)
-            pins = [f"node:{node['NodeManagerAddress']}" for node in nodes]
-            bundles = [{**bundle, pin: 0.001} for pin in pins[: spread.num_nodes]] or bundles
+            nodes = self._nodes_with_room(spread.kind, spread.ranks_per_node)[: spread.num_nodes]
+            pinned = [{**bundle, f"node:{node['NodeManagerAddress']}": 0.001} for node in nodes]
+            bundles[: len(pinned)] = pinned
         self._group = placement_group(bundles, strategy="STRICT_SPREAD")
-        since = time.monotonic()
-        while not self._group.wait(POLL_S):
-            waited_s = time.monotonic() - since
-            if waited_s > POLL_S:
-                size = spread.describe()
-                progress(f"waiting for Ray to free {size}, now in use by others ({waited_s:.0f} s)")
+        ready, since = self._group.ready(), time.monotonic()
+        # PlacementGroup.wait() truncates its timeout to whole seconds, and each call that times out
+        # costs the head 20 KB that it keeps (Ray 2.60)
+        while not _ray().wait([ready], timeout=POLL_S)[0]:
+            found = len(self._nodes_with_room(spread.kind, spread.ranks_per_node))
+            cause = (
+                "now in use by others"
+                if found >= spread.num_nodes
+                else f"but the cluster has {format_count(found, 'node')} of this size"
+            )
+            progress(f"waiting for {spread.describe()}, {cause} ({time.monotonic() - since:.0f} s)")
 
     def _start_actors(
         self, spread: RankDistribution, progress: Callable[[str], None]

@@ -183,7 +183,7 @@ def test_a_restart_can_wait_for_another_node(notebook: LiveKernel, hosts: Hosts)
     assert notebook.run(CELL + SUM).status == "ok"
     dies(notebook, lambda: hosts.there.kill(RAYLET))
     cell = notebook.send("%nbdist restart --wait")
-    notebook.collect(cell, until="waiting for 2 nodes")
+    notebook.collect(cell, until="waiting for 2 nodes x 1 CPU rank, but the cluster has 1 node")
     hosts.start_ray(hosts.there)
     again = notebook.collect(cell)
     assert again.status == "ok", again.text
