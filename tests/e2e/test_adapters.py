@@ -160,7 +160,7 @@ def test_changed_frozen_parameters_are_restored_from_the_base(session: Session) 
     session.run("change_frozen()")
     changed = session.save("changed", overwrite=True)
     changed.wait(60)
-    assert "1 frozen parameters (0.1 MiB) are stored by value: not equal to" in str(changed)
+    assert "1 frozen parameters (106 KiB) are stored by value: not equal to" in str(changed)
     session.load("before")
     assert one(session, "train(2)") == expected
 
@@ -235,6 +235,8 @@ def test_another_optimizer_continues_under_the_same_engine(session: Session) -> 
 def test_every_engine_continues_with_every_optimizer(
     living: Session, engine: str, make: str
 ) -> None:
+    if make == "quantized":
+        pytest.importorskip("torchao")
     if living.backend != engine:
         living.restart(backend=engine)
         living.run(TRAINING)
