@@ -69,6 +69,8 @@ class WeightShape(NamedTuple):
     """FSDP2 shards by rows."""
     num_elements: int
     trainable: bool = True
+    is_bias: bool = False
+    """True for the bias of the layer that has the weight before it."""
 
     def shard(self, ranks: int) -> WeightShape:
         """Return the first rank's shard, which is padded to equal shards."""
@@ -97,6 +99,10 @@ class LayerGroup:
     """Largest single parameter of one instance, in elements; quantized ones do not count."""
     tensors: tuple[WeightShape, ...] = ()
     """Each parameter of one instance that is not quantized, if known."""
+    num_late_tensors: int = 0
+    """How many of the root's `tensors`, the last ones, are used after the last block."""
+    tied_tensor: int | None = None
+    """Index of the root's tensor that is both the embedding's and the head's weight, if any."""
 
     @property
     def num_params(self) -> int:

@@ -499,11 +499,11 @@ def _check_numbers(options: Options) -> None:
     clip: Any = options.clip
     if type(accumulate) is not int or accumulate < 1:
         raise OptionError(
-            f"accumulate (micro batches) must be an integer >= 1, got {accumulate!r}."
+            f"accumulate (micro batches) must be an integer >= 1, got {abbreviate(accumulate)}."
         )
     if clip is not None and not (isinstance(clip, int | float) and 0 < clip < float("inf")):
         raise OptionError(
-            f"clip (maximum gradient norm) must be a finite number > 0, got {clip!r}."
+            f"clip (maximum gradient norm) must be a finite number > 0, got {abbreviate(clip)}."
         )
 
 

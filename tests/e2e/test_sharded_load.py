@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from nbdist import Session
-from tests import engines, models
+from nbdist.strategies import STRATEGIES
+from tests import models
+from tests.nightly import with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +55,9 @@ model = peft.get_peft_model(model, lora)
 }
 
 
+SHARDED = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pretrained model with tied embeddings, in fp32."""
@@ -62,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=engines.each("zero3"))
+@pytest.fixture(scope="module", params=with_core(SHARDED, "zero3"))
 def session(request: pytest.FixtureRequest, folder: Path) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param, precision="no") as session:
         session.push(folder=str(folder))

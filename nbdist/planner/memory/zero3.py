@@ -29,7 +29,7 @@ from nbdist.planner.memory.zero_common import (
 from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
     from nbdist.planner.memory.zero_partitioning import BucketReduction
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "backward"]
 GatherPoint = tuple[Direction, int, int]
 """Direction, group, index of the instance."""
+_Key = tuple[int, int, int]
+"""Of a parameter: group, index of the instance, index in the group."""
 
 _SWAP_BUFFERS = 4
 _PARAM_BUFFERS = 5
@@ -174,7 +176,8 @@ class Zero3Timeline(ZeroTimeline):
             if step.phase == "loss":
                 yield at, self.allocation_with(self._gathered_parts(self._gathered.num_at_loss))
             elif step.phase == "backward":
-                gathered = self._gathered.during_backward(*place, step.num_grads, step.new_grads)
+                new = step.new_grads if self.model.depth == "closed form" else None
+                gathered = self._gathered.during_backward(*place, step.num_grads, new)
                 pending = self.pending_gradient_parts(step)
                 yield at, self.allocation_with(self._gathered_parts(gathered), pending)
             elif tail and step.phase == "forward":
@@ -238,6 +241,8 @@ class Zero3Timeline(ZeroTimeline):
 
 
 class _Parameter(NamedTuple):
+    position: int
+    """Index in its group."""
     size: int
     held: int
     """Elements of the result's size that it takes."""
@@ -248,7 +253,7 @@ class _Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ParameterUse:
-    parameter: int
+    parameter: _Key
     size: int
     where: GatherPoint
     held: int
@@ -277,67 +282,83 @@ def simulate_prefetch(
         rules: limits from DeepSpeed's config.
         element_bytes: bytes of the elements in which the result is counted.
     """
-    parameters = [_parameters(group, element_bytes) for group in groups]
-    uses = _parameter_uses(groups, parameters, tied=tied, recompute=recompute)
-    return GatheredParameters(uses, rules)
+    uses = _parameter_uses(groups, element_bytes, tied=tied, recompute=recompute)
+    blocks = {number for number, group in enumerate(groups) if group.role == "block"}
+    return GatheredParameters(uses, rules, blocks)
 
 
 def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
     """Parameters of one instance of a group."""
-    found = [_Parameter(size, size, trains) for size, trains in zero_partitioning.params(group)]
-    found += [_Parameter(size, size // element_bytes) for size in group.quantized_tensors]
+    sizes = [(size, size, trains) for size, trains in zero_partitioning.params(group)]
+    sizes += [(size, size // element_bytes, False) for size in group.quantized_tensors]
+    found = [_Parameter(position, *each) for position, each in enumerate(sizes)]
     tensors = group.tensors
     vectors = [n for n, shape in enumerate(tensors) if shape.rows == shape.num_elements]
     last = max((n for n in range(len(found)) if n not in vectors), default=None)
     if last is not None:
         found[last] = found[last]._replace(is_last=True)
-        if last + 1 in vectors and tensors[last + 1].rows == tensors[last].rows:  # its bias
+        if tensors[last + 1 :] and tensors[last + 1].is_bias:
             found[last + 1] = found[last + 1]._replace(is_last=True)
     return found
 
 
+def _parts(groups: tuple[LayerGroup, ...], element_bytes: int) -> list[list[_Parameter]]:
+    """Parameters of each group, and at the end those of the root that are used after the blocks.
+
+    The gradients of the latter count as the root's.
+    """
+    parts = [_parameters(group, element_bytes) for group in groups]
+    root, end = groups[0], len(groups[0].tensors)
+    late = parts[0][end - root.num_late_tensors : end]
+    del parts[0][end - root.num_late_tensors : end]
+    if root.tied_tensor is not None:
+        late.append(parts[0][root.tied_tensor])
+    return [*parts, [each._replace(trainable=False, is_last=False) for each in late]]
+
+
 def _parameter_uses(
-    groups: tuple[LayerGroup, ...],
-    sizes: list[list[_Parameter]],
-    *,
-    tied: bool,
-    recompute: bool,
+    groups: tuple[LayerGroup, ...], element_bytes: int, *, tied: bool, recompute: bool
 ) -> list[_ParameterUse]:
     """Every use of a parameter, in the order of one micro-batch."""
-    numbers: dict[tuple[int, int, int], int] = {}
+    tail, late = len(groups) - 1, len(groups)
+    parts = _parts(groups, element_bytes)
+    num_late = groups[0].trainable - sum(each.size for each in parts[0] if each.trainable)
 
-    def uses_of_block(direction: Direction, group: int, index: int) -> list[_ParameterUse]:
+    def uses_of_block(direction: Direction, part: int, index: int) -> list[_ParameterUse]:
         return [
             _ParameterUse(
-                numbers.setdefault((group, index, position), len(numbers)),
+                (part % late, index, parameter.position),
                 parameter.size,
-                (direction, group, index),
+                (direction, min(part, tail), index),
                 parameter.held,
             )
-            for position, parameter in enumerate(sizes[group])
+            for parameter in parts[part]
         ]
 
-    def uses_in_backward(group: int, index: int) -> list[_ParameterUse]:
-        made, uses = 0, []
-        pairs = [*zip(sizes[group], uses_of_block("backward", group, index), strict=True)]
+    def uses_in_backward(part: int, index: int) -> list[_ParameterUse]:
+        pairs = [*zip(parts[part], uses_of_block("backward", part, index), strict=True)]
+        made, uses = 0 if part else num_late, []
         pairs.sort(key=lambda pair: pair[0].is_last)
         for parameter, use in reversed(pairs):
             made += parameter.size if parameter.trainable else 0
             uses.append(replace(use, num_grads=made))
-        if recompute and groups[group].role == "block":
+        if recompute and part != late and groups[part].role == "block":
             # The last layer is gathered for its backward, which begins with the forward of all.
             pairs.sort(key=lambda pair: not pair[0].is_last)
             uses = [*(use for _, use in pairs), *uses]
         return uses
 
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
+    if [group.role for group in groups[:2]] == ["root", "embedding"]:
+        order[:2] = order[1::-1]  # positions are looked up after tokens
+    order.insert(-1, (late, 0))
     uses = [use for position in order for use in uses_of_block("forward", *position)]
-    head = max(uses_of_block("forward", len(groups) - 1, 0), key=lambda use: use.size, default=None)
+    head = max(uses_of_block("forward", tail, 0), key=lambda use: use.size, default=None)
     first = next((number for number, group in enumerate(groups) if group.trainable), 0)
-    for number, index in reversed(order):
-        if number < first and not recompute:
+    for part, index in reversed(order):
+        if part < first and not recompute:
             break  # nothing before the first trainable parameter has a backward
-        uses += uses_in_backward(number, index)
+        uses += uses_in_backward(part, index)
     if tied and head is not None:
         uses.insert(0, replace(head, where=("forward", 0, 0)))
         if recompute or not first:
@@ -345,12 +366,21 @@ def _parameter_uses(
     return uses
 
 
+class _BackwardUse(NamedTuple):
+    num_grads: int
+    """Elements of the instance's gradients that are made with its own."""
+    held: int
+    """Elements gathered."""
+    held_after: int
+    """The same after the parameter's release."""
+
+
 class _GatherMessage:
     """Parameters gathered in one message, into one flat tensor; a single one as it is."""
 
     __slots__ = ("copied", "is_flat", "size", "waiting")
 
-    def __init__(self, parameters: set[int], size: int) -> None:
+    def __init__(self, parameters: set[_Key], size: int) -> None:
         self.waiting, self.size, self.copied = parameters, size, False
         self.is_flat = len(parameters) > 1
 
@@ -358,15 +388,17 @@ class _GatherMessage:
 class GatheredParameters:
     """Elements on a rank in addition to its partition, as DeepSpeed's coordinator gathers them."""
 
-    def __init__(self, uses: list[_ParameterUse], rules: PrefetchLimits) -> None:
+    def __init__(
+        self, uses: list[_ParameterUse], rules: PrefetchLimits, blocks: Collection[int]
+    ) -> None:
         """Simulate two micro-batches with a complete trace.
 
         DeepSpeed caches for good what the first one releases, in which parameters that will persist
         are not yet available (an `lru_cache` around `__params_to_release`).
         """
-        self._uses, self._rules = uses, rules
+        self._uses, self._rules, self._blocks = uses, rules, blocks
         self._before = [0, *accumulate(use.size for use in uses)]
-        upcoming: dict[int, int] = {}
+        upcoming: dict[_Key, int] = {}
         self._next_use: dict[int, int] = {}
         """Index of a use -> index of the same parameter's next use."""
         for step in reversed(range(len(uses))):
@@ -385,18 +417,26 @@ class GatheredParameters:
         self._run_micro_batch(available=set())
         self._run_micro_batch(available=self._persistent)
 
-    def during_backward(self, group: int, index: int, num_grads: int, num_new: int = 0) -> int:
+    def during_backward(
+        self, group: int, index: int, num_grads: int, num_new: int | None = None
+    ) -> int:
         """Return the most elements while an instance has made this many gradient elements.
 
         `num_new` of them are just being made: gradients of a weight and its bias, which are
-        released after both.
+        released after both. If it is 0, the last ones are released; if None, they may not be.
         """
         uses = self.in_backward.get((group, index))
         if not uses:
             return 0
-        now = next((made for made, _ in uses if made >= num_grads), uses[-1][0])
-        first = min(now, num_grads - num_new + 1)
-        return max(gathered for made, gathered in uses if first <= made <= now)
+        if num_new == 0 and num_grads:
+            same = [use for use in uses if use.num_grads == num_grads]
+            if same:
+                return max([same[0].held_after, *(use.held for use in same[1:])])
+        now = next(
+            (use.num_grads for use in uses if use.num_grads >= num_grads), uses[-1].num_grads
+        )
+        first = min(now, num_grads - (num_new or 0) + 1)
+        return max(use.held for use in uses if first <= use.num_grads <= now)
 
     def peak_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield group and index where more is gathered than later in a direction of the group."""
@@ -406,17 +446,17 @@ class GatheredParameters:
                 most[direction, group] = gathered
                 yield group, index
 
-    def _run_micro_batch(self, available: set[int]) -> None:
+    def _run_micro_batch(self, available: set[_Key]) -> None:
         self.max_at: dict[GatherPoint, int] = {}
         """Peak while an instance runs, including the flat tensors of its gathers."""
         self.min_at: dict[GatherPoint, int] = {}
         """Elements when an instance has everything it needs."""
-        self.in_backward: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        """Of each instance in its backward, in order: gradient elements made, elements gathered."""
+        self.in_backward: dict[tuple[int, int], list[_BackwardUse]] = defaultdict(list)
+        """Uses by each instance in its backward, in order."""
         self.num_at_loss = 0
         """Elements between forward and backward."""
-        self._seen_until: dict[int, int] = {}
-        self._gather_messages: dict[int, _GatherMessage] = {}
+        self._seen_until: dict[_Key, int] = {}
+        self._gather_messages: dict[_Key, _GatherMessage] = {}
         self._gathered_parameters = set(available)
         self._available = 0
         """Elements gathered or in flight, as DeepSpeed counts them."""
@@ -427,7 +467,7 @@ class GatheredParameters:
         self._look_ahead()  # in that of its base model
         for step, use in enumerate(self._uses):
             direction, group, index = use.where
-            if use.where not in self.max_at:
+            if group in self._blocks and use.where not in self.max_at:
                 self._look_ahead()  # in the block's hook
                 self._look_ahead()  # in that of its attention
             peak = self._fetch(use)
@@ -437,11 +477,12 @@ class GatheredParameters:
             self._look_ahead()
             self.max_at[use.where] = max(self.max_at.get(use.where, 0), peak, self._held)
             self.min_at[use.where] = self._held
-            if direction == "backward":
-                self.in_backward[group, index].append((use.num_grads, self._held))
+            held = self._held
             if self._releases.setdefault(step, self._is_released(step, use)):
                 self._release(use)
-            if direction == "forward":
+            if direction == "backward":
+                self.in_backward[group, index].append(_BackwardUse(use.num_grads, held, self._held))
+            else:
                 self.num_at_loss = self._held
 
     def _fetch(self, use: _ParameterUse) -> int:
@@ -464,7 +505,7 @@ class GatheredParameters:
             self._held -= message.size
         return peak
 
-    def _gather(self, parameters: set[int]) -> None:
+    def _gather(self, parameters: set[_Key]) -> None:
         held = sum(self._held_sizes[parameter] for parameter in parameters)
         self._gathered_parameters |= parameters
         self._gather_messages |= dict.fromkeys(parameters, _GatherMessage(set(parameters), held))
@@ -476,7 +517,7 @@ class GatheredParameters:
         num_free = min(
             self._rules.max_live_parameters - self._available, self._rules.prefetch_bucket_size
         )
-        parameters: set[int] = set()
+        parameters: set[_Key] = set()
         size = 0
         while self._queue < len(self._uses) and size < num_free:
             ahead = self._uses[self._queue]

@@ -83,7 +83,7 @@ def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
         found: list[WeightShape] = []
         rows = 0  # of the weight before, if it has had no bias yet
         for shape in shapes:
-            is_bias = shape.rows == shape.num_elements == rows
+            is_bias = shape.is_bias and shape.num_elements == rows
             found.insert(len(found) - is_bias, shape)
             rows = 0 if is_bias else shape.rows
         return tuple(found)

@@ -404,8 +404,9 @@ class DecoderSpec(ABC):
     ) -> TapeTensor:
         """Record scaled_dot_product_attention without a fused kernel: in fp32, scores kept.
 
-        torch 2.13 (aten/src/ATen/native/transformers/attention.cpp) holds the fp32 copies until the
-        end, and returns the scores, in the queries' dtype; the module's forward holds its inputs.
+        torch 2.13 (aten/src/ATen/native/transformers/attention.cpp) holds the fp32 copies and the
+        causal mask until the end, and returns the scores, in the queries' dtype; the module's
+        forward holds its inputs.
         """
         inputs = (q, k, v)
         width = HALF_BYTES if tape.autocast else q.width
@@ -415,6 +416,8 @@ class DecoderSpec(ABC):
         scaled = tape.unary(q)
         q, k = tape.copy(scaled), tape.copy(tape.unary(k))
         raw = tape.unary(tape.fp32_matmul(q, k, self.num_attention_scores(work)))
+        mask = TapeTensor(work.seq_len**2, FULL_BYTES)
+        tape.keep_alive(mask)
         dropped = tape.dropout(tape.softmax(raw), self.attention_dropout)
         # Heads of one sample, or samples of one head, are a view that a product accepts directly.
         v = v if 1 in {work.batch_size, self.heads} else tape.copy(v)
@@ -423,7 +426,7 @@ class DecoderSpec(ABC):
         out = tape.cast(out, width)
         tape.keep_alive(scaled)
         out = tape.copy(out)
-        tape.keep_alive(returned, *copies, *inputs)
+        tape.keep_alive(returned, mask, *copies, *inputs)
         return out
 
     # -- implementation --------------------------------------------------------------------
@@ -489,10 +492,13 @@ class DecoderSpec(ABC):
         tape = self._new_tape(work)
         out = self.record_block(tape, work, x)
         kept, input_grad = tape.attribute_bytes(), x.size_bytes if x.needs_grad else 0
+        held = 0  # embeddings of tokens and positions, which the model's forward holds in variables
+        if self.position_weights():
+            held = tape.element_bytes * self.hidden * (work.num_tokens + work.seq_len)
         if not work.activation_checkpointing:
             block = LayerActivations(
                 saved_bytes=tape.saved_bytes(),
-                forward_peak_bytes=tape.forward_peak_bytes(first=x),
+                forward_peak_bytes=tape.forward_peak_bytes(first=x) + held,
                 backward_moments=tape.backward_moments(out.size_bytes),
                 input_grad_bytes=input_grad,
             )
@@ -503,7 +509,7 @@ class DecoderSpec(ABC):
         backward = tape.backward_moments(out.size_bytes, held_bytes=input_bytes)
         block = LayerActivations(
             saved_bytes=x.size_bytes + kept,
-            forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept,
+            forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept + held,
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + kept)
                 for moment in (recomputed, *backward)

@@ -40,6 +40,12 @@ class FsdpGroup:
     """Elements, bytes, and bytes of scales of each parameter that bitsandbytes has quantized."""
     first_block_index: int = 0
     """Index of the first block of its list; its own index outside of a list."""
+    biases: frozenset[int] = frozenset()
+    """Indices in `own_params` of the biases of layers that have a weight, too."""
+    num_late_params: int = 0
+    """How many of the root's floating-point parameters follow the last block in the model."""
+    tied_param: int | None = None
+    """Index of the root's parameter that is both the embedding's and the head's weight, if any."""
 
     def parameter_counts(self) -> dict[str, Any]:
         """Return its parameters as fields of a `LayerGroup`."""
@@ -53,9 +59,17 @@ class FsdpGroup:
             "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes),
             "quantized_tensors": [size for _, size, _ in self.quantized_sizes],
             "largest": max(sizes, default=0),
+            "num_late_tensors": self.num_late_params,
+            "tied_tensor": self.tied_param,
             "tensors": [
-                (each.shape[0] if each.dim() else 1, each.numel(), each.requires_grad)
-                for each in floating
+                (
+                    each.shape[0] if each.dim() else 1,
+                    each.numel(),
+                    each.requires_grad,
+                    n in self.biases,
+                )
+                for n, each in enumerate(self.own_params)
+                if each.is_floating_point()
             ],
         }
 
@@ -84,14 +98,26 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     owner: dict[nn.Parameter, FsdpGroup] = {}
     for group in result:
         owner |= dict.fromkeys(group.own_params, group)
+    biases = {getattr(layer, "bias", None) for layer in model.modules() if hasattr(layer, "weight")}
     for number, group in enumerate(result):
         group.own_params = [
             parameter for parameter in dict.fromkeys(group.own_params) if owner[parameter] is group
         ]
+        group.biases = frozenset(n for n, each in enumerate(group.own_params) if each in biases)
         group.represented_indices, group.first_block_index = [number], number
         group.quantized_sizes = [
             _quantized_size(each) for each in group.own_params if not each.is_floating_point()
         ]
+    root = result[0]
+    if wrap_units.has_tied_embeddings(model):
+        tied = wrap_units.embedding_and_head(model)[wrap_units.GET_HEAD_METHOD].weight
+        root.tied_param = next((n for n, each in enumerate(root.own_params) if each is tied), None)
+    in_order = list(model.parameters())
+    in_blocks = [at for at, each in enumerate(in_order) if owner[each].role == "block"]
+    after_blocks = in_order[max(in_blocks, default=len(in_order)) + 1 :]
+    root.num_late_params = sum(
+        owner[each] is root and each.is_floating_point() for each in after_blocks
+    )
     return result
 
 
