@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from IPython import get_ipython
 from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
 from nbdist.errors import OptionError
 from nbdist.state import collectives, layouts
@@ -63,7 +64,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         process_group.require_all_ranks("generate() of a model with sharded parameters")
         # Also the model's own generate() may call a part of it, such as the encoder of a T5.
-        with kind.root_parameters(unwrap_compiled(prepared.model)):
+        with kind.root_parameters(_engine(prepared.model)):
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
             prepared.interrupted_pass, prepared.has_evaluated = "", True
@@ -105,13 +106,18 @@ def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
     if prepared is None or prepared.model in _gathered:
         yield _bare(model)
         return
-    wrapper = unwrap_compiled(prepared.model)
+    wrapper = _engine(prepared.model)
     with layouts.kind_of(wrapper).full_parameters(wrapper):
         _gathered.add(prepared.model)
         try:
             yield _bare(wrapper)
         finally:
             _gathered.discard(prepared.model)
+
+
+def _engine(model: nn.Module) -> nn.Module:
+    """Return the engine's module; with --compile-model, FSDP2 shards torch.compile's wrapper."""
+    return model if isinstance(model, FSDPModule) else unwrap_compiled(model)
 
 
 def _bare(model: nn.Module) -> nn.Module:
