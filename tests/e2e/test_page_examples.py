@@ -78,6 +78,7 @@ def train(model, optimizer, loader):
 FIRST = {
     "README.md": [*LOAD, *MODEL],
     "docs/checkpoints.md": [*LOAD, *MODEL, *PREPARE, *CHECKPOINTS],
+    "docs/debugging.md": [*LOAD, *MODEL, *PREPARE],
     "docs/fine-tuning.md": [*LOAD, *PRETRAINED],
     "docs/graduate.md": [*LOAD, *SLURM],
     "docs/index.md": [*LOAD, *MODEL],
@@ -90,6 +91,8 @@ FIRST = {
     "nbdist/magics/magics.py": [*LOAD, *MODEL, *TRAIN],
 }
 """Cells that define what the examples of a page use."""
+ELSEWHERE = {"docs/coming-from.md"}
+"""Pages with a test of their own, here `test_coming_from`."""
 
 
 def pages() -> dict[str, list[examples.Example]]:
@@ -97,7 +100,7 @@ def pages() -> dict[str, list[examples.Example]]:
     found: dict[str, list[examples.Example]] = {}
     of_pages = [example for path in examples.pages() for example in examples.of_page(path)]
     for example in [*of_pages, *examples.of_docstrings()]:
-        if not example.reason:
+        if not example.reason and example.place not in ELSEWHERE:
             found.setdefault(example.place, []).append(example)
     return found
 

@@ -108,7 +108,7 @@ def test_trainer() -> None:
 def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # plan with the defaults
     notebook = executed("04_will_it_fit.ipynb")
-    assert "the simplest that fits" in text(notebook, "seven")
+    assert "the fastest that fits" in text(notebook, "seven")
     assert "text/html" in mimes(notebook, "seven")
     assert "these changes would" in text(notebook, "eight")
     assert "--offload cpu" in text(notebook, "fits")
