@@ -194,7 +194,9 @@ def test_options_go_with_it(two_nodes: Session, options: dict[str, Any]) -> None
 
 @pytest.mark.nightly
 def test_a_trainer_trains_under_it(two_nodes: Session) -> None:
-    code = "def build():\n    torch.manual_seed(0)\n    return gpt2()\n" + TRAINER.format(steps=4)
+    code = "def build():\n    torch.manual_seed(0)\n    return gpt2()\n" + TRAINER.format(
+        steps=4, arguments=""
+    )
     found = {}
     for across in ("none", "nodes"):
         two_nodes.switch("fsdp", replicate_across=across)
