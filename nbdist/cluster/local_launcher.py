@@ -109,6 +109,8 @@ class Launcher(LauncherGroup):
             self.log.close_write_end()
             theirs.close()
         self._closing = False
+        self._refusal = ""
+        """Why the launcher's protocol cannot be used."""
         self._folder = self.run_dir.path
         """Folder of the last start of the ranks."""
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
@@ -126,6 +128,8 @@ class Launcher(LauncherGroup):
             self._link.sendall(messages.encode_line(message))
         except OSError as error:
             code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
+            if self._refusal:  # the reader has closed the link
+                raise StartError(f"Cannot start ranks: {self._refusal}.") from None
             if code is None:
                 problem = "has closed its link"
             else:
@@ -280,7 +284,6 @@ class Launcher(LauncherGroup):
             return None
 
     def _read(self) -> None:
-        refusal = ""
         # A launcher that is killed with unread data resets the link instead of closing it.
         with contextlib.suppress(ConnectionResetError), self._link.makefile("rb") as lines:
             for line in lines:
@@ -289,7 +292,7 @@ class Launcher(LauncherGroup):
                     isinstance(message, messages.LauncherHello)
                     and message.protocol != messages.PROTOCOL
                 ):
-                    refusal = (
+                    self._refusal = (
                         f"the launcher uses protocol {message.protocol} (nbdist {message.version})"
                         f" and this notebook protocol {messages.PROTOCOL} (nbdist {__version__}):"
                         " nbdist was replaced while the notebook ran. Restart the notebook's kernel"
@@ -301,8 +304,8 @@ class Launcher(LauncherGroup):
         if self._closing:
             return
         code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
-        codes = {} if code is None or refusal else {LAUNCHER_NAME: code}
-        self.listener(messages.AllRanksExited(LAUNCHER_GONE, codes, error=refusal))
+        codes = {} if code is None or self._refusal else {LAUNCHER_NAME: code}
+        self.listener(messages.AllRanksExited(LAUNCHER_GONE, codes, error=self._refusal))
         # the launcher was killed, so its descendants must be ended here
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
 
