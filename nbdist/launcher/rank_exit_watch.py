@@ -72,6 +72,9 @@ class RankExitWatch:
     def announce_rank(self, rank: int) -> None:
         """Register this rank; called first after the fork."""
         self._ours.close()
+        for fd, earlier in self._ranks.items():  # inherited
+            for descriptor in (fd, *earlier.pipes):
+                os.close(descriptor)
         self._theirs.send(f"{rank} {os.getpid()}".encode())
 
     def share_pipes(self, rank: int, pipes: list[int]) -> None:
