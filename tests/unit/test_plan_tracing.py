@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import nbdist
@@ -14,6 +13,7 @@ from nbdist.errors import PlanError
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import traced
 from nbdist.planner.tracing import build_model, trace_module, trace_variants
+from tests import models
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,14 +45,7 @@ def figures(
 
 
 def test_the_root_tells_what_is_used_after_the_blocks() -> None:
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        intermediate_size=16,
-    )
-    root = trace_module.describe_groups(transformers.BertForMaskedLM(config))[0]
+    root = trace_module.describe_groups(models.bert())[0]
     assert root["num_late_tensors"] == 5  # the bias, dense layer and norm of the head
     assert root["tied_tensor"] == 0  # the embedding of tokens
     assert [bias for *_, bias in root["tensors"][-4:]] == [False, True, False, True]
