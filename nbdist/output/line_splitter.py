@@ -50,7 +50,7 @@ _MAX_DISPLAY_ROWS = 64
 _BAR_END_S = 0.15
 """A bar is closed if it has ended with a newline and is not continued within this time."""
 _DISPLAY_DELAY_S = 1.0
-"""Drawing a figure takes a different time on each rank, and a late figure is better than two."""
+"""Ranks differ in the time to draw a figure or compute a value. One late is better than two."""
 _CLEAR_DELAY_S = 1.0
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _KEPT_RETURNS = 50
@@ -254,12 +254,13 @@ def _line_items(lines: list[str], stream: StreamName, now: float) -> list[Output
 def _display_items(ranks: Sequence[int], item: OutputItem[Any]) -> list[OutputItem[Any]]:
     bundle, display_id = item.content.bundle, item.content.display_id
     if display_id is None and bundle.keys() == {"text/plain"}:
-        # a plain result is handled as printed lines
+        # a plain result is merged by line, as printed text is
         style, lines = "", []
         for line in bundle["text/plain"].split("\n"):
             closed, style = close_colours(line, style)
             lines.append(closed)
-        return _line_items(lines, "stdout", item.arrived_at)
+        items = _line_items(lines, "stdout", item.arrived_at)
+        return [replace(line, merge_delay_s=_DISPLAY_DELAY_S) for line in items]
     if not bundle:
         return []
     if display_id is not None or _WIDGET in bundle:
