@@ -70,6 +70,30 @@ def test_what_int8_adapters_hold_in_a_forward(
     assert row.allocated_bytes / 2**20 == pytest.approx(mib, rel=0.002)
 
 
+def test_zero3_gathers_frozen_weights_again_after_a_checkpointed_forward() -> None:
+    # Measured by benchmarks/footprint.py: DeepSpeed releases what is frozen with the last layer.
+    zero = {
+        "reduce_bucket_size": 293_772,
+        "stage3_param_persistence_threshold": 1000,
+        "stage3_max_live_parameters": 1_485_695,
+        "stage3_max_reuse_distance": 1_875_284,
+        "stage3_prefetch_bucket_size": 1_023_067,
+    }
+    planned = plan(
+        model_configs.llama(512, 1536, 2, 8, 4, 2071, model_type="mistral", dtype="bfloat16"),
+        lora=4,
+        target_modules=["q_proj", "k_proj", "down_proj"],
+        batch_size=1,
+        optimizer="adamw_fused",
+        precision="bf16",
+        keep_outputs=False,
+        activation_checkpointing=True,
+        backend="zero3",
+        deepspeed_config={"zero_optimization": zero},
+    )
+    assert planned.row("zero3").allocated_bytes / 2**20 == pytest.approx(12.704, rel=0.01)
+
+
 def test_the_argument_of_an_adapted_layer_lives_until_its_call_ends() -> None:
     small = {"intermediate_size": 832, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = LLAMA | small | {"head_dim": 64, "vocab_size": 735}

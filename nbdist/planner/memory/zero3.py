@@ -260,6 +260,8 @@ class _ParameterUse:
     """Elements of the result's size that it takes."""
     num_grads: int = 0
     """In a backward, elements of the instance's gradients that are made with its own."""
+    releases: tuple[_Key, ...] = ()
+    """Other parameters that are released after it."""
 
 
 @lru_cache(maxsize=64)
@@ -335,19 +337,6 @@ def _parameter_uses(
             for parameter in parts[part]
         ]
 
-    def uses_in_backward(part: int, index: int) -> list[_ParameterUse]:
-        pairs = [*zip(parts[part], uses_of_block("backward", part, index), strict=True)]
-        made, uses = 0 if part else num_late, []
-        pairs.sort(key=lambda pair: pair[0].is_last)
-        for parameter, use in reversed(pairs):
-            made += parameter.size if parameter.trainable else 0
-            uses.append(replace(use, num_grads=made))
-        if recompute and part != late and groups[part].role == "block":
-            # The last layer is gathered for its backward, which begins with the forward of all.
-            pairs.sort(key=lambda pair: not pair[0].is_last)
-            uses = [*(use for _, use in pairs), *uses]
-        return uses
-
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
     if [group.role for group in groups[:2]] == ["root", "embedding"]:
         order[:2] = order[1::-1]  # positions are looked up after tokens
@@ -358,12 +347,38 @@ def _parameter_uses(
     for part, index in reversed(order):
         if part < first and not recompute:
             break  # nothing before the first trainable parameter has a backward
-        uses += uses_in_backward(part, index)
+        uses += _uses_in_backward(
+            parts[part],
+            uses_of_block("backward", part, index),
+            num_grads=0 if part else num_late,
+            recompute=recompute and part != late and groups[part].role == "block",
+        )
     if tied and head is not None:
         uses.insert(0, replace(head, where=("forward", 0, 0)))
         if recompute or not first:
             uses.append(replace(head, where=("backward", 0, 0)))
     return uses
+
+
+def _uses_in_backward(
+    parameters: list[_Parameter], uses: list[_ParameterUse], *, num_grads: int, recompute: bool
+) -> list[_ParameterUse]:
+    """Order the uses of an instance as in its backward, after `num_grads` elements of gradients."""
+    pairs = sorted(zip(parameters, uses, strict=True), key=lambda pair: pair[0].is_last)
+    found = []
+    for parameter, use in reversed(pairs):
+        num_grads += parameter.size if parameter.trainable else 0
+        found.append(replace(use, num_grads=num_grads))
+    if not recompute:
+        return found
+    # The last layer is gathered for its backward, which begins with the forward of all. What is
+    # frozen is released together with that layer (`ds_recompute_parameters`).
+    num_last = sum(parameter.is_last for parameter in parameters)
+    frozen = tuple(use.parameter for parameter, use in pairs if not parameter.trainable)
+    if num_last:
+        found[num_last - 1] = replace(found[num_last - 1], releases=frozen)
+    pairs.sort(key=lambda pair: not pair[0].is_last)
+    return [*(use for _, use in pairs), *found]
 
 
 class _BackwardUse(NamedTuple):
@@ -462,11 +477,15 @@ class GatheredParameters:
         """Elements gathered or in flight, as DeepSpeed counts them."""
         self._held = 0
         """Elements of flat tensors and of the copies made from them."""
+        self._in_graph: set[_Key] = set()
+        """Quantized weights gathered in the forward, which the graph keeps."""
         self._queue = 0
         self._look_ahead()  # in the hook of the model, before any of its modules
         self._look_ahead()  # in that of its base model
         for step, use in enumerate(self._uses):
             direction, group, index = use.where
+            if direction == "forward" and use.held != use.size:
+                self._in_graph.add(use.parameter)
             if group in self._blocks and use.where not in self.max_at:
                 self._look_ahead()  # in the block's hook
                 self._look_ahead()  # in that of its attention
@@ -479,7 +498,10 @@ class GatheredParameters:
             self.min_at[use.where] = self._held
             held = self._held
             if self._releases.setdefault(step, self._is_released(step, use)):
-                self._release(use)
+                self._release(use.parameter)
+            for parameter in use.releases:
+                if parameter not in self._persistent:
+                    self._release(parameter)
             if direction == "backward":
                 self.in_backward[group, index].append(_BackwardUse(use.num_grads, held, self._held))
             else:
@@ -542,10 +564,12 @@ class GatheredParameters:
             or self._before[later] - self._before[step + 1] >= self._rules.max_reuse_distance
         )
 
-    def _release(self, use: _ParameterUse) -> None:
-        if use.parameter not in self._gathered_parameters:
+    def _release(self, parameter: _Key) -> None:
+        if parameter not in self._gathered_parameters:
             return
-        self._gathered_parameters.discard(use.parameter)
-        self._available -= use.size
-        # A quantized weight, which takes less than its size in elements, stays in the graph.
-        self._held -= use.held if use.held == use.size else 0
+        self._gathered_parameters.discard(parameter)
+        self._available -= self._sizes[parameter]
+        if parameter in self._in_graph:
+            self._in_graph.discard(parameter)
+        else:
+            self._held -= self._held_sizes[parameter]
