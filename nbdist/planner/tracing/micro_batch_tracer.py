@@ -299,14 +299,21 @@ def _attention_backward_flops(
     return 2.5 * _attention_flops(query, key, value)
 
 
+def _convolution_gradient_bytes(_: Any, image: torch.Tensor, weight: torch.Tensor, *__: Any) -> int:
+    """oneDNN's sum of the weight's gradient; it lays wide kernels out for matrix products."""
+    is_wide = weight.shape[-1] > (14 if weight.element_size() == FULL_BYTES else 20)
+    size = 4 * weight.numel() + image[0].numel() if is_wide else weight.numel()
+    return FULL_BYTES * size
+
+
 _CPU_WORKSPACE: dict[Any, Callable[..., int]] = {
     torch.ops.aten.convolution: lambda _, weight, *__: weight.numel() * weight.element_size(),
-    torch.ops.aten.convolution_backward: lambda _, __, weight, *___: weight.numel() * FULL_BYTES,
+    torch.ops.aten.convolution_backward: _convolution_gradient_bytes,
 }
-"""Bytes that an operation needs besides its result.
+"""Bytes that an operation of one thread needs besides its result.
 
 oneDNN's convolutions copy the weight into a layout of their own and collect its gradient in fp32;
-copies of input and output are smaller, and depend on the processor (measured with torch 2.13).
+other copies of input and output depend on the processor (measured with torch 2.13).
 """
 
 
