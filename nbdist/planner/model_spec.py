@@ -11,23 +11,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ComputeMode = Literal["full", "half", "autocast", "half_autocast"]
+ComputeMode = Literal["full", "half", "half_shards", "autocast", "half_autocast"]
 """Compute mode of an engine.
 
 full: in the parameters' own data type, without casts (precision "no").
-half: parameters are bf16 or fp16 when used, without autocast (FSDP2, DeepSpeed).
+half: parameters are bf16 or fp16 when used, without autocast (DeepSpeed).
+half_shards: as half; outside its module's forward a parameter is a shard in fp32 (FSDP2).
 autocast: fp32 parameters under torch.autocast, outputs cast back to fp32 (DDP).
 half_autocast: both (FSDP1 through accelerate 1.15, which also casts outputs to fp32).
 """
 
-COMPUTE_MODES: tuple[ComputeMode, ...] = ("full", "half", "autocast", "half_autocast")
-HALF_MODES = frozenset({"half", "half_autocast"})
+COMPUTE_MODES: tuple[ComputeMode, ...] = get_args(ComputeMode)
+HALF_MODES = frozenset({"half", "half_shards", "half_autocast"})
 AUTOCAST_MODES = frozenset({"autocast", "half_autocast"})
 
 FrozenSaves = Literal["nothing", "linear", "all"]

@@ -105,7 +105,7 @@ def compute_modes(precision: str) -> tuple[ComputeMode, ...]:
 _COMPUTE: Mapping[tuple[str, int], ComputeMode] = {
     ("ddp", 0): "autocast",
     ("fsdp", 1): "half_autocast",
-    ("fsdp", 2): "half",
+    ("fsdp", 2): "half_shards",
     ("deepspeed", 1): "half",
     ("deepspeed", 2): "half",
     ("deepspeed", 3): "half",

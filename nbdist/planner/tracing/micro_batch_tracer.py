@@ -300,7 +300,7 @@ def _attention_backward_flops(
 
 
 def _convolution_gradient_bytes(_: Any, image: torch.Tensor, weight: torch.Tensor, *__: Any) -> int:
-    """oneDNN's sum of the weight's gradient; it lays wide kernels out for matrix products."""
+    """Bytes of the weight's gradient, and of wide kernels laid out for matrix products."""
     is_wide = weight.shape[-1] > (14 if weight.element_size() == FULL_BYTES else 20)
     size = 4 * weight.numel() + image[0].numel() if is_wide else weight.numel()
     return FULL_BYTES * size

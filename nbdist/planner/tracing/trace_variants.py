@@ -21,7 +21,7 @@ from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES
 from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -105,7 +105,8 @@ def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, A
     """Trace all compute modes, without and with activation checkpointing."""
     passes: dict[str, dict[str, Any]] = {}
     errors: dict[tuple[str, str], Exception] = {}
-    modes = list(itertools.product(request.device_kinds, request.compute_modes))
+    computes = [c for c in request.compute_modes if c != "half_shards" or run.casts_inputs]
+    modes = list(itertools.product(request.device_kinds, computes))
     for checkpointing in (False, True):
         if checkpointing:
             checkpoint_activations(run.model, run.blocks)
@@ -131,6 +132,7 @@ def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, A
 _WAYS = {
     "full": "without mixed precision",
     "half": "with parameters in 16 bits",
+    "half_shards": "with parameters in 16 bits",
     "autocast": "under autocast",
     "half_autocast": "with parameters in 16 bits under autocast",
 }
@@ -173,6 +175,15 @@ class _VariantTracer:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._half: bool | None = None
         self._batch = fake_tensors.fake_like(batch, self.mode)
+        self._embedding = next(
+            (g.first_modules[0] for g in self.found if g.role == "embedding"), None
+        )
+
+    @property
+    def casts_inputs(self) -> bool:
+        """Whether FSDP2 casts images or sound for the embedding, its own unit."""
+        tensors = [each for each in tree_leaves(self._batch) if isinstance(each, torch.Tensor)]
+        return self._embedding is not None and any(map(torch.is_floating_point, tensors))
 
     def trace_figures(self, kind: str, compute: str) -> dict[str, Any]:
         """Trace one compute mode at two batch sizes."""
@@ -186,7 +197,10 @@ class _VariantTracer:
         self.model.zero_grad(set_to_none=True)
         batch = fake_tensors.with_batch_size(self._batch, self.mode, self.request.batch_size, size)
         behaviour = fake_tensors.emulate_cuda() if kind == "cuda" else contextlib.nullcontext()
-        with self.mode, behaviour:
+        shards: Any = contextlib.nullcontext()
+        if compute == "half_shards" and self._embedding is not None:
+            shards = _shards_outside_forward(self.model, self._embedding)
+        with self.mode, behaviour, shards:
             step = _step(self.model, compute)
             return batch_size_fit.split_by_group(
                 micro_batch_tracer.record_micro_batch(
@@ -219,6 +233,41 @@ def _step(model: nn.Module, compute: str) -> Callable[[ForwardBatch], tuple[torc
         return loss_of(outputs), outputs
 
     return step
+
+
+@contextlib.contextmanager
+def _shards_outside_forward(model: nn.Module, unit: nn.Module) -> Iterator[None]:
+    """While the model runs, show a unit's parameters in fp32 outside of its own forward.
+
+    Models cast their inputs to the dtype that they see, and FSDP2 casts those of the unit again.
+    """
+    used = {module: dict(module._parameters) for module in unit.modules()}  # noqa: SLF001
+    shards = {
+        module: {
+            name: each if each is None else each.detach().float() for name, each in own.items()
+        }
+        for module, own in used.items()
+    }
+
+    def show(parameters: Any) -> None:
+        for module, own in parameters.items():
+            module._parameters.update(own)  # noqa: SLF001
+
+    def gather(_: Any, args: Any, kwargs: Any) -> Any:
+        show(used)
+        return _cast((args, kwargs), torch.bfloat16)
+
+    hooks = (
+        model.register_forward_pre_hook(lambda *_: show(shards)),
+        unit.register_forward_pre_hook(gather, with_kwargs=True),
+        unit.register_forward_hook(lambda *_: show(shards)),
+        model.register_forward_hook(lambda *_: show(used), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
