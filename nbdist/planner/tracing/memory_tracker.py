@@ -48,7 +48,7 @@ class MemoryTracker(TorchDispatchMode):
         """Number of storages counted so far."""
         self._num_storages_at_peak = 0
         """The same at the peak: storages with a higher number did not exist then."""
-        self._tracked: dict[int, _TrackedStorage] = {}
+        self._tracked: dict[int, TrackedStorage] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def track_tensors(self, part: str, tensors: Iterable[torch.Tensor | None]) -> None:
@@ -118,7 +118,7 @@ class MemoryTracker(TorchDispatchMode):
         key = storage._cdata  # noqa: SLF001
         gone = weakref.ref(storage, functools.partial(self._remove, key))
         self._num_storages += 1
-        self._tracked[key] = _TrackedStorage(gone, size, part, self._num_storages)
+        self._tracked[key] = TrackedStorage(gone, size, part, self._num_storages)
         self._count(part, size)
 
     def _remove(self, key: int, _: object) -> None:
@@ -146,12 +146,14 @@ class MemoryTracker(TorchDispatchMode):
         self._num_storages_at_peak = self._num_storages
 
     @staticmethod
-    def _move(counted: Counter[str], storage: _TrackedStorage, part: str) -> None:
+    def _move(counted: Counter[str], storage: TrackedStorage, part: str) -> None:
         counted[storage.part] -= storage.size
         counted[part] += storage.size
 
 
-class _TrackedStorage:
+class TrackedStorage:
+    """A live storage: its size in bytes, its part, and its serial number."""
+
     __slots__ = ("born", "gone", "part", "size")
 
     def __init__(

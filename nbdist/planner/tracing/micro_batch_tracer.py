@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.planner.tracing.fsdp_groups import FsdpGroup
+    from nbdist.planner.tracing.memory_tracker import TrackedStorage
 
 PARAMETERS = "parameters"
 
@@ -178,7 +179,15 @@ class _RecordingTracker(MemoryTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Count an operation's bytes and floating point operations."""
+        replaced = None
+        if func is torch.ops.aten.add.Tensor and not self.in_forward:
+            replaced = self._only_use(args[0])
+        if replaced is not None:
+            self._count(replaced.part, -replaced.size)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if replaced is not None:
+            self.current[replaced.part] += replaced.size
+            self.total += replaced.size
         if (formula := self._formulas.get(func._overloadpacket)) is not None:  # noqa: SLF001
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         if (workspace := self._workspace.get(func._overloadpacket)) is not None:  # noqa: SLF001
@@ -190,6 +199,16 @@ class _RecordingTracker(MemoryTracker):
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         """Count a new storage for the current group."""
         super()._add(storage, self._at if part == OTHER_PART else part)
+
+    def _only_use(self, gradient: torch.Tensor) -> TrackedStorage | None:
+        """Return the storage of a gradient to which autograd adds in place, if it is not fake.
+
+        torch 2.13, csrc/autograd/input_buffer.cpp: if nothing else refers to it.
+        """
+        storage = gradient.untyped_storage()
+        uses = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
+        # The gradient and `storage` are two.
+        return None if uses - 2 else self._tracked.get(storage._cdata)  # noqa: SLF001
 
     def _record_moment(self) -> None:
         self.moments.append(self._moment_of(self._place))
