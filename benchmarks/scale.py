@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,16 @@ if TYPE_CHECKING:
 
 NODES, RANKS = 16, 64
 LIMIT_S = 600
+
+
+def floor_ms() -> float:
+    """CPU time to read two signed messages of each rank, as a kernel without agents would."""
+    key, message = b"k" * 32, json.dumps({"type": "ended", "rank": 1, "cell": 7, "s": 0.5}).encode()
+    began = time.process_time()
+    for _ in range(2 * NODES * RANKS):
+        hmac.new(key, message, hashlib.sha256).digest()
+        json.loads(message)
+    return 1000 * (time.process_time() - began)
 
 
 def measure() -> Iterator[Row]:
@@ -31,11 +44,12 @@ def measure() -> Iterator[Row]:
     messages = f"{found['cell_messages']:.0f} messages at the kernel"
     what = f"{NODES * RANKS:,} simulated ranks"
     yield Row(
-        name=f"{what}: empty cell, p50",
-        value=found["cell_ms"],
-        unit="ms",
-        limit=250,
-        detail=f"{messages}; start {found['start_s']:.1f} s",
+        name=f"{what}: kernel CPU time of an empty cell",
+        value=found["cell_cpu_ms"] / floor_ms(),
+        unit="x",
+        limit=4,
+        detail=f"{found['cell_cpu_ms']:.0f} ms, {found['cell_ms']:.0f} ms with all processes on"
+        f" this machine, {messages}; against reading each rank's messages without agents",
     )
     yield Row(
         name=f"{what}: memory of the kernel, peak",

@@ -7,7 +7,7 @@ number of binary frames. The classes say who sends it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 HEARTBEAT_S = 1.0
@@ -201,7 +201,9 @@ _TYPES = {cls.__name__: cls for cls in get_args(Message)}
 
 def pack_message(message: Message, *frames: bytes) -> list[bytes]:
     """Return the frames of a message for the connection."""
-    return [json.dumps([type(message).__name__, asdict(message)]).encode(), *frames]
+    # asdict would copy the list of ranks, one by one, for each node.
+    values = {each.name: getattr(message, each.name) for each in fields(message)}
+    return [json.dumps([type(message).__name__, values]).encode(), *frames]
 
 
 def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
@@ -211,8 +213,8 @@ def unpack_message(frames: list[bytes]) -> tuple[Message, list[bytes]]:
         ValueError: not a message.
     """
     try:
-        name, fields = json.loads(frames[0])
-        message: Message = _TYPES[name](**fields)
+        name, values = json.loads(frames[0])
+        message: Message = _TYPES[name](**values)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(
             f"{frames[:1]!r:.100} is not a node message ({type(error).__name__})"

@@ -148,6 +148,8 @@ class Cell:
         self.ranks = tuple(ranks)
         self.renderer = renderer
         self.rank_states = {rank: RankCellState() for rank in ranks}
+        self._unfinished = list(self.rank_states.values())
+        """Progress of the ranks up to the last one that is not done."""
         self.requests: dict[int, str] = {}
         """Id of the execute_request, by rank."""
         self.count = 0
@@ -354,9 +356,9 @@ class Cell:
     def _ends(self) -> bool:
         """Return whether the cell has finished and the end was not handled yet."""
         now = time.monotonic()
-        over = self.failure is not None or all(
-            state.is_done(now) for state in self.rank_states.values()
-        )
+        while self._unfinished and self._unfinished[-1].is_done(now):
+            self._unfinished.pop()
+        over = self.failure is not None or not self._unfinished
         return over and not self.finished.is_set()
 
     def _has_own_error(self) -> bool:

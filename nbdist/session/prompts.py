@@ -89,8 +89,10 @@ class InputPrompts:
         if self._escalation.stops or self._cell.finished.is_set():  # no rank waits anymore
             self._requests.clear()
         self._note_stops()
+        if not self._requests:
+            return
         waits = self._busy & set(self._cell.running) and time.monotonic() < self._busy_until
-        if not self._requests or waits or not self._have_settled():
+        if waits or not self._have_settled():
             return
         if self._current not in self._requests:
             self._current = min(self._requests)

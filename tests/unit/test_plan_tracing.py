@@ -77,6 +77,52 @@ def test_a_convolution_on_a_cpu_needs_a_copy_of_its_weight() -> None:
     assert peaks[0] - peaks[1] == 4 * layer.weight.numel()
 
 
+def test_the_gradient_of_a_wide_kernel_on_a_cpu_needs_four_copies_of_it() -> None:
+    layer = nn.Conv1d(4, 512, 16)
+    runs = figures(layer, ("full",), ("cpu", "cuda"))["passes"]
+    peaks = [runs[f"{kind} full"]["loss"][0][0][0] for kind in ("cpu", "cuda")]
+    assert peaks[0] - peaks[1] == 4 * (4 * layer.weight.numel() + 4 * 16)
+
+
+def test_a_gradient_of_several_uses_is_summed_in_place() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = (
+                nn.Linear(16, 16),
+                nn.ModuleList(nn.Linear(16, 16) for _ in "abc"),
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            return torch.stack([layer(hidden).sum() for layer in self.rest]).sum()
+
+    run = figures(Branches(), ("full",))["passes"]["cuda full"]
+    slopes = [slope for (_, slope), _ in run["groups"][0]["gradients"]]
+    # By sample: the input and the hidden tensor, the sum of its gradients and the next one.
+    assert max(slopes) == 4 * 4 * 16 * 4
+
+
+def test_fsdp2_casts_an_image_again_for_an_embedding_that_is_a_unit() -> None:
+    class Peeking(nn.Module):  # like transformers' ViT
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            image = image.to(self.embedding.weight.dtype)
+            return self.head(self.embedding(image))  # type: ignore[no-any-return]
+
+    passes = figures(Peeking())["passes"]
+    held = [
+        passes[f"cuda {way}"]["groups"][0]["forward"][0][0][1] for way in ("half", "half_shards")
+    ]
+    assert held[1] - held[0] == 4 * 16 * (4 + 2)
+
+
 def test_a_plan_whose_every_row_fails_is_refused() -> None:
     model = traced.from_json(figures(Upcasting()))
     with pytest.raises(PlanError, match="fails with parameters in 16 bits"):
