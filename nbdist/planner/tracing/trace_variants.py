@@ -181,7 +181,7 @@ class _VariantTracer:
 
     @property
     def casts_inputs(self) -> bool:
-        """Whether FSDP2 casts images or sound for the embedding, its own unit."""
+        """True if FSDP2 casts images or sound for the embedding, which is a unit."""
         tensors = [each for each in tree_leaves(self._batch) if isinstance(each, torch.Tensor)]
         return self._embedding is not None and any(map(torch.is_floating_point, tensors))
 
