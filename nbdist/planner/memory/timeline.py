@@ -81,8 +81,11 @@ class TrainingSetup:
 
 
 def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
-    """Return which layers save their inputs although their weights are frozen."""
-    if not num_frozen_params(model):
+    """Return which layers save their inputs although their weights are frozen.
+
+    The kind of linear layer also matters to a tied weight.
+    """
+    if not (num_frozen_params(model) or model.tied):
         return "nothing"
     # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
     ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}

@@ -355,7 +355,7 @@ def _parameter_uses(
         )
     if tied and head is not None:
         uses.insert(0, replace(head, where=("forward", 0, 0)))
-        if recompute or not first:
+        if recompute or not first or groups[-1].trainable:
             uses.append(replace(head, where=("backward", 0, 0)))
     return uses
 

@@ -191,7 +191,9 @@ class AutogradTape:
         )
         weights = table.elements if counted else 0
         is_cast = self.autocast and self.element_bytes == FULL_BYTES
-        copies = 0 if not tied else 1 if is_cast else 2
+        # The head's gradient is a view, except of ZeRO-3's linear layer.
+        is_unshared = is_cast or self.frozen_saves == "linear"
+        copies = 0 if not tied else 1 if is_unshared else 2
         return self.add_node(
             TapeNode(out, (), weights=weights, workspace=copies * table.size_bytes)
         )
