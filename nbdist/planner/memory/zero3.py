@@ -71,6 +71,7 @@ class Zero3Timeline(ZeroTimeline):
             recompute=setup.options.activation_checkpointing,
             rules=self.config.prefetch_limits,
             element_bytes=self.element_bytes,
+            accumulates=self.has_accumulated_gradients,
         )
 
     @cached_property
@@ -272,6 +273,7 @@ def simulate_prefetch(
     recompute: bool,
     rules: PrefetchLimits,
     element_bytes: int = 2,
+    accumulates: bool = False,
 ) -> GatheredParameters:
     """Return what is gathered over a micro-batch, from the third step on.
 
@@ -283,10 +285,11 @@ def simulate_prefetch(
         recompute: True if the forward of blocks is recomputed before their backward.
         rules: limits from DeepSpeed's config.
         element_bytes: bytes of the elements in which the result is counted.
+        accumulates: True if the second micro-batch comes before an optimizer step.
     """
     uses = _parameter_uses(groups, element_bytes, tied=tied, recompute=recompute)
     blocks = {number for number, group in enumerate(groups) if group.role == "block"}
-    return GatheredParameters(uses, rules, blocks)
+    return GatheredParameters(uses, rules, blocks, accumulates=accumulates)
 
 
 def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
@@ -404,12 +407,17 @@ class GatheredParameters:
     """Elements on a rank in addition to its partition, as DeepSpeed's coordinator gathers them."""
 
     def __init__(
-        self, uses: list[_ParameterUse], rules: PrefetchLimits, blocks: Collection[int]
+        self,
+        uses: list[_ParameterUse],
+        rules: PrefetchLimits,
+        blocks: Collection[int],
+        *,
+        accumulates: bool,
     ) -> None:
         """Simulate two micro-batches with a complete trace.
 
-        DeepSpeed caches for good what the first one releases, in which parameters that will persist
-        are not yet available (an `lru_cache` around `__params_to_release`).
+        DeepSpeed caches for good what the first one releases (an `lru_cache` around
+        `__params_to_release`). Parameters that persist are available from the first optimizer step.
         """
         self._uses, self._rules, self._blocks = uses, rules, blocks
         self._before = [0, *accumulate(use.size for use in uses)]
@@ -429,7 +437,7 @@ class GatheredParameters:
         """Whether a parameter is released after a use."""
         self.num_persistent = sum(self._held_sizes[parameter] for parameter in self._persistent)
         """Elements that are always gathered."""
-        self._run_micro_batch(available=set())
+        self._run_micro_batch(available=set() if accumulates else self._persistent)
         self._run_micro_batch(available=self._persistent)
 
     def during_backward(
