@@ -243,9 +243,7 @@ def _shards_outside_forward(model: nn.Module, unit: nn.Module) -> Iterator[None]
     """
     used = {module: dict(module._parameters) for module in unit.modules()}  # noqa: SLF001
     shards = {
-        module: {
-            name: each if each is None else each.detach().float() for name, each in own.items()
-        }
+        module: {name: each.detach().float() for name, each in own.items() if each is not None}
         for module, own in used.items()
     }
 
