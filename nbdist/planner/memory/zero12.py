@@ -153,7 +153,6 @@ class Zero12Timeline(ZeroTimeline):
         (stage_1_and_2.py:2261 to 2274). With offload, only the last micro-batch clears a rank's own
         (stage_1_and_2.py:2166 to 2183).
         """
-        keeps_own = self.is_offloaded and self.has_accumulated_gradients
         return zero_partitioning.retained_gradients(
             self.model.groups,
             tied=self.model.tied,
@@ -161,8 +160,17 @@ class Zero12Timeline(ZeroTimeline):
             bucket=self.config.reduce_bucket_size,
             backward=self._reduces_in_backward,
             buffered=not self.is_offloaded,
-            large_stay="elsewhere" if not self._cuts_gradients else "owners" if keeps_own else None,
+            large_stay="elsewhere"
+            if not self._cuts_gradients
+            else "owners"
+            if self._keeps_own
+            else None,
         )
+
+    @property
+    def _keeps_own(self) -> bool:
+        """True if a rank's own large gradients stay until the last micro-batch."""
+        return self.is_offloaded and self.has_accumulated_gradients and self._cuts_gradients
 
     def _reduced_gradient_bytes(self, num_reduced: int) -> int:
         """Bytes of reduced gradients of this micro-batch and, in stage 2, of earlier ones."""
@@ -188,9 +196,11 @@ class Zero12Timeline(ZeroTimeline):
                 large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
                 around = self.element_bytes * (self.trainable - reduction.num_reduced + large)
                 reduction = reduction._replace(next_parameter=None)
+            norm = self._norm_copy_bytes(kept.reduction)
             for elements, extra in (
                 (kept.before, self.element_bytes * kept.reduction.num_copied),
-                (kept.during, self._norm_copy_bytes(kept.reduction)),
+                (kept.during, 0 if self._keeps_own else norm),
+                (0 if self._keeps_own else kept.during, norm),  # in the last micro-batch
             ):
                 mine = (
                     self._reduced_gradient_bytes(elements)
