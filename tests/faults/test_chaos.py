@@ -129,6 +129,7 @@ class Chaos:
                 over.set()
                 thread.join()
         except KeyboardInterrupt:  # a Stop that came when it was over
+            over.set()
             thread.join()
         assert not self.gave_up, f"stuck: Stop has not ended it in {GIVE_UP_S:.0f} s"
         return how
