@@ -7,6 +7,7 @@ comparable.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
@@ -190,7 +191,12 @@ class RankProfile:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """Create from the result of `to_json`. Unknown keys are ignored."""
+        """Create from the result of `to_json`. Unknown keys are ignored.
+
+        Raises:
+            ValueError: if a number is infinite or NaN, which the panel cannot show.
+        """
+        json.dumps(plain, allow_nan=False)
         known = {item.name for item in fields(cls)}
         profile = cls(**{name: value for name, value in plain.items() if name in known})
         profile.traffic = [CollectiveStats(**item) for item in plain.get("traffic", [])]

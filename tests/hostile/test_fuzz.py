@@ -56,10 +56,10 @@ MANIFEST = json.loads(
 )
 
 
-def short(error: Exception) -> None:
-    """Refusals are for people; argparse repeats what was typed."""
+def short(error: Exception, typed: str = "") -> None:
+    """Refusals are for people, and may repeat what was typed; argparse always does."""
     assert len(str(error)) > 0
-    assert len(str(error)) < MAX_SENTENCE or isinstance(error, UsageError)
+    assert len(str(error)) < MAX_SENTENCE + len(typed) or isinstance(error, UsageError)
 
 
 # ------------------------------------------------------------------------- what a user types
@@ -113,12 +113,12 @@ def lines(flags: list[str]) -> st.SearchStrategy[str]:
     return st.lists(word, max_size=6).map(" ".join)
 
 
-def quietly(call: Any) -> Any:
+def quietly(call: Any, typed: str = "") -> Any:
     """Call; a refusal is as good as a result."""
     try:
         return call()
     except (NbdistError, UsageError) as error:
-        short(error)
+        short(error, typed)
         return None
 
 
@@ -130,11 +130,11 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
             given = magics.parse_distribute_line(line)
             arguments.check_contradictory_options(given)
             options = arguments.session_options(given)
-            quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4))
-            quietly(lambda: arguments.parse_names(given.push or ""))
+            quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4), line)
+            quietly(lambda: arguments.parse_names(given.push or ""), line)
             session_config.SessionConfig.from_options({"nproc": 2, **options})
 
-        quietly(read)
+        quietly(read, line)
 
     hold(check, lines(arguments.option_flags(magics.NbDist.distribute.parser)), examples)
 
