@@ -327,7 +327,7 @@ def _parameter_uses(
     """Every use of a parameter, in the order of one micro-batch."""
     tail, late = len(groups) - 1, len(groups)
     parts = _parts(groups, element_bytes)
-    num_late = groups[0].trainable - sum(each.size for each in parts[0] if each.trainable)
+    num_late = sum(zero_partitioning.late_trainable_sizes(groups))
 
     def uses_of_block(direction: Direction, part: int, index: int) -> list[_ParameterUse]:
         return [

@@ -256,6 +256,9 @@ class ZeroTimeline(timeline.StepTimeline):
             if moment.num_grads >= reduction.num_done_in_group
         )
         held = next(held_then, own.input_grad_bytes)
+        late = sum(zero_partitioning.late_trainable_sizes(self.model.groups))
+        if place.group_index == 0 and reduction.num_done_in_group <= late:
+            return max(held, before[-1])
         return before[place.group_index] + place.block_index * own.saved_bytes + held
 
     def _is_tied_head(self, place: TrainableParameter) -> bool:

@@ -7,6 +7,7 @@ which the backward makes them.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -134,6 +135,13 @@ def num_pending_gradients(model: ModelSpec, step: MicroBatchStep, bucket: int | 
     return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
 
 
+def late_trainable_sizes(groups: tuple[LayerGroup, ...]) -> tuple[int, ...]:
+    """Return the elements of each trainable parameter of the root that follows the last block."""
+    shapes = groups[0].tensors
+    late = shapes[len(shapes) - groups[0].num_late_tensors :]
+    return tuple(shape.num_elements for shape in late if shape.trainable)
+
+
 @lru_cache(maxsize=64)
 def trainable_parameters(
     groups: tuple[LayerGroup, ...], *, tied: bool
@@ -145,6 +153,10 @@ def trainable_parameters(
         for index in range(group.count)
         for size in trainable_param_sizes(group)
     ]
+    if late := len(late_trainable_sizes(groups)):
+        begin = len(trainable_param_sizes(groups[0]))
+        end = len(row) - len(trainable_param_sizes(groups[-1]))
+        row[begin - late : end] = [*row[begin:end], *row[begin - late : begin]]
     head = max((slot for slot in row if slot.group_index == len(groups) - 1), default=None)
     if tied and head is not None:
         row.remove(head)
@@ -203,20 +215,20 @@ def bucket_reductions(
     total = sum(slot.num_elements for slot in row)
     each = max(1, partition_size(total, world_size))
     reduced: list[BucketReduction] = []
-    moved = filled = own = 0
-    previous: TrainableParameter | None = None
+    done: Counter[tuple[int, int] | None] = Counter()
+    """Elements of each instance of a group."""
+    moved = filled = 0
     for slot in (*(reversed(row) if backward else row), None):
-        same = slot is not None and previous is not None and slot[1:] == previous[1:]
-        own = (own if same else 0) + (slot.num_elements if slot is not None else 0)
+        place = None if slot is None else (slot.group_index, slot.block_index)
+        done[place] += 0 if slot is None else slot.num_elements
         if filled and (slot is None or filled + slot.num_elements > bucket):
             low = total - moved if backward else moved - filled
             copied = _largest_copy(low, low + filled, each, bucket)
-            reduced.append(BucketReduction(slot, own, filled, moved, copied))
+            reduced.append(BucketReduction(slot, done[place], filled, moved, copied))
             filled = 0
         if slot is not None:
             filled += slot.num_elements
             moved += slot.num_elements
-        previous = slot
     return tuple(reduced)
 
 
