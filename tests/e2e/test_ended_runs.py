@@ -251,5 +251,6 @@ def test_sigterm_to_the_launcher_saves_all_ranks(session: Session, folder: Path)
     said = train_until_ended(session, lambda: os.kill(pid, signal.SIGTERM))
     assert "SIGTERM to the launcher" in said
     assert_each_step_was_made_once(folder, session.checkpoints[-1].step)
+    eventually(lambda: session.state == "dead", within_s=20)
     with pytest.raises((RankDied, SessionError)):
         session.run("rank")
