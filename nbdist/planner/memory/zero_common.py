@@ -258,6 +258,7 @@ class ZeroTimeline(timeline.StepTimeline):
         held = next(held_then, own.input_grad_bytes)
         late = sum(zero_partitioning.late_trainable_sizes(self.model.groups))
         if place.group_index == 0 and reduction.num_done_in_group <= late:
+            # A trace runs fewer blocks, and those of the whole model are all still saved.
             return max(held, before[-1])
         return before[place.group_index] + place.block_index * own.saved_bytes + held
 
