@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 69_852,
     "files in nbdist/": 273,
     "functions per 1,000 code lines": 84,
-    "lines in tests/ and benchmarks/": 50_521,
+    "lines in tests/ and benchmarks/": 50_530,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""
