@@ -128,8 +128,11 @@ class LayerActivations:
 
     saved_bytes: int
     """Bytes kept from its forward until its backward."""
-    forward_peak_bytes: int
-    """Peak bytes inside its forward, including what it has saved."""
+    forward_peaks: tuple[int, ...]
+    """Peak bytes inside its forward, including what it has saved: until its second matrix of
+    parameters is used, from there to the third, ...; a single value if that is not known."""
+    input_bytes: int = 0
+    """Bytes at the beginning of its forward besides those saved by earlier groups."""
     backward_moments: tuple[BackwardPeakCandidate, ...]
     """Moments of its backward that no other moment exceeds in both fields."""
     input_grad_bytes: int = 0
@@ -320,7 +323,7 @@ def _steps(
     steps: list[MicroBatchStep] = []
     for number, group in enumerate(groups):
         for nth in visited[number]:
-            name = _name("forward", group, nth)
+            name = step_name("forward", group, nth)
             steps += [
                 MicroBatchStep(name, "before", number, nth),
                 MicroBatchStep(name, "forward", number, nth),
@@ -328,7 +331,7 @@ def _steps(
     steps.append(MicroBatchStep("loss", "loss", len(groups) - 1))
     for number, group in reversed([*enumerate(groups)]):
         for nth in reversed(visited[number]) if grads[number] else ():
-            name = _name("backward", group, nth)
+            name = step_name("backward", group, nth)
             steps += [
                 MicroBatchStep(name, "backward", number, nth, *made) for made in grads[number]
             ]
@@ -345,7 +348,7 @@ def _alive(
     for indices, part, base in zip(visited, run.layers, before, strict=False):
         for nth in indices:
             saved = base + nth * part.saved_bytes
-            activations += [saved, saved + part.forward_peak_bytes]
+            activations += [saved + part.input_bytes, saved + max(part.forward_peaks)]
     # The variable still holds the logits of the previous micro-batch.
     before_loss = run.output_bytes + run.kept_bytes
     logits = [before_loss] * len(activations) + [run.output_bytes + run.loss_bytes]
@@ -358,7 +361,8 @@ def _alive(
     return activations, logits + [run.output_bytes] * (len(activations) - len(logits))
 
 
-def _name(phase: str, group: LayerGroup, nth: int) -> str:
+def step_name(phase: str, group: LayerGroup, nth: int) -> str:
+    """Return the display name of a pass of a block: "backward of block 3"."""
     return f"{phase} of {group.name}{f' {nth}' if group.count > 1 else ''}"
 
 

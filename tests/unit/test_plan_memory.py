@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.errors import PlanError
 from nbdist.planner import memory, optimizers
-from nbdist.planner.memory import zero_partitioning
+from nbdist.planner.memory import zero3, zero_partitioning
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import (
     LayerActivations,
@@ -59,7 +59,7 @@ class Weights:
 
     def micro_batch_activations(self, _: Workload) -> MicroBatchActivations:
         """Nothing at all."""
-        nothing = LayerActivations(saved_bytes=0, forward_peak_bytes=0, backward_moments=())
+        nothing = LayerActivations(saved_bytes=0, forward_peaks=(0,), backward_moments=())
         return MicroBatchActivations(
             layers=(nothing,) * len(self.groups), loss_bytes=0, output_bytes=0
         )
@@ -503,6 +503,25 @@ RULES = {
         128,
         86.21,
     ),
+    # Fake, rank 0 of 4: most is gathered when a block begins, and released before its MLP runs.
+    "what is gathered at the start of a block does not meet its largest activations": Measured(
+        llama(512, 1600, 5, 4902, num_key_value_heads=4, head_dim=64)
+        | {"model_type": "qwen3", "tie_word_embeddings": True},
+        setup_of(
+            "zero3",
+            precision="no",
+            zero={
+                "reduce_bucket_size": 243_871,
+                "stage3_param_persistence_threshold": 100_000,
+                "stage3_max_live_parameters": 9_587_240,
+                "stage3_max_reuse_distance": 5_217_560,
+                "stage3_prefetch_bucket_size": 50_000_000,
+            },
+        ),
+        2,
+        128,
+        210.32,
+    ),
     # Gloo, rank 0 of 2: only the head's norm needs a copy of the head's size.
     "a norm is taken of what is reduced": Measured(
         llama(384, 1104, 4, 6006, tie_word_embeddings=True),
@@ -519,6 +538,25 @@ def test_what_a_measured_peak_is_made_of(one: Measured) -> None:
     assert planned(one.config, one.setup, one.batch_size, one.seq_len) == pytest.approx(
         one.mib, rel=0.01
     )
+
+
+def test_a_released_weight_stays_if_a_recomputed_graph_has_saved_it() -> None:
+    def most(*, trainable: bool) -> int:
+        weights = (WeightShape(10, size, trainable) for size in (100, 200, 400))
+        head = LayerGroup(name="head", role="tail", tensors=(WeightShape(10, 20),))
+        block = LayerGroup(name="block", role="block", count=2, tensors=tuple(weights))
+        found = zero3.simulate_prefetch(
+            (block, head),
+            tied=False,
+            recompute=True,
+            rules=zero3.PrefetchLimits(
+                prefetch_bucket_size=0, max_reuse_distance=0, param_persistence_threshold=0
+            ),
+        )
+        return max(max(peaks) for peaks in found.max_at.values())
+
+    # The last weight stays for its backward, the second one is gathered besides.
+    assert (most(trainable=False), most(trainable=True)) == (400 + 200, 400 + 200 + 100)
 
 
 def test_pieces_of_a_large_gradient_are_reduced_together_until_they_exceed_a_bucket() -> None:

@@ -53,7 +53,7 @@ class Blocks:
             layers=(
                 LayerActivations(
                     saved_bytes=saved,
-                    forward_peak_bytes=saved,
+                    forward_peaks=(saved,),
                     backward_moments=(BackwardPeakCandidate(saved, 0),),
                 ),
             ),

@@ -23,8 +23,9 @@ def fields() -> dict[str, Any]:
     """A model of two blocks and a head, as the child process writes it."""
     part = {
         "saved": [100, 10],
+        "input": [8, 2],
         "gradient": [0, 4],
-        "forward": [[[0, 40], 0], [[200, 5], 0]],
+        "forward": [[[0, 40], 0], [[200, 5], 0], [[0, 50], 1], [[7, 0], 2]],
         "backward": [[[0, 60], 0], [[300, 1], 0], [[10, 20], 7]],
         "gradients": [[[10, 20], 7]],
         "flops": 5.0,
@@ -63,8 +64,16 @@ def test_bytes_are_lines_in_the_batch_size() -> None:
     for batch in (1, 3, 50):
         run = model.micro_batch_activations(at(batch))
         assert run.layers[0].saved_bytes == 100 + 10 * batch
-        assert run.layers[0].forward_peak_bytes == max(40 * batch, 200 + 5 * batch)
+        assert run.layers[0].input_bytes == 8 + 2 * batch
+        assert run.layers[0].forward_peaks == (max(50 * batch, 200 + 5 * batch), 7)
         assert (run.loss_bytes, run.output_bytes) == (30 * batch, 2 * batch)
+
+
+def test_a_group_whose_gradients_are_made_in_other_groups_has_a_backward() -> None:
+    plain = fields()
+    plain["passes"]["cuda half"]["groups"][0]["backward"] = []
+    run = traced.from_json(plain).micro_batch_activations(at(3))
+    assert run.layers[0].backward_moments == ((10 + 20 * 3, 7, 0),)
 
 
 def test_instants_that_another_exceeds_are_left_out_at_each_batch_size() -> None:

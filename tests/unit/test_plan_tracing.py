@@ -51,6 +51,30 @@ def test_the_root_tells_what_is_used_after_the_blocks() -> None:
     assert [bias for *_, bias in root["tensors"][-4:]] == [False, True, False, True]
 
 
+class Holding(nn.Module):
+    """Keeps a wide tensor in a variable while its blocks run."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.repeat(1, 1, 8)
+        for block in self.blocks:
+            x = block(x)
+        return x + wide.mean()
+
+
+def test_a_block_begins_with_what_the_model_holds_in_variables() -> None:
+    model = traced.from_json(figures(Holding(), ("full",)))
+    run = model.micro_batch_activations(Workload(batch_size=2, seq_len=1, compute="full"))
+    block = next(n for n, group in enumerate(model.groups) if group.role == "block")
+    wide = 4 * 2 * 4 * 16 * 8
+    assert run.layers[block].saved_bytes < wide <= run.layers[block].input_bytes
+
+
 def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -> None:
     model = traced.from_json(figures(Upcasting()))
     plan = nbdist.plan(model, devices="2x24GB,pcie")
@@ -71,7 +95,7 @@ def test_a_convolution_on_a_cpu_needs_a_copy_of_its_weight() -> None:
     peaks = [
         model.micro_batch_activations(Workload(batch_size=2, seq_len=1, compute="full", kind=kind))
         .layers[0]
-        .forward_peak_bytes
+        .forward_peaks[-1]
         for kind in ("cpu", "cuda")
     ]
     assert peaks[0] - peaks[1] == 4 * layer.weight.numel()

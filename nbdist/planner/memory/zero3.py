@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.errors import PlanError
@@ -33,7 +34,13 @@ if TYPE_CHECKING:
 
     from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
     from nbdist.planner.memory.zero_partitioning import BucketReduction
-    from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec, VisitedBlocks
+    from nbdist.planner.model_spec import (
+        LayerGroup,
+        MicroBatchActivations,
+        MicroBatchStep,
+        ModelSpec,
+        VisitedBlocks,
+    )
 
 Direction = Literal["forward", "backward"]
 GatherPoint = tuple[Direction, int, int]
@@ -185,9 +192,38 @@ class Zero3Timeline(ZeroTimeline):
                 # The head is gathered before the logits exist.
                 gathered = self._gathered.min_at.get(("forward", *place), 0)
                 yield at, self.allocation_with(self._gathered_parts(gathered), self._graph_bytes)
-            elif step.phase == "forward" or (tail and step.phase == "before"):
-                peak = self._gathered.max_at.get(("forward", *place), 0)
+            elif tail and step.phase == "before":
+                peak = max(self._gathered.max_at.get(("forward", *place), (0,)))
                 yield at, self.allocation_with(self._gathered_parts(peak), self._graph_bytes)
+
+    def other_allocations(
+        self, run: MicroBatchActivations
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
+        """Yield the forward of all groups but the tail, then what every stage has."""
+        before = model_spec.saved_bytes_before_groups(self.model, run)
+        for (group, index), allocations in self._in_forward.items():
+            name = model_spec.step_name("forward", self.model.groups[group], index)
+            own = run.layers[group]
+            saved = before[group] + index * own.saved_bytes
+            pairs = [*zip(own.forward_peaks, allocations, strict=False)]
+            if len(own.forward_peaks) != len(allocations):
+                pairs = [(max(own.forward_peaks), max(allocations, key=attrgetter("total")))]
+            for peak, allocation in pairs:
+                yield name, allocation, saved + peak
+        yield from super().other_allocations(run)
+
+    @cached_property
+    def _in_forward(self) -> dict[tuple[int, int], list[NonActivationMemory]]:
+        """Memory by group and index in the forward, from the use of each matrix on."""
+        return {
+            (group, index): [
+                self.allocation_with(self._gathered_parts(gathered), self._graph_bytes)
+                for gathered in self._gathered.max_at.get(("forward", group, index), (0,))
+            ]
+            for group, indices in enumerate(self.visited_blocks)
+            for index in indices
+            if self.model.groups[group].role != "tail"
+        }
 
     def _gathered_parts(self, elements: int) -> dict[str, int]:
         if self.setup.num_shards == 1 and not self._params_away:
@@ -244,6 +280,8 @@ class Zero3Timeline(ZeroTimeline):
 class _Parameter(NamedTuple):
     position: int
     """Index in its group."""
+    matrix: int
+    """Index among the group's matrices; a vector counts as the one before it."""
     size: int
     held: int
     """Elements of the result's size that it takes."""
@@ -259,6 +297,11 @@ class _ParameterUse:
     where: GatherPoint
     held: int
     """Elements of the result's size that it takes."""
+    matrix: int
+    """Index among the group's matrices; a vector counts as the one before it."""
+    trainable: bool = False
+    stays: bool = False
+    """True if a module uses it until the next use."""
     num_grads: int = 0
     """In a backward, elements of the instance's gradients that are made with its own."""
     releases: tuple[_Key, ...] = ()
@@ -296,9 +339,13 @@ def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
     """Parameters of one instance of a group."""
     sizes = [(size, size, trains) for size, trains in zero_partitioning.params(group)]
     sizes += [(size, size // element_bytes, False) for size in group.quantized_tensors]
-    found = [_Parameter(position, *each) for position, each in enumerate(sizes)]
     tensors = group.tensors
     vectors = [n for n, shape in enumerate(tensors) if shape.rows == shape.num_elements]
+    num_used = accumulate(position not in vectors for position in range(len(sizes)))
+    found = [
+        _Parameter(position, max(0, number - 1), *each)
+        for position, (number, each) in enumerate(zip(num_used, sizes, strict=True))
+    ]
     last = max((n for n in range(len(found)) if n not in vectors), default=None)
     if last is not None:
         found[last] = found[last]._replace(is_last=True)
@@ -336,6 +383,8 @@ def _parameter_uses(
                 parameter.size,
                 (direction, min(part, tail), index),
                 parameter.held,
+                parameter.matrix,
+                trainable=parameter.trainable,
             )
             for parameter in parts[part]
         ]
@@ -381,7 +430,7 @@ def _uses_in_backward(
     if num_last:
         found[num_last - 1] = replace(found[num_last - 1], releases=frozen)
     pairs.sort(key=lambda pair: not pair[0].is_last)
-    return [*(use for _, use in pairs), *found]
+    return [*(replace(use, stays=parameter.is_last) for parameter, use in pairs), *found]
 
 
 class _BackwardUse(NamedTuple):
@@ -463,15 +512,16 @@ class GatheredParameters:
 
     def peak_blocks(self) -> Iterator[tuple[int, int]]:
         """Yield group and index where more is gathered than later in a direction of the group."""
-        most: dict[tuple[Direction, int], int] = {}
-        for (direction, group, index), gathered in sorted(self.max_at.items(), reverse=True):
-            if gathered > most.get((direction, group), -1):
-                most[direction, group] = gathered
-                yield group, index
+        most: dict[tuple[Direction, int, int], int] = {}
+        for (direction, group, index), peaks in sorted(self.max_at.items(), reverse=True):
+            for matrix, gathered in enumerate(peaks):
+                if gathered > most.get((direction, group, matrix), -1):
+                    most[direction, group, matrix] = gathered
+                    yield group, index
 
     def _run_micro_batch(self, available: set[_Key]) -> None:
-        self.max_at: dict[GatherPoint, int] = {}
-        """Peak while an instance runs, including the flat tensors of its gathers."""
+        self.max_at: dict[GatherPoint, list[int]] = defaultdict(list)
+        """Peak while an instance uses each of its matrices, with the flat tensors of gathers."""
         self.min_at: dict[GatherPoint, int] = {}
         """Elements when an instance has everything it needs."""
         self.in_backward: dict[tuple[int, int], list[_BackwardUse]] = defaultdict(list)
@@ -487,6 +537,8 @@ class GatheredParameters:
         """Elements of flat tensors and of the copies made from them."""
         self._in_graph: set[_Key] = set()
         """Quantized weights gathered in the forward, which the graph keeps."""
+        self._saved_until: set[int] = set()
+        """Uses until which a recomputed graph keeps a parameter that is released."""
         self._queue = 0
         self._look_ahead()  # in the hook of the model, before any of its modules
         self._look_ahead()  # in that of its base model
@@ -502,18 +554,32 @@ class GatheredParameters:
                 self._seen_until[use.parameter] = step
                 self._queue = step + 1
             self._look_ahead()
-            self.max_at[use.where] = max(self.max_at.get(use.where, 0), peak, self._held)
+            peaks = self.max_at[use.where]
+            peaks += [0] * (use.matrix + 1 - len(peaks))
+            peaks[use.matrix] = max(peaks[use.matrix], peak, self._held)
             self.min_at[use.where] = self._held
             held = self._held
-            if self._releases.setdefault(step, self._is_released(step, use)):
-                self._release(use.parameter)
-            for parameter in use.releases:
-                if parameter not in self._persistent:
-                    self._release(parameter)
+            self._after_use(step, use)
             if direction == "backward":
                 self.in_backward[group, index].append(_BackwardUse(use.num_grads, held, self._held))
             else:
                 self.num_at_loss = self._held
+
+    def _after_use(self, step: int, use: _ParameterUse) -> None:
+        """Release what is not needed soon."""
+        if self._releases.setdefault(step, self._is_released(step, use)):
+            self._release(use.parameter)
+            later = self._next_use.get(step, 0)
+            is_recomputed = use.where[0] == "backward" and self._uses[later].where == use.where
+            if is_recomputed and use.trainable:
+                # torch.utils.checkpoint has saved it detached, so its memory stays.
+                self._held += use.held
+                self._saved_until.add(later)
+        if step in self._saved_until:
+            self._held -= use.held
+        for parameter in use.releases:
+            if parameter not in self._persistent:
+                self._release(parameter)
 
     def _fetch(self, use: _ParameterUse) -> int:
         """Gather missing parameters and wait for them; return the peak meanwhile."""
@@ -564,7 +630,7 @@ class GatheredParameters:
 
     def _is_released(self, step: int, use: _ParameterUse) -> bool:
         """False if the next use is near or was counted as fetched."""
-        if use.parameter in self._persistent or self._seen_until[use.parameter] > step:
+        if use.stays or use.parameter in self._persistent or self._seen_until[use.parameter] > step:
             return False
         later = self._next_use.get(step)
         return (

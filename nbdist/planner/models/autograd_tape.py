@@ -73,6 +73,8 @@ class TapeNode:
     """Elements of parameter gradients that its backward makes."""
     workspace: int = 0
     """Peak bytes that its backward needs in addition to the gradients it makes."""
+    has_matrix: bool = False
+    """True for a product with a matrix of parameters."""
 
 
 @dataclass(slots=True)
@@ -134,7 +136,14 @@ class AutogradTape:
         grad_elements = wide * narrow if own else 0
         grad_elements += wide if bias and trainable else 0
         return self.add_node(
-            TapeNode(out, (x, *weight), keeps=keeps, sends=sends, weights=grad_elements)
+            TapeNode(
+                out,
+                (x, *weight),
+                keeps=keeps,
+                sends=sends,
+                weights=grad_elements,
+                has_matrix=True,
+            )
         )
 
     def quantized_linear(
@@ -347,8 +356,7 @@ class AutogradTape:
 
     def attribute_bytes(self) -> int:
         """Return the bytes that nodes save as plain attributes."""
-        kept = {t.root: None for node in self.nodes for t in node.attributes}
-        return sum(t.size_bytes for t in kept)
+        return sum(t.size_bytes for t in self._attributes())
 
     def is_saved(self, x: TapeTensor) -> bool:
         """Return whether a node saves a tensor's memory."""
@@ -359,11 +367,17 @@ class AutogradTape:
 
         `first` is its input, which the caller holds until the forward ends.
         """
-        return self._forward(keeping=True, first=first)
+        return max(self.forward_peaks(first))
 
-    def inference_peak_bytes(self, first: TapeTensor) -> int:
-        """Return the peak bytes inside a forward that saves nothing."""
-        return self._forward(keeping=False, first=first)
+    def forward_peaks(
+        self, first: TapeTensor | None = None, *, is_recomputed: bool = False
+    ) -> list[int]:
+        """Return the peak bytes until the second matrix is used, from there to the third, ...
+
+        A forward that is recomputed later saves plain attributes only.
+        """
+        saved = set(self._attributes() if is_recomputed else self._saved_tensors())
+        return self._forward(saved | ({first} if first else set()), first)
 
     def backward_moments(
         self, incoming: int, held_bytes: int = 0
@@ -391,27 +405,33 @@ class AutogradTape:
         self.nodes.append(node)
         return node.out
 
+    def _attributes(self) -> dict[TapeTensor, None]:
+        return {t.root: None for node in self.nodes for t in node.attributes}
+
     def _saved_tensors(self) -> dict[TapeTensor, None]:
         return {t.root: None for node in self.nodes for t in node.keeps}
 
-    def _forward(self, *, keeping: bool, first: TapeTensor | None) -> int:
-        saved = (set(self._saved_tensors()) if keeping else set()) | ({first} if first else set())
+    def _forward(self, saved: set[TapeTensor], first: TapeTensor | None) -> list[int]:
         last: dict[TapeTensor, int] = {}
         for number, node in enumerate(self.nodes):
             for tensor in node.inputs:
                 last[tensor.root] = number
         alive = first.size_bytes if first else 0
         seen = {first} if first else set()
-        peak = alive
+        peaks = [alive]
+        num_matrices = 0
         for number, node in enumerate(self.nodes):
+            num_matrices += node.has_matrix
+            if num_matrices > len(peaks):
+                peaks.append(alive)
             created = {t.root for t in (node.out, *node.inputs)} - seen
             seen |= created
             alive += sum(t.size_bytes for t in created)
-            peak = max(peak, alive)
+            peaks[-1] = max(peaks[-1], alive)
             for tensor in {t.root for t in node.inputs}:
                 if last[tensor] == number and tensor not in saved:
                     alive -= tensor.size_bytes
-        return peak
+        return peaks
 
 
 def _operands(x: TapeTensor, y: TapeTensor) -> tuple[TapeTensor, ...]:

@@ -456,14 +456,14 @@ class DecoderSpec(ABC):
         position_bytes = positions * tape.element_bytes if self.trains_base else 0
         embedding = LayerActivations(
             saved_bytes=tape.saved_bytes() + saved_bytes,
-            forward_peak_bytes=tape.forward_peak_bytes() + saved_bytes,
+            forward_peaks=(tape.forward_peak_bytes() + saved_bytes,),
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + position_bytes)
                 for moment in tape.backward_moments(stream.size_bytes)
             ),
         )
         nothing = LayerActivations(
-            saved_bytes=0, forward_peak_bytes=0, backward_moments=(BackwardPeakCandidate(0, 0),)
+            saved_bytes=0, forward_peaks=(0,), backward_moments=(BackwardPeakCandidate(0, 0),)
         )
         if not self.trains_base:  # nothing before the first adapter has a backward
             embedding = replace(embedding, backward_moments=())
@@ -498,7 +498,8 @@ class DecoderSpec(ABC):
         if not work.activation_checkpointing:
             block = LayerActivations(
                 saved_bytes=tape.saved_bytes(),
-                forward_peak_bytes=tape.forward_peak_bytes(first=x) + held,
+                input_bytes=x.size_bytes + held,
+                forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x)),
                 backward_moments=tape.backward_moments(out.size_bytes),
                 input_grad_bytes=input_grad,
             )
@@ -509,7 +510,8 @@ class DecoderSpec(ABC):
         backward = tape.backward_moments(out.size_bytes, held_bytes=input_bytes)
         block = LayerActivations(
             saved_bytes=x.size_bytes + kept,
-            forward_peak_bytes=tape.inference_peak_bytes(first=x) + kept + held,
+            input_bytes=x.size_bytes + held,
+            forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x, is_recomputed=True)),
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + kept)
                 for moment in (recomputed, *backward)
@@ -534,7 +536,7 @@ class DecoderSpec(ABC):
         copies += 0 if tape.is_saved(normed) else normed.size_bytes
         tail = LayerActivations(
             saved_bytes=saved,
-            forward_peak_bytes=saved + logits.size_bytes + copies,
+            forward_peaks=(saved + logits.size_bytes + copies,),
             backward_moments=tape.backward_moments(logits.size_bytes),
             input_grad_bytes=x.size_bytes,
         )
@@ -558,7 +560,7 @@ class DecoderSpec(ABC):
         saved = tape.saved_bytes() + INDEX_BYTES * tokens
         tail = LayerActivations(
             saved_bytes=saved,
-            forward_peak_bytes=tape.forward_peak_bytes() + INDEX_BYTES * tokens,
+            forward_peaks=(tape.forward_peak_bytes() + INDEX_BYTES * tokens,),
             backward_moments=tape.backward_moments(out.size_bytes),
             input_grad_bytes=x.size_bytes,
         )
@@ -590,7 +592,8 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
     layers = tuple(
         LayerActivations(
             saved_bytes=at(part.saved_bytes),
-            forward_peak_bytes=at(part.forward_peak_bytes),
+            input_bytes=at(part.input_bytes),
+            forward_peaks=tuple(map(at, part.forward_peaks)),
             backward_moments=tuple(
                 moment._replace(held_bytes=at(moment.held_bytes))
                 for moment in part.backward_moments

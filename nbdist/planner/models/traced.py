@@ -58,7 +58,7 @@ FIRST_TRACE = (
 EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 8
+_FORMAT = 9
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -149,12 +149,21 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
     def peak(front: ParetoFront) -> int:
         return max((at(line) for line, _ in front), default=0)
 
+    def peaks(front: ParetoFront) -> tuple[int, ...]:
+        """Peaks from the use of each matrix on; what precedes the first one counts as its."""
+        last = max((number for _, number in front), default=0)
+        counts = range(1, max(1, last) + 1)
+        return tuple(peak([each for each in front if max(1, each[1]) == n]) for n in counts)
+
     layers = tuple(
         LayerActivations(
             saved_bytes=at(part["saved"]),
-            forward_peak_bytes=peak(part["forward"]),
+            input_bytes=at(part["input"]),
+            forward_peaks=peaks(part["forward"]),
             backward_moments=worst_moments(
-                BackwardPeakCandidate(at(line), grads) for line, grads in part["backward"]
+                BackwardPeakCandidate(at(line), grads)
+                # A root's gradients may all be made in the backward of other groups.
+                for line, grads in part["backward"] or part["gradients"][-1:]
             ),
             input_grad_bytes=at(part["gradient"]),
             gradient_moments=tuple(

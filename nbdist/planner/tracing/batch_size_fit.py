@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from nbdist.planner.tracing.micro_batch_tracer import MemoryTracePoint, MicroBatchMemoryTrace
 
@@ -32,9 +32,9 @@ class ParameterGroupMemoryTrace(NamedTuple):
     gradient: int
     """Bytes of its input gradient."""
     forward: list[tuple[int, int]]
-    """Bytes on top of those saved by earlier groups; 0 gradient elements."""
+    """Bytes on top of those saved by earlier groups, and how many of its matrices are used."""
     backward: list[tuple[int, int]]
-    """The same, with elements of own gradients."""
+    """The same bytes, with elements of own gradients."""
     gradients: list[tuple[int, int]]
     """The same, when each of its gradients is complete."""
     flops: float
@@ -121,7 +121,8 @@ def fit_two_batch_sizes(
                 "saved": fit_line(a.saved, batch, b.saved, other_batch),
                 "gradient": fit_line(a.gradient, batch, b.gradient, other_batch),
                 "passing": fit_line(a.passing, batch, b.passing, other_batch),
-                "forward": front(a.forward, b.forward),
+                "input": fit_line(a.forward[0][0], batch, b.forward[0][0], other_batch),
+                "forward": pareto_fronts(fit_moments(a.forward, batch, b.forward, other_batch)),
                 "backward": front(a.backward, b.backward),
                 "gradients": fit_moments(a.gradients, batch, b.gradients, other_batch),
                 "flops": a.flops / batch,
@@ -153,6 +154,7 @@ def extend_to_full_depth(run: dict[str, Any], times: Sequence[int]) -> dict[str,
         constant, slope = constant + (count - 1) * passing[0], slope + (count - 1) * passing[1]
         forward = [(_plus(bytes_, constant, slope), grads) for bytes_, grads in group["forward"]]
         figures = {name: value for name, value in group.items() if name != "passing"}
+        figures["input"] = _plus(group["input"], constant, slope)
         groups.append(figures | {"forward": forward})
     inside = [(_plus(bytes_, constant, slope), grads) for bytes_, grads in run["inside"]]
     return {
@@ -183,6 +185,12 @@ def fit_moments(
         pairs = zip(moments, others, strict=True)
         return [(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs]
     return [((0.0, held / batch), grads) for held, grads in moments]
+
+
+def pareto_fronts(lines: Collection[tuple[LinearFit, int]]) -> ParetoFront:
+    """Drop moments that another one with the same number exceeds."""
+    numbers = sorted({number for _, number in lines})
+    return [each for n in numbers for each in pareto_front(line for line in lines if line[1] == n)]
 
 
 def pareto_front(lines: Iterable[tuple[LinearFit, int]]) -> ParetoFront:

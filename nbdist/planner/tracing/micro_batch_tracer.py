@@ -36,8 +36,8 @@ class MemoryTracePoint(NamedTuple):
 
     held_bytes: int
     """Bytes without parameters and the gradients of groups whose backward has begun."""
-    num_grads: int
-    """Gradient elements of the current group."""
+    num_done: int
+    """Gradient elements of the current group; in the forward, matrices of it that are used."""
 
 
 MarkKind = Literal["forward", "exit", "returned", "backward", "end"]
@@ -130,6 +130,7 @@ class _RecordingTracker(MemoryTracker):
         self._place = 0
         self._uncounted_parts = [PARAMETERS]
         self._grads: dict[int, int] = {}
+        self._num_used = 0
         self._hooked = WeakIdKeyDictionary()
         self.track_tensors(PARAMETERS, model.parameters())
         self.track_tensors(_part_of_forward(0), [*model.buffers(), *tree_leaves(batch)])
@@ -167,6 +168,10 @@ class _RecordingTracker(MemoryTracker):
                     self._forward_start_hook(place), with_kwargs=True
                 )
                 yield module.register_forward_hook(self._forward_end_hook(place))
+                for inner in module.modules():
+                    used = sum(map(group.is_own_matrix, inner.parameters(recurse=False)))
+                    if used:
+                        yield inner.register_forward_pre_hook(self._use_hook(used))
 
     def watch_gradients(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
         """Hook the parameters, to separate their gradients from other memory."""
@@ -216,7 +221,17 @@ class _RecordingTracker(MemoryTracker):
     def _moment_of(self, place: int) -> MemoryTracePoint:
         """Return the bytes held now, with the gradients of a group."""
         apart = sum(self.current[part] for part in self._uncounted_parts)
-        return MemoryTracePoint(self.total - apart, self._grads.get(place, 0))
+        num_done = self._num_used if self.in_forward else self._grads.get(place, 0)
+        return MemoryTracePoint(self.total - apart, num_done)
+
+    def _use_hook(self, used: int) -> Callable[..., None]:
+        """Return a hook for the use of some matrices."""
+
+        def hook(*_: Any) -> None:
+            self._num_used += used
+            self._record_moment()
+
+        return hook
 
     def _forward_start_hook(self, place: int) -> Callable[..., None]:
         """Return a hook for the start of a group's forward; recomputation is ignored."""
@@ -227,6 +242,7 @@ class _RecordingTracker(MemoryTracker):
                 started = [mark.group_index for mark in self.marks if mark.kind == "forward"]
                 self._hook((args, kwargs), started[-1])
                 self._at = _part_of_forward(place)
+                self._num_used = 0
                 self.mark("forward", place)
 
         return hook
@@ -239,6 +255,7 @@ class _RecordingTracker(MemoryTracker):
                 self._hook(output, place)
                 self._at = _part_after_group(place)
                 self._at_exit = self.current.copy()
+                self._num_used = 0
                 self.mark("exit", place)
 
         return hook

@@ -323,7 +323,7 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
         name: {part.pop("place"): part for part in run["groups"]} for name, run in passes.items()
     }
     moments: dict[str, Any] = {"forward": [], "backward": [], "gradients": []}
-    nothing = {"saved": (0, 0), "gradient": (0, 0), "flops": 0} | moments
+    nothing = {"saved": (0, 0), "input": (0, 0), "gradient": (0, 0), "flops": 0} | moments
     rows = [
         _RepeatedGroup(
             found[place], 1, [by_place.get(place, nothing) for by_place in parts.values()]
@@ -384,10 +384,13 @@ def _merged(rows: Sequence[_RepeatedGroup]) -> list[_RepeatedGroup]:
             larger = [
                 first
                 | {
-                    name: batch_size_fit.pareto_front({*first[name], *second[name]})
-                    for name in ("forward", "backward")
+                    name: drop({*first[name], *second[name]})
+                    for name, drop in (
+                        ("forward", batch_size_fit.pareto_fronts),
+                        ("backward", batch_size_fit.pareto_front),
+                    )
                 }
-                | {"gradient": max(first["gradient"], second["gradient"], key=sum)}
+                | {name: max(first[name], second[name], key=sum) for name in ("input", "gradient")}
                 for first, second in both
             ]
             row = _RepeatedGroup(row.group, last.count + 1, larger)  # noqa: PLW2901
