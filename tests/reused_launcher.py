@@ -36,6 +36,7 @@ class ReusedLauncher(Launcher):
         self._keeper = reusing_provider
         self._nobody_runs = threading.Event()
         self._nobody_runs.set()
+        self._is_ending = False
         self._tell: Listener | None = None
         self.made_under = environment()
         super().__init__(kind, python)
@@ -52,6 +53,7 @@ class ReusedLauncher(Launcher):
     def _hear(self, message: messages.LauncherMessage) -> None:
         if isinstance(message, messages.AllRanksExited):
             self._nobody_runs.set()
+        self._is_ending |= isinstance(message, messages.TerminationNotice)
         if self._tell is not None:
             self._tell(message)
 
@@ -68,7 +70,7 @@ class ReusedLauncher(Launcher):
     def emptied(self) -> bool:
         """End the ranks and remove what the session left in the folders; False: it cannot."""
         self.listener = lambda _message: None
-        if not self.is_alive:
+        if self._is_ending or not self.is_alive:
             return False
         if not self._nobody_runs.is_set():
             self.resume_stopped()

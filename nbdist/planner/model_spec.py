@@ -73,6 +73,11 @@ class WeightShape(NamedTuple):
     is_bias: bool = False
     """True for the bias of the layer that has the weight before it."""
 
+    @property
+    def is_vector(self) -> bool:
+        """True for a bias, or the weight of a norm."""
+        return self.rows == self.num_elements
+
     def shard(self, ranks: int) -> WeightShape:
         """Return the first rank's shard, which is padded to equal shards."""
         rows = -(-self.rows // ranks)
@@ -104,6 +109,12 @@ class LayerGroup:
     """How many of the root's `tensors`, the last ones, are used after the last block."""
     tied_tensor: int | None = None
     """Index of the root's tensor that is both the embedding's and the head's weight, if any."""
+
+    @property
+    def num_in_vectors(self) -> int:
+        """Trainable parameters of one instance that are not in matrices, in elements."""
+        trainable = [shape for shape in self.tensors if shape.trainable]
+        return sum(shape.num_elements for shape in trainable if shape.is_vector)
 
     @property
     def num_params(self) -> int:
@@ -138,7 +149,7 @@ class LayerActivations:
     input_grad_bytes: int = 0
     """Bytes of the gradient of the group's input."""
     gradient_moments: tuple[BackwardPeakCandidate, ...] = ()
-    """When each of its gradients is complete, in order; empty for closed forms."""
+    """When each of its gradients is complete, in order; empty if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

@@ -11,7 +11,7 @@ import pytest
 from nbdist.errors import PlanError
 from nbdist.planner import memory, optimizers
 from nbdist.planner.memory import zero3, zero_partitioning
-from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup, compute_mode, frozen_saves
 from nbdist.planner.model_spec import (
     LayerActivations,
     LayerGroup,
@@ -308,14 +308,16 @@ def test_measured_peaks(
 
 def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_len: int) -> float:
     """MiB of the peak, on the device and in the host's memory together."""
+    model = analytic.spec_from_config(config)
     workload = Workload(
         batch_size=batch_size,
         seq_len=seq_len,
+        frozen_saves=frozen_saves(model, setup),
         compute=compute_mode(setup),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )
-    told = memory.step_memory_usage(analytic.spec_from_config(config), workload, setup)
+    told = memory.step_memory_usage(model, workload, setup)
     return max(moment.device_bytes + sum(moment.host_parts.values()) for moment in told) / MIB
 
 
@@ -521,6 +523,26 @@ RULES = {
         2,
         128,
         210.32,
+    ),
+    # Fake, rank 0 of 8: a bucket is reduced when a gradient is complete, after its operation.
+    "what a layer has saved is gone when its gradient is reduced": Measured(
+        llama(256, 992, 2, 2773, tie_word_embeddings=True),
+        setup_of(
+            "zero3",
+            world_size=8,
+            accumulate=2,
+            activation_checkpointing=True,
+            zero={
+                "reduce_bucket_size": 965_439,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 739_801,
+                "stage3_max_reuse_distance": 2_068_121,
+                "stage3_prefetch_bucket_size": 880_373,
+            },
+        ),
+        1,
+        64,
+        12.66,
     ),
     # Gloo, rank 0 of 2: only the head's norm needs a copy of the head's size.
     "a norm is taken of what is reduced": Measured(

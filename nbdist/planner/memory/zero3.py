@@ -340,7 +340,7 @@ def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
     sizes = [(size, size, trains) for size, trains in zero_partitioning.params(group)]
     sizes += [(size, size // element_bytes, False) for size in group.quantized_tensors]
     tensors = group.tensors
-    vectors = [n for n, shape in enumerate(tensors) if shape.rows == shape.num_elements]
+    vectors = [n for n, shape in enumerate(tensors) if shape.is_vector]
     num_used = accumulate(position not in vectors for position in range(len(sizes)))
     found = [
         _Parameter(position, max(0, number - 1), *each)

@@ -250,10 +250,13 @@ class ZeroTimeline(timeline.StepTimeline):
         if place is None or self._is_tied_head(place):
             return 0
         own = run.layers[place.group_index]
+        # In closed forms, norms and biases follow all matrices.
+        is_closed = self.model.depth == "closed form"
+        vectors = self.model.groups[place.group_index].num_in_vectors if is_closed else 0
         held_then = (
             moment.held_bytes
             for moment in own.gradient_moments or own.backward_moments  # the largest first
-            if moment.num_grads >= reduction.num_done_in_group
+            if moment.num_grads >= reduction.num_done_in_group - vectors
         )
         held = next(held_then, own.input_grad_bytes)
         late = sum(zero_partitioning.late_trainable_sizes(self.model.groups))

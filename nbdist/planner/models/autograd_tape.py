@@ -390,6 +390,12 @@ class AutogradTape:
         """
         return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).moments)
 
+    def gradient_moments(
+        self, incoming: int, held_bytes: int = 0
+    ) -> tuple[BackwardPeakCandidate, ...]:
+        """Return the moments at which gradients of parameters are complete, in order."""
+        return tuple(_BackwardPass(self.nodes, incoming, held_bytes).gradients)
+
     # -- implementation --------------------------------------------------------------------
 
     def add_node(self, node: TapeNode) -> TapeTensor:
@@ -447,6 +453,7 @@ class _BackwardPass:
         self.alive = held + incoming + sum(tensor.size_bytes for tensor in self.uses)
         self.grads = 0
         self.moments = [BackwardPeakCandidate(self.alive, 0)]
+        self.gradients: list[BackwardPeakCandidate] = []
         self.waiting: dict[TapeTensor, _PendingGradient] = {
             nodes[-1].out: _PendingGradient(incoming)
         }
@@ -468,6 +475,8 @@ class _BackwardPass:
         for tensor in node.keeps:
             self.uses[tensor.root] -= 1
             self.alive -= 0 if self.uses[tensor.root] else tensor.root.size_bytes
+        if node.weights:
+            self.gradients.append(BackwardPeakCandidate(self.alive, self.grads))
         for tensor, new in sent:
             self.deliver(tensor, new, node.weights)
 

@@ -105,7 +105,7 @@ class DecoderSpec(ABC):
 
     @abstractmethod
     def block_weights(self) -> list[WeightShape]:
-        """Return the parameters of one block, those of the linear layers first."""
+        """Return the parameters of one block in the module's order."""
 
     @abstractmethod
     def norm_weights(self) -> list[WeightShape]:
@@ -166,15 +166,16 @@ class DecoderSpec(ABC):
 
     def _block_group(self) -> LayerGroup:
         """All blocks, with adapters after the weights that they adapt."""
-        shapes, weights = self.linear_shapes(), self._base_weights(self.block_weights())
-        linear, rest = weights[: len(shapes)], weights[len(shapes) :]
+        shapes = self.linear_shapes()
+        layers = iter(shapes)
         kept: list[WeightShape] = []
-        for shape, weight in zip(shapes, linear, strict=True):
-            kept += [] if self.quantization else [weight]
-            if shape.name in self.lora_targets:
+        for weight in self._base_weights(self.block_weights()):
+            shape = None if weight.is_vector else next(layers)
+            kept += [] if shape and self.quantization else [weight]
+            if shape and shape.name in self.lora_targets:
                 kept.append(WeightShape(self.lora_rank, self.lora_rank * shape.into))
                 kept.append(WeightShape(shape.out, shape.out * self.lora_rank))
-        group = _layer_group("block", "block", kept + rest, self.layers)
+        group = _layer_group("block", "block", kept, self.layers)
         if self.quantization is None:
             return group
         return replace(
@@ -502,6 +503,7 @@ class DecoderSpec(ABC):
                 forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x)),
                 backward_moments=tape.backward_moments(out.size_bytes),
                 input_grad_bytes=input_grad,
+                gradient_moments=tape.gradient_moments(out.size_bytes),
             )
             return block, kept
         # Only the input is saved; the backward begins with another forward.
@@ -517,6 +519,7 @@ class DecoderSpec(ABC):
                 for moment in (recomputed, *backward)
             ),
             input_grad_bytes=input_grad,
+            gradient_moments=tape.gradient_moments(out.size_bytes, input_bytes + kept),
         )
         return block, kept
 
@@ -539,6 +542,7 @@ class DecoderSpec(ABC):
             forward_peaks=(saved + logits.size_bytes + copies,),
             backward_moments=tape.backward_moments(logits.size_bytes),
             input_grad_bytes=x.size_bytes,
+            gradient_moments=tape.gradient_moments(logits.size_bytes),
         )
         # Log-softmax's output and two gradients, in addition to the logits that the model returns.
         loss_bytes = 3 * FULL_BYTES * logits.elements
@@ -563,6 +567,7 @@ class DecoderSpec(ABC):
             forward_peaks=(tape.forward_peak_bytes() + INDEX_BYTES * tokens,),
             backward_moments=tape.backward_moments(out.size_bytes),
             input_grad_bytes=x.size_bytes,
+            gradient_moments=tape.gradient_moments(out.size_bytes),
         )
         return tail, 0, sizes.outputs
 
@@ -589,16 +594,19 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
         each, fixed = divmod(size, SYMBOLIC_BATCH_SIZE)
         return each * batch_size + fixed
 
+    def moments(
+        symbolic: tuple[BackwardPeakCandidate, ...],
+    ) -> tuple[BackwardPeakCandidate, ...]:
+        return tuple(each._replace(held_bytes=at(each.held_bytes)) for each in symbolic)
+
     layers = tuple(
         LayerActivations(
             saved_bytes=at(part.saved_bytes),
             input_bytes=at(part.input_bytes),
             forward_peaks=tuple(map(at, part.forward_peaks)),
-            backward_moments=tuple(
-                moment._replace(held_bytes=at(moment.held_bytes))
-                for moment in part.backward_moments
-            ),
+            backward_moments=moments(part.backward_moments),
             input_grad_bytes=at(part.input_grad_bytes),
+            gradient_moments=moments(part.gradient_moments),
         )
         for part in run.layers
     )
@@ -646,15 +654,15 @@ class LlamaSpec(DecoderSpec):
         ]
 
     def block_weights(self) -> list[WeightShape]:
-        """Return linear layers, their biases, and norms."""
+        """Return attention with the norms of its heads, MLP, and norms."""
         biased = [self.qkv_bias] * 3 + [self.out_bias] + [self.mlp_bias] * 3
-        shapes = self.linear_shapes()
-        weights = [WeightShape(shape.out, shape.out * shape.into) for shape in shapes]
-        outs = [shape.out for shape, bias in zip(shapes, biased, strict=True) if bias]
-        biases = [WeightShape(out, out) for out in outs]
-        norms = [WeightShape(self.hidden, self.hidden)] * 2
-        head_norms = [WeightShape(self.head_dim, self.head_dim)] * (2 if self.qk_norm else 0)
-        return weights + biases + norms + head_norms
+        weights: list[WeightShape] = []
+        for number, (shape, bias) in enumerate(zip(self.linear_shapes(), biased, strict=True)):
+            if number == 4 and self.qk_norm:  # noqa: PLR2004 - after q, k, v, o
+                weights += [WeightShape(self.head_dim, self.head_dim)] * 2
+            weights.append(WeightShape(shape.out, shape.out * shape.into))
+            weights += [WeightShape(shape.out, shape.out, is_bias=True)] * bias
+        return weights + [WeightShape(self.hidden, self.hidden)] * 2
 
     def norm_weights(self) -> list[WeightShape]:
         """Return the scale."""
@@ -753,12 +761,15 @@ class Gpt2Spec(DecoderSpec):
         ]
 
     def block_weights(self) -> list[WeightShape]:
-        """Return linear layers, their biases, and norms."""
-        # The weight of Conv1D is transposed: rows are input features.
-        shapes = self.linear_shapes()
-        weights = [WeightShape(shape.into, shape.out * shape.into) for shape in shapes]
-        biases = [WeightShape(shape.out, shape.out) for shape in shapes]
-        return weights + biases + [WeightShape(self.hidden, self.hidden)] * 4
+        """Return norm and attention, norm and MLP."""
+        norm = [WeightShape(self.hidden, self.hidden)] * 2
+        weights: list[WeightShape] = []
+        for number, shape in enumerate(self.linear_shapes()):
+            weights += [] if number % 2 else norm
+            # The weight of Conv1D is transposed: rows are input features.
+            weights.append(WeightShape(shape.into, shape.out * shape.into))
+            weights.append(WeightShape(shape.out, shape.out))
+        return weights
 
     def norm_weights(self) -> list[WeightShape]:
         """Return scale and shift."""
