@@ -73,7 +73,7 @@ def test_a_group_whose_gradients_are_made_in_other_groups_has_a_backward() -> No
     plain = fields()
     plain["passes"]["cuda half"]["groups"][0]["backward"] = []
     run = traced.from_json(plain).micro_batch_activations(at(3))
-    assert run.layers[0].backward_moments == ((10 + 20 * 3, 7, 0),)
+    assert run.layers[0].backward_moments == ((100 + 10 * 3, 7, 0),)
 
 
 def test_instants_that_another_exceeds_are_left_out_at_each_batch_size() -> None:

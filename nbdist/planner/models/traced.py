@@ -155,6 +155,10 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
         counts = range(1, max(1, last) + 1)
         return tuple(peak([each for each in front if max(1, each[1]) == n]) for n in counts)
 
+    def at_end(part: Mapping[str, Any]) -> ParetoFront:
+        """Moment of a root whose gradients are all made in the backward of other groups."""
+        return [(part["saved"], grads) for _, grads in part["gradients"][-1:]]
+
     layers = tuple(
         LayerActivations(
             saved_bytes=at(part["saved"]),
@@ -162,8 +166,7 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
             forward_peaks=peaks(part["forward"]),
             backward_moments=worst_moments(
                 BackwardPeakCandidate(at(line), grads)
-                # A root's gradients may all be made in the backward of other groups.
-                for line, grads in part["backward"] or part["gradients"][-1:]
+                for line, grads in part["backward"] or at_end(part)
             ),
             input_grad_bytes=at(part["gradient"]),
             gradient_moments=tuple(
