@@ -91,6 +91,7 @@ def build_script(
     """
     script = Script(left_out=list(left_out))
     blocks = [_block(run, notes, script) for run, notes in runs]
+    blocks = [block for block in blocks if block.source or block.notes]
     used = _used_names(blocks)
     imports = _hoist_imports(blocks, keep=used & {*_FROM_RUNTIME, *_FROM_ACCELERATOR})
     blocks = [block for block in blocks if block.source or block.notes]
@@ -114,10 +115,9 @@ def build_script(
         "\n".join([f"# Cell {block.number}", *(f"# {note}" for note in block.notes), block.source])
         for block in blocks
     ]
-    if "accelerator = Accelerator(" in "".join(accelerator) and "end_training()" not in parts[-1]:
-        parts.append("accelerator.end_training()")  # a process group left open may abort the exit
     script.source = "\n\n".join(part.strip("\n") for part in parts if part.strip()) + "\n"
-    imported = [name for node in ast.walk(ast.parse(script.source)) for _, name in _bindings(node)]
+    nodes = ast.walk(ast.parse(script.source))
+    imported = [name for node in nodes for _, name in _bindings(node)]
     script.modules = {name.split()[1].split(".")[0] for name in imported}
     compile(script.source, "train.py", "exec")
     return script

@@ -577,7 +577,8 @@ def test_a_released_weight_stays_if_a_recomputed_graph_has_saved_it() -> None:
         )
         return max(max(peaks) for peaks in found.max_at.values())
 
-    # The last weight stays for its backward, the second one is gathered besides.
+    # The last weight stays for its backward while the second one is gathered; the graph keeps
+    # the first one if it is trainable.
     assert (most(trainable=False), most(trainable=True)) == (400 + 200, 400 + 200 + 100)
 
 

@@ -55,14 +55,8 @@ def test_a_script_reads_as_if_written_by_hand() -> None:
         "accelerator = Accelerator()\n\n"
         "# Cell 3\n"
         "model = accelerator.prepare(nn.Linear(2, 1))\n"
-        "report(loss=F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)))\n\n"
-        "accelerator.end_training()\n"
+        "report(loss=F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)))\n"
     )
-
-
-def test_training_ends_once() -> None:
-    source = script(cell(TRAINING), cell("accelerator.end_training()", 2)).source
-    assert source.count("accelerator.end_training()") == 1
 
 
 def test_magics_are_commented_out_and_listed() -> None:

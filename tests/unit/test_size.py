@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 70_030,
     "files in nbdist/": 273,
     "functions per 1,000 code lines": 84,
-    "lines in tests/ and benchmarks/": 50_630,
+    "lines in tests/ and benchmarks/": 50_620,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -569,9 +569,8 @@ class GatheredParameters:
         """Release what is not needed soon."""
         if self._releases.setdefault(step, self._is_released(step, use)):
             self._release(use.parameter)
-            later = self._next_use.get(step, 0)
-            is_recomputed = use.where[0] == "backward" and self._uses[later].where == use.where
-            if is_recomputed and use.trainable:
+            later = self._next_use.get(step)
+            if use.trainable and later and self._uses[later].where == use.where:  # recomputed
                 # torch.utils.checkpoint has saved it detached, so its memory stays.
                 self._held += use.held
                 self._saved_until.add(later)

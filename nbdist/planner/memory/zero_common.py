@@ -250,7 +250,8 @@ class ZeroTimeline(timeline.StepTimeline):
         if place is None or self._is_tied_head(place):
             return 0
         own = run.layers[place.group_index]
-        # In closed forms, norms and biases follow all matrices.
+        # A closed form knows the gradients in the order of use, a reduction in the module's, in
+        # which norms may come earlier or later.
         is_closed = self.model.depth == "closed form"
         vectors = self.model.groups[place.group_index].num_in_vectors if is_closed else 0
         held_then = (
