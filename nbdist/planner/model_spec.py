@@ -72,6 +72,8 @@ class WeightShape(NamedTuple):
     trainable: bool = True
     is_bias: bool = False
     """True for the bias of the layer that has the weight before it."""
+    num_calls_before: int = 0
+    """Modules without parameters that are called before this parameter's module."""
 
     @property
     def is_vector(self) -> bool:

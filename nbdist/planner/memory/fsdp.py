@@ -324,7 +324,7 @@ class Fsdp1Timeline(FsdpTimeline):
         if not group.frozen or not group.tensors:
             return [share * group.trainable // max(1, group.num_params)] * ranks
         trained, begin = [0] * ranks, 0
-        for _, size, trainable, _ in group.tensors:
+        for _, size, trainable, *_ in group.tensors:
             for rank in range(begin // share, (begin + size - 1) // share + 1):
                 piece = min(begin + size, (rank + 1) * share) - max(begin, rank * share)
                 trained[rank] += piece if trainable else 0

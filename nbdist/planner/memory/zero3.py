@@ -5,7 +5,7 @@ permanent buffers. Follows DeepSpeed 0.19.8, runtime/zero/stage3.py and
 runtime/zero/partitioned_param_coordinator.py: at each module the coordinator gathers missing
 parameters, prefetches the next ones, a bucket at a time and up to ``max_live_parameters``, and
 releases those not used again within ``max_reuse_distance`` elements. `simulate_prefetch` applies
-these rules parameter by parameter, in elements.
+these rules module by module, in elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -288,6 +288,10 @@ class _Parameter(NamedTuple):
     trainable: bool = False
     is_last: bool = False
     """True for weight and bias of the last linear layer."""
+    module: int = 0
+    """Position of the first parameter of its module: of the weight that a bias belongs to."""
+    num_calls_before: int = 0
+    """Modules without parameters that are called before its module; each prefetches, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +303,9 @@ class _ParameterUse:
     """Elements of the result's size that it takes."""
     matrix: int
     """Index among the group's matrices; a vector counts as the one before it."""
+    module: int
+    """The same for all parameters that a module fetches together."""
+    num_calls_before: int = 0
     trainable: bool = False
     stays: bool = False
     """True if a module uses it until the next use."""
@@ -343,14 +350,18 @@ def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
     vectors = [n for n, shape in enumerate(tensors) if shape.is_vector]
     num_used = accumulate(position not in vectors for position in range(len(sizes)))
     found = [
-        _Parameter(position, max(0, number - 1), *each)
+        _Parameter(position, max(0, number - 1), *each, module=position)
         for position, (number, each) in enumerate(zip(num_used, sizes, strict=True))
     ]
     last = max((n for n in range(len(found)) if n not in vectors), default=None)
     if last is not None:
         found[last] = found[last]._replace(is_last=True)
-        if tensors[last + 1 :] and tensors[last + 1].is_bias:
-            found[last + 1] = found[last + 1]._replace(is_last=True)
+    for position, shape in enumerate(tensors):
+        if shape.num_calls_before:
+            found[position] = found[position]._replace(num_calls_before=shape.num_calls_before)
+        if shape.is_bias:
+            weight = found[position - 1]
+            found[position] = found[position]._replace(is_last=weight.is_last, module=weight.module)
     return found
 
 
@@ -384,6 +395,8 @@ def _parameter_uses(
                 (direction, min(part, tail), index),
                 parameter.held,
                 parameter.matrix,
+                parameter.module,
+                parameter.num_calls_before,
                 trainable=parameter.trainable,
             )
             for parameter in parts[part]
@@ -519,6 +532,16 @@ class GatheredParameters:
                     most[direction, group, matrix] = gathered
                     yield group, index
 
+    def _modules(self) -> Iterator[tuple[int, list[_ParameterUse]]]:
+        """Yield what one module fetches at a time, and the index of its first use."""
+        start = 0
+        for _, same in groupby(
+            self._uses, lambda use: (use.where, use.parameter[:2], use.module, use.stays)
+        ):
+            uses = list(same)
+            yield start, uses
+            start += len(uses)
+
     def _run_micro_batch(self, available: set[_Key]) -> None:
         self.max_at: dict[GatherPoint, list[int]] = defaultdict(list)
         """Peak while an instance uses each of its matrices, with the flat tensors of gathers."""
@@ -542,26 +565,30 @@ class GatheredParameters:
         self._queue = 0
         self._look_ahead()  # in the hook of the model, before any of its modules
         self._look_ahead()  # in that of its base model
-        for step, use in enumerate(self._uses):
-            direction, group, index = use.where
-            if direction == "forward" and use.held != use.size:
-                self._in_graph.add(use.parameter)
-            if group in self._blocks and use.where not in self.max_at:
+        for start, uses in self._modules():
+            where, matrix = uses[-1].where, uses[-1].matrix
+            direction, group, index = where
+            if direction == "forward":
+                self._in_graph |= {use.parameter for use in uses if use.held != use.size}
+            if group in self._blocks and where not in self.max_at:
                 self._look_ahead()  # in the block's hook
                 self._look_ahead()  # in that of its attention
-            peak = self._fetch(use)
-            if self._seen_until.get(use.parameter, -1) < step:  # not prefetched
-                self._seen_until[use.parameter] = step
-                self._queue = step + 1
-            self._look_ahead()
-            peaks = self.max_at[use.where]
-            peaks += [0] * (use.matrix + 1 - len(peaks))
-            peaks[use.matrix] = max(peaks[use.matrix], peak, self._held)
-            self.min_at[use.where] = self._held
+            if direction == "forward":
+                self._look_ahead_in_calls(uses)
+            peak = self._fetch(start, uses)
+            peaks = self.max_at[where]
+            peaks += [0] * (matrix + 1 - len(peaks))
+            peaks[matrix] = max(peaks[matrix], self._held)
+            before = max(0, matrix - 1)  # what it holds is still alive during a fetch
+            peaks[before] = max(peaks[before], peak)
+            self.min_at[where] = self._held
             held = self._held
-            self._after_use(step, use)
+            for step, use in enumerate(uses, start):
+                self._after_use(step, use)
             if direction == "backward":
-                self.in_backward[group, index].append(_BackwardUse(use.num_grads, held, self._held))
+                num_grads = uses[-1].num_grads
+                self._look_ahead_in_calls(uses)
+                self.in_backward[group, index].append(_BackwardUse(num_grads, held, self._held))
             else:
                 self.num_at_loss = self._held
 
@@ -580,24 +607,34 @@ class GatheredParameters:
             if parameter not in self._persistent:
                 self._release(parameter)
 
-    def _fetch(self, use: _ParameterUse) -> int:
-        """Gather missing parameters and wait for them; return the peak meanwhile."""
-        if use.parameter not in self._gathered_parameters:
-            self._gather({use.parameter})
-        message = self._gather_messages.pop(use.parameter, None)
-        if message is None:
-            return self._held
-        if not message.is_flat:
-            return self._held
-        if not message.copied:
-            # Each parameter is copied out of the flat tensor.
-            message.copied = True
-            self._held += message.size
+    def _look_ahead_in_calls(self, uses: list[_ParameterUse]) -> None:
+        for _ in range(sum(use.num_calls_before for use in uses)):
+            self._look_ahead()
+
+    def _fetch(self, start: int, uses: list[_ParameterUse]) -> int:
+        """Gather a module's missing parameters, wait for all and prefetch; return the peak."""
+        missing = {use.parameter for use in uses} - self._gathered_parameters
+        if missing:
+            self._gather(missing)
         peak = self._held
-        message.waiting.discard(use.parameter)
-        if not message.waiting:
-            # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
-            self._held -= message.size
+        for use in uses:
+            message = self._gather_messages.pop(use.parameter, None)
+            if message is None or not message.is_flat:
+                continue
+            if not message.copied:
+                # Each parameter is copied out of the flat tensor.
+                message.copied = True
+                self._held += message.size
+            peak = max(peak, self._held)
+            message.waiting.discard(use.parameter)
+            if not message.waiting:
+                # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
+                self._held -= message.size
+        for step, use in enumerate(uses, start):
+            if self._seen_until.get(use.parameter, -1) < step:  # not prefetched
+                self._seen_until[use.parameter] = step
+                self._queue = step + 1
+        self._look_ahead()
         return peak
 
     def _gather(self, parameters: set[_Key]) -> None:

@@ -660,7 +660,9 @@ class LlamaSpec(DecoderSpec):
         for number, (shape, bias) in enumerate(zip(self.linear_shapes(), biased, strict=True)):
             if number == 4 and self.qk_norm:  # noqa: PLR2004 - after q, k, v, o
                 weights += [WeightShape(self.head_dim, self.head_dim)] * 2
-            weights.append(WeightShape(shape.out, shape.out * shape.into))
+            elements = shape.out * shape.into
+            # The MLP itself is called before gate_proj, the activation before up_proj.
+            weights.append(WeightShape(shape.out, elements, num_calls_before=int(number in {4, 5})))
             weights += [WeightShape(shape.out, shape.out, is_bias=True)] * bias
         return weights + [WeightShape(self.hidden, self.hidden)] * 2
 
@@ -766,9 +768,11 @@ class Gpt2Spec(DecoderSpec):
         weights: list[WeightShape] = []
         for number, shape in enumerate(self.linear_shapes()):
             weights += [] if number % 2 else norm
-            # The weight of Conv1D is transposed: rows are input features.
-            weights.append(WeightShape(shape.into, shape.out * shape.into))
-            weights.append(WeightShape(shape.out, shape.out))
+            # The weight of Conv1D is transposed: rows are input features. The MLP itself is called
+            # before c_fc, the activation before c_proj.
+            elements, calls = shape.out * shape.into, int(number > 1)
+            weights.append(WeightShape(shape.into, elements, num_calls_before=calls))
+            weights.append(WeightShape(shape.out, shape.out, is_bias=True))
         return weights
 
     def norm_weights(self) -> list[WeightShape]:

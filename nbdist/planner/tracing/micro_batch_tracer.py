@@ -255,7 +255,6 @@ class _RecordingTracker(MemoryTracker):
                 self._hook(output, place)
                 self._at = _part_after_group(place)
                 self._at_exit = self.current.copy()
-                self._num_used = 0
                 self.mark("exit", place)
 
         return hook
