@@ -121,35 +121,40 @@ class ClusterSpec:
 
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth of a large collective over all ranks, in bytes/s per rank."""
-        inside = self._intra_node_bandwidth(collective)
+        device = self.slowest_device
+        if self.link == "none" or (self.ranks_per_node == 1 and self.num_nodes > 1):
+            inside = math.inf
+        elif self.link == "cpu":
+            inside = _LOOPBACK
+        elif self.link == "pcie" or not (device.has_nvswitch or self.ranks_per_node <= _PAIR):
+            inside = device.pcie * _PCIE_SHARE
+        else:
+            summed = (
+                collective == "all_reduce"
+                and device.reduces_in_switch
+                and self.ranks_per_node >= _SWITCH_RANKS
+            )
+            inside = device.nvlink * _LINK_SHARE * (_SWITCH_GAIN if summed else 1.0)
         # A ring crosses each node's adapters once, so all adapters of a node count together.
         return inside if self.num_nodes == 1 else min(inside, self.network_bandwidth * _LINK_SHARE)
 
     def subcluster(self, which: CollectiveScope) -> ClusterSpec:
-        """Return the ranks of a collective as a cluster of their own."""
-        return {"all": self, "node": self._one_node, "nodes": self._one_device_per_node}[which]
-
-    @cached_property
-    def _one_node(self) -> ClusterSpec:
-        """One node, built from the slowest device."""
-        ranks = self.ranks_per_node
+        """Return the ranks of a collective as a cluster of their own, of the slowest device."""
+        if which == "all":
+            return self
+        ranks, nodes, network = self.ranks_per_node, 1, 0.0
         link: Link = self.link if ranks > 1 else "none"
-        devices = (self.slowest_device,) * ranks
+        if which == "nodes":  # each with its share of the network
+            ranks, nodes, network = 1, self.num_nodes, self.network_bandwidth / ranks
+            link = "none"
         return replace(
-            self, devices=devices, num_nodes=1, network_bandwidth=0.0, link=link, comm_speed=None
+            self,
+            devices=(self.slowest_device,) * (ranks * nodes),
+            num_nodes=nodes,
+            network_bandwidth=network,
+            link=link,
+            comm_speed=None,
         )
-
-    @cached_property
-    def _one_device_per_node(self) -> ClusterSpec:
-        """One device per node, with its share of the network."""
-        devices = (self.slowest_device,) * self.num_nodes
-        share = self.network_bandwidth / self.ranks_per_node
-        return replace(self, devices=devices, link="none", network_bandwidth=share, comm_speed=None)
-
-    def measured_collective_s(self, collective: Collective, size: float) -> float | None:
-        """Return the measured time of a collective of this size, or None if not measured."""
-        measured = (self.comm_speed or {}).get(collective)
-        return None if measured is None else measured.collective_time_s(size)
 
     @property
     def comm_measured_date(self) -> str:
@@ -170,46 +175,33 @@ class ClusterSpec:
         nvme_bandwidth = self.nvme_bandwidth
         if disk is not None:  # a step reads as much as it writes
             nvme_bandwidth = 2 / (1 / disk.values["read"] + 1 / disk.values["write"])
+        devices: list[DeviceSpec] = []
+        for device in self.devices:
+            place = self.compute_speed_key(device)
+            compute = store.get("compute", place)
+            loops = {kind: store.get("loop", f"{place}, {kind}") for kind in DTYPES}
+            host_link = compute.values.get("host_link") if compute is not None else None
+            devices.append(
+                replace(
+                    device,
+                    compute_speed=compute,
+                    loop_speeds={kind: loop for kind, loop in loops.items() if loop is not None},
+                    host_link=host_link or device.host_link,
+                )
+            )
         return replace(
             self,
             measurement_store=store,
             comm_speed=measured or None,
-            devices=tuple(self._with_measured_speed(device, store) for device in self.devices),
+            devices=tuple(devices),
             disk_speed=disk,
             nvme_bandwidth=nvme_bandwidth,
-        )
-
-    def _with_measured_speed(self, device: DeviceSpec, store: MeasurementStore) -> DeviceSpec:
-        place = self.compute_speed_key(device)
-        compute = store.get("compute", place)
-        loops = {kind: store.get("loop", f"{place}, {kind}") for kind in DTYPES}
-        host_link = compute.values.get("host_link") if compute is not None else None
-        return replace(
-            device,
-            compute_speed=compute,
-            loop_speeds={kind: loop for kind, loop in loops.items() if loop is not None},
-            host_link=host_link or device.host_link,
         )
 
     def compute_speed_key(self, device: DeviceSpec) -> str:
         """Return the key under which a device's compute speed is stored."""
         # CPU ranks share their machine's cores, so their speed depends on how many there are.
         return _cpu_text(self.ranks_per_node) if self.kind == "cpu" else device.name
-
-    def _intra_node_bandwidth(self, collective: Collective) -> float:
-        if self.link == "none" or (self.ranks_per_node == 1 and self.num_nodes > 1):
-            return math.inf
-        device = self.slowest_device
-        if self.link == "cpu":
-            return _LOOPBACK
-        if self.link == "pcie" or not (device.has_nvswitch or self.ranks_per_node <= _PAIR):
-            return device.pcie * _PCIE_SHARE
-        summed = (
-            collective == "all_reduce"
-            and device.reduces_in_switch
-            and self.ranks_per_node >= _SWITCH_RANKS
-        )
-        return device.nvlink * _LINK_SHARE * (_SWITCH_GAIN if summed else 1.0)
 
     def describe(self) -> str:
         """Return a short description: "8 x H100-80GB, nvlink", "2 CPU ranks"."""
@@ -382,9 +374,15 @@ def cluster_for_machine(
         return replace(cluster, has_deepspeed=has_deepspeed)
     specs = [_catalogued_gpu(gpu) for gpu in machine.gpus]
     devices = [device for device, _ in specs]
-    notes = dict.fromkeys(note for _, notes_of_gpu in specs for note in notes_of_gpu)
+    notes = list(dict.fromkeys(note for _, notes_of_gpu in specs for note in notes_of_gpu))
     for index, gpu_usage in enumerate(usage):
         devices[index] = replace(devices[index], free_bytes=gpu_usage.free_bytes)
+        if gpu_usage.holders:
+            free, whole = gpu_usage.free_bytes / GIB, devices[index].memory_bytes / GIB
+            notes.append(
+                f"GPU {index} has {free:.1f} of {whole:.1f} GiB free; the plan uses no more. Also "
+                f"running on it: {', '.join(gpu_usage.holders)}."
+            )
     fast = machine.link == "NVLink" and all(device.nvlink for device in devices)
     link: Link = "nvlink" if fast else "pcie"
     return ClusterSpec(
@@ -392,7 +390,7 @@ def cluster_for_machine(
         link=link if len(devices) > 1 else "none",
         host_memory_bytes=host_free_bytes,
         nvme_bytes=nvme_free_bytes,
-        notes=(*notes, *_memory_in_use_notes(devices, usage), *_unequal_gpu_notes(devices)),
+        notes=(*notes, *_unequal_gpu_notes(devices)),
         has_deepspeed=has_deepspeed,
     )
 
@@ -479,18 +477,6 @@ def _catalogued_gpu(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
         flops=MappingProxyType({kind: share * peak for kind, peak in device.flops.items()}),
         memory_bandwidth=bandwidth * (gpu.memory_bytes / device.memory_bytes if share < 1 else 1),
     ), notes
-
-
-def _memory_in_use_notes(
-    devices: Sequence[DeviceSpec], usage: Sequence[GpuFreeMemory]
-) -> Iterator[str]:
-    for index, (device, gpu_usage) in enumerate(zip(devices, usage, strict=False)):
-        if gpu_usage.holders:
-            free, whole = gpu_usage.free_bytes / GIB, device.memory_bytes / GIB
-            yield (
-                f"GPU {index} has {free:.1f} of {whole:.1f} GiB free; the plan uses no more. Also "
-                f"running on it: {', '.join(gpu_usage.holders)}."
-            )
 
 
 def _unequal_gpu_notes(devices: Sequence[DeviceSpec]) -> Iterator[str]:

@@ -74,7 +74,12 @@ def find_machines(
     """
     target_devices.check_size(max_nodes * DEFAULT_GPUS_PER_NODE, f"max_nodes {max_nodes}")
     request = replace(request, fixed_options={"offload": "none", **request.fixed_options})
-    devices = _devices(only)
+    names = only.split(",") if isinstance(only, str) else _COMMON if only is None else only
+    names = [str(name).strip() for name in names] if isinstance(names, list | tuple) else []
+    if not all(names) or not names:
+        raise PlanError(f'only must name GPUs, such as "T4,L4,A10", got {only!r}.')
+    named = [target_devices.find_device(name, ",".join(names))[0] for name in names]
+    devices = list({device.name: device for device in named}.values())
     machines = [_smallest(request, device, max_nodes) for device in devices]
     found = [machine for machine in machines if machine is not None]
     return MachinePlan(
@@ -87,15 +92,6 @@ def find_machines(
         ),
         max_nodes=max_nodes,
     )
-
-
-def _devices(only: str | Sequence[str] | None) -> list[DeviceSpec]:
-    names = only.split(",") if isinstance(only, str) else _COMMON if only is None else only
-    names = [str(name).strip() for name in names] if isinstance(names, list | tuple) else []
-    if not all(names) or not names:
-        raise PlanError(f'only must name GPUs, such as "T4,L4,A10", got {only!r}.')
-    found = [target_devices.find_device(name, ",".join(names))[0] for name in names]
-    return list({device.name: device for device in found}.values())
 
 
 def _smallest(request: PlanInput, device: DeviceSpec, max_nodes: int) -> MachineRow | None:

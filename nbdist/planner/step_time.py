@@ -504,8 +504,9 @@ def collective_time_s(collective: Collective, size: float, cluster: ClusterSpec)
         size: bytes of the full tensor.
         cluster: the ranks; at least two.
     """
-    if (measured := cluster.measured_collective_s(collective, size)) is not None:
-        return measured
+    curve = (cluster.comm_speed or {}).get(collective)
+    if curve is not None and (measured_s := curve.collective_time_s(size)) is not None:
+        return measured_s
     share = (cluster.world_size - 1) / cluster.world_size
     ideal = share * _ROUNDS[collective] * size / cluster.link_bytes_per_s(collective)
     # Small messages are far from a link's full speed.
@@ -538,8 +539,15 @@ def _update(shape: _ModelSize, setup: TrainingSetup, cluster: ClusterSpec) -> tu
     # A node's ranks share the bandwidth of its memory and of its disk.
     optimizer_s = fixed_s + owned * touched * cluster.ranks_per_node / cluster.host_bandwidth
     copies_s = _copied_bytes(shape, setup, owned) / cluster.slowest_device.host_link
-    disk_bytes = _disk_bytes(shape, setup, owned) * cluster.ranks_per_node
-    return optimizer_s, copies_s + disk_bytes / cluster.nvme_bandwidth
+    if options.offload_device != "nvme":
+        return optimizer_s, copies_s
+    # Master copy and state are read and written once; offloaded parameters are read for each
+    # forward and backward and written once.
+    disk_bytes = 2 * (4 + setup.optimizer.state_bytes_per_element) * owned
+    if options.offload_params:
+        used = 2 if setup.is_half_precision else shape.element
+        disk_bytes += (2 * options.accumulate + 1) * used * shape.params / setup.world_size
+    return optimizer_s, copies_s + disk_bytes * cluster.ranks_per_node / cluster.nvme_bandwidth
 
 
 def _copied_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
@@ -554,19 +562,3 @@ def _copied_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> floa
     reductions = steps if "gradients" in strategy.shards else 1
     params: float = 2 * steps * used * shard if options.offload_params else used * owned
     return 4 * reductions * owned + params
-
-
-def _disk_bytes(shape: _ModelSize, setup: TrainingSetup, owned: float) -> float:
-    """Bytes that one rank reads and writes on NVMe in a step.
-
-    Master copy and state are read and written once; offloaded parameters are read for each
-    forward and backward and written once.
-    """
-    if setup.options.offload_device != "nvme":
-        return 0.0
-    size = 2 * (4 + setup.optimizer.state_bytes_per_element) * owned
-    if setup.options.offload_params:
-        used = 2 if setup.is_half_precision else shape.element
-        times = 2 * setup.options.accumulate + 1
-        size += times * used * shape.params / setup.world_size
-    return size
