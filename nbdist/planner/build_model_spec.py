@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from nbdist.errors import PlanError
 from nbdist.paths import expand_user
@@ -72,11 +72,13 @@ def load_model_spec(  # noqa: PLR0913 - what a trace needs
     Raises:
         PlanError: an unsupported kind of model, or a config that lacks a field.
     """
-    is_module = _is_module(model)
+    torch = sys.modules.get("torch")  # not imported here: an nn.Module comes with it
+    is_module = torch is not None and isinstance(model, torch.nn.Module)
     if inputs is not None and not is_module:
         raise PlanError("inputs needs the model itself, an nn.Module. Give it, or omit inputs.")
-    if _is_spec(model):
-        return model, _length_of_spec(model, seq_len or DEFAULT_SEQ_LEN)
+    if hasattr(model, "micro_batch_activations"):  # a spec
+        given = cast("ModelSpec", model)
+        return given, _length_of_spec(given, seq_len or DEFAULT_SEQ_LEN)
     # Path.exists() raises if a name is too long
     if (
         isinstance(model, str) and analytic.is_parameter_count(model) and not os.path.exists(model)  # noqa: PTH110
@@ -163,16 +165,6 @@ def _length_of_inputs(spec: ModelSpec, requested: int | None, inputs: object = N
 def _length_of_spec(spec: ModelSpec, requested: int) -> int:
     """Return the length to plan for; 1 for a model without tokens, so that samples count."""
     return 1 if isinstance(spec, traced.TracedModel) and spec.seq_len is None else requested
-
-
-def _is_spec(model: object) -> TypeGuard[ModelSpec]:
-    return hasattr(model, "micro_batch_activations")
-
-
-def _is_module(model: object) -> bool:
-    """True for an `nn.Module`; does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def spec_from_json(fields: Mapping[str, Any]) -> ModelSpec:

@@ -145,6 +145,10 @@ def _variants(request: PlanInput) -> Iterator[Options]:
             (False, True),
             _replications(request, strategy),
         ):
+            # FSDP offloads all or nothing; ZeRO-3 can keep parameters on the device.
+            separate = strategy.offload_params and strategy.engine == "deepspeed"
+            if with_params and not (separate and offload != "none"):
+                continue
             searched = {
                 "backend": name,
                 "precision": request.precision,
@@ -154,8 +158,7 @@ def _variants(request: PlanInput) -> Iterator[Options]:
                 "replicate_across": across,
             }
             options = strategies.Options.from_fields(searched | {**fixed, "backend": name})
-            agrees = all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED)
-            if agrees and _is_worth_searching(strategy, options):
+            if all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED):
                 yield options
                 config = options.fsdp_config or {}
                 # Kept gathered from forward to backward; with an offload that would use the
@@ -209,15 +212,6 @@ def _replications(request: PlanInput, strategy: Strategy) -> list[str]:
     return ["none", "nodes"] if strategy.can_replicate and several else ["none"]
 
 
-def _is_worth_searching(strategy: Strategy, options: Options) -> bool:
-    """True if `offload_params` changes anything for these options."""
-    if not options.offload_params:
-        return True
-    # FSDP offloads all or nothing; ZeRO-3 can keep parameters on the device.
-    separate = strategy.offload_params and strategy.engine == "deepspeed"
-    return separate and options.offload != "none"
-
-
 # ---------------------------------------------------------------- rows of a variant
 
 
@@ -260,7 +254,11 @@ class _PlanVariant:
         self._frozen_saves = frozen_saves(request.model, setup)
         self._story = memory.build_timeline(request.model, setup)
         self._costs = step_time.StepCostModel(request.model, setup, cluster)
-        self._load_bytes = _load_bytes(options, request)
+        # Host memory of a node in which its ranks load the model.
+        size = num_params(request.model) * request.model.element
+        self._load_bytes = size * cluster.ranks_per_node
+        if options.sharded_load and "parameters" in options.strategy.shards:  # a part of each rank
+            self._load_bytes = -(-self._load_bytes // request.world_size)
         self._overhead = device_overhead(
             learned,
             cluster.smallest_device.name,
@@ -348,14 +346,6 @@ def _refusal(options: Options, request: PlanInput) -> str:
     return ""
 
 
-def _load_bytes(options: Options, request: PlanInput) -> int:
-    """Return the host memory of a node in which its ranks load the model."""
-    cluster, size = request.cluster, num_params(request.model) * request.model.element
-    if options.sharded_load and "parameters" in options.strategy.shards:
-        return -(-size * cluster.ranks_per_node // request.world_size)  # a part of each rank
-    return size * cluster.ranks_per_node
-
-
 # --------------------------------------------------------------------------- best row
 
 
@@ -420,28 +410,24 @@ def _explain_row(
     if best is None or _is_unrequested(row, request):
         return f"fits, but a newer backend replaces it: used only with --backend {row.backend}"
     host = _host_memory_text(row, request)
-    if row is not best:
-        return _comparison(row, best, request) + host
-    top = max(
-        each.tokens_per_s for each in rows if each.fits and not _is_unrequested(each, request)
-    )
-    is_fastest = top <= row.tokens_per_s * (1 + _ONE_PERCENT)
-    simplest = "the simplest that fits, and none is faster by more than the uncertainty"
-    return f"{'the fastest that fits' if is_fastest else simplest}; {row.bound}-bound{host}"
-
-
-def _comparison(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
+    if row is best:
+        top = max(
+            each.tokens_per_s for each in rows if each.fits and not _is_unrequested(each, request)
+        )
+        is_fastest = top <= row.tokens_per_s * (1 + _ONE_PERCENT)
+        simplest = "the simplest that fits, and none is faster by more than the uncertainty"
+        return f"{'the fastest that fits' if is_fastest else simplest}; {row.bound}-bound{host}"
     slower = best.tokens_per_s / row.tokens_per_s
-    doubt = _comparison_doubt(row, best, request)
     if abs(math.log(slower)) < math.log1p(_ONE_PERCENT):
-        return "fits, equally fast, less simple"
+        return f"fits, equally fast, less simple{host}"
     if slower < 1:
+        doubt = _comparison_doubt(row, best, request)
         return (
             f"fits, predicted {1 / slower - 1:.0%} faster, within the uncertainty of {doubt:.0%};"
-            " less simple"
+            f" less simple{host}"
         )
     much = f"{slower - 1:.0%}" if slower < _IN_PERCENT else f"{slower:.1f}x"
-    return f"fits, {much} slower: {_reason(row, best, request)}"
+    return f"fits, {much} slower: {_reason(row, best, request)}{host}"
 
 
 def _host_memory_text(row: PlanRow, request: PlanInput) -> str:
