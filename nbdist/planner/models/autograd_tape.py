@@ -235,10 +235,6 @@ class AutogradTape:
             TapeNode(out, (x,), keeps=(x,), sends=(x,), workspace=2 * x.size_bytes)
         )
 
-    def mean(self, x: TapeTensor, tokens: int) -> TapeTensor:
-        """Record a mean over the last dimension."""
-        return self.add_node(TapeNode(TapeTensor(tokens, x.width), (x,), sends=(x,)))
-
     def add(self, x: TapeTensor, y: TapeTensor) -> TapeTensor:
         """Record `x + y` of equal shapes."""
         out = TapeTensor(x.elements, max(x.width, y.width))
@@ -252,21 +248,6 @@ class AutogradTape:
         extra = out.size_bytes if y.elements < x.elements and y.needs_grad else 0
         return self.add_node(
             TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y), workspace=extra)
-        )
-
-    def scale_by_weight(self, x: TapeTensor, elements: int, *, trainable: bool) -> TapeTensor:
-        """Record `weight * x` with a weight vector."""
-        out = TapeTensor(x.elements, max(x.width, self.element_bytes))
-        keeps = (x,) if trainable or self.frozen_saves == "all" else ()
-        return self.add_node(
-            TapeNode(
-                out,
-                (x,),
-                keeps=keeps,
-                sends=(x,),
-                weights=elements if trainable else 0,
-                workspace=out.size_bytes if trainable else 0,
-            )
         )
 
     def view(self, x: TapeTensor) -> TapeTensor:
@@ -285,10 +266,6 @@ class AutogradTape:
         parts = tuple(TapeTensor(x.elements // count, x.width, of=x) for _ in range(count))
         self.add_node(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
-
-    def add_mask(self, scores: TapeTensor) -> TapeTensor:
-        """Record attention scores plus the mask, which has the embedding's data type."""
-        return self.unary(scores, width=self.element_bytes)
 
     def matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
         """Record a batched matrix product."""
@@ -334,10 +311,23 @@ class AutogradTape:
     def rms_norm(self, x: TapeTensor, tokens: int, columns: int, *, trainable: bool) -> TapeTensor:
         """Record the RMSNorm of transformers, operation by operation, in fp32 inside."""
         wide = self.cast(x, FULL_BYTES)
-        squares = self.mean(self.power(wide), tokens)
-        inverse = self.unary(self.unary(squares, keeps="nothing"), keeps="output")
+        squares = self.power(wide)
+        mean = TapeTensor(tokens, squares.width)
+        self.add_node(TapeNode(mean, (squares,), sends=(squares,)))
+        inverse = self.unary(self.unary(mean), keeps="output")
         normed = self.cast(self.multiply(wide, inverse), x.width)
-        return self.scale_by_weight(normed, columns, trainable=trainable)
+        # The product with the weight vector.
+        out = TapeTensor(normed.elements, max(normed.width, self.element_bytes))
+        return self.add_node(
+            TapeNode(
+                out,
+                (normed,),
+                keeps=(normed,) if trainable or self.frozen_saves == "all" else (),
+                sends=(normed,),
+                weights=columns if trainable else 0,
+                workspace=out.size_bytes if trainable else 0,
+            )
+        )
 
     def flash_attention(self, q: TapeTensor, k: TapeTensor, v: TapeTensor, rows: int) -> TapeTensor:
         """Record fused attention, which keeps q, k, v, its output, and fp32 log-sums of `rows`."""
@@ -377,7 +367,27 @@ class AutogradTape:
         A forward that is recomputed later saves plain attributes only.
         """
         saved = set(self._attributes() if is_recomputed else self._saved_tensors())
-        return self._forward(saved | ({first} if first else set()), first)
+        last: dict[TapeTensor, int] = {}
+        for number, node in enumerate(self.nodes):
+            for tensor in node.inputs:
+                last[tensor.root] = number
+        alive = first.size_bytes if first else 0
+        seen = {first} if first else set()
+        kept = saved | seen
+        peaks = [alive]
+        num_matrices = 0
+        for number, node in enumerate(self.nodes):
+            num_matrices += node.has_matrix
+            if num_matrices > len(peaks):
+                peaks.append(alive)
+            created = {t.root for t in (node.out, *node.inputs)} - seen
+            seen |= created
+            alive += sum(t.size_bytes for t in created)
+            peaks[-1] = max(peaks[-1], alive)
+            for tensor in {t.root for t in node.inputs}:
+                if last[tensor] == number and tensor not in kept:
+                    alive -= tensor.size_bytes
+        return peaks
 
     def backward_moments(
         self, incoming: int, held_bytes: int = 0
@@ -388,13 +398,15 @@ class AutogradTape:
             incoming: bytes of the incoming gradient.
             held_bytes: additional bytes held throughout, such as a checkpointed input.
         """
-        return worst_moments(_BackwardPass(self.nodes, incoming, held_bytes).moments)
+        moments, _ = _run_backward(self.nodes, incoming, held_bytes)
+        return worst_moments(moments)
 
     def gradient_moments(
         self, incoming: int, held_bytes: int = 0
     ) -> tuple[BackwardPeakCandidate, ...]:
         """Return the moments at which gradients of parameters are complete, in order."""
-        return tuple(_BackwardPass(self.nodes, incoming, held_bytes).gradients)
+        _, gradients = _run_backward(self.nodes, incoming, held_bytes)
+        return tuple(gradients)
 
     # -- implementation --------------------------------------------------------------------
 
@@ -417,92 +429,63 @@ class AutogradTape:
     def _saved_tensors(self) -> dict[TapeTensor, None]:
         return {t.root: None for node in self.nodes for t in node.keeps}
 
-    def _forward(self, saved: set[TapeTensor], first: TapeTensor | None) -> list[int]:
-        last: dict[TapeTensor, int] = {}
-        for number, node in enumerate(self.nodes):
-            for tensor in node.inputs:
-                last[tensor.root] = number
-        alive = first.size_bytes if first else 0
-        seen = {first} if first else set()
-        peaks = [alive]
-        num_matrices = 0
-        for number, node in enumerate(self.nodes):
-            num_matrices += node.has_matrix
-            if num_matrices > len(peaks):
-                peaks.append(alive)
-            created = {t.root for t in (node.out, *node.inputs)} - seen
-            seen |= created
-            alive += sum(t.size_bytes for t in created)
-            peaks[-1] = max(peaks[-1], alive)
-            for tensor in {t.root for t in node.inputs}:
-                if last[tensor] == number and tensor not in saved:
-                    alive -= tensor.size_bytes
-        return peaks
-
 
 def _operands(x: TapeTensor, y: TapeTensor) -> tuple[TapeTensor, ...]:
     """Return the factors that a product saves: each for the other one's gradient."""
     return ((x,) if y.needs_grad else ()) + ((y,) if x.needs_grad else ())
 
 
-class _BackwardPass:
-    """Autograd's walk back over the nodes, and the bytes alive meanwhile."""
+def _run_backward(
+    nodes: Sequence[TapeNode], incoming: int, held: int
+) -> tuple[list[BackwardPeakCandidate], list[BackwardPeakCandidate]]:
+    """Walk back over the nodes as autograd does.
 
-    def __init__(self, nodes: Sequence[TapeNode], incoming: int, held: int) -> None:
-        self.uses = Counter(t.root for node in nodes for t in node.keeps)
-        self.alive = held + incoming + sum(tensor.size_bytes for tensor in self.uses)
-        self.grads = 0
-        self.moments = [BackwardPeakCandidate(self.alive, 0)]
-        self.gradients: list[BackwardPeakCandidate] = []
-        self.waiting: dict[TapeTensor, _PendingGradient] = {
-            nodes[-1].out: _PendingGradient(incoming)
-        }
-        for node in reversed(nodes):
-            gradient = self.waiting.pop(node.out, None)
-            if gradient is not None:
-                self.run(node, gradient)
-
-    def run(self, node: TapeNode, gradient: _PendingGradient) -> None:
-        """Make gradients, free what the node held, pass the gradients on."""
-        slices = [self.waiting.pop(part) for part in node.siblings]
+    Returns:
+        All moments, and those at which gradients of weights are complete. A node's own are
+        accumulated after it has run.
+    """
+    uses = Counter(t.root for node in nodes for t in node.keeps)
+    alive = held + incoming + sum(tensor.size_bytes for tensor in uses)
+    grads = 0
+    moments = [BackwardPeakCandidate(alive, 0)]
+    gradients: list[BackwardPeakCandidate] = []
+    waiting = {nodes[-1].out: _PendingGradient(incoming)}
+    for node in reversed(nodes):
+        gradient = waiting.pop(node.out, None)
+        if gradient is None:
+            continue
+        slices = [waiting.pop(part) for part in node.siblings]
         sent = [(tensor, _PendingGradient(tensor.size_bytes)) for tensor in node.sends]
-        self.alive += sum(tensor.size_bytes for tensor in node.sends)
+        alive += sum(tensor.size_bytes for tensor in node.sends)
         gradient.owners += len(node.passes)
         sent += [(tensor, gradient) for tensor in node.passes]
-        self.grads += node.weights
-        self._note(node.workspace, node.weights)
-        self.alive -= gradient.drop() + sum(part.drop() for part in slices)
+        grads += node.weights
+        moments.append(BackwardPeakCandidate(alive + node.workspace, grads, node.weights))
+        alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
-            self.uses[tensor.root] -= 1
-            self.alive -= 0 if self.uses[tensor.root] else tensor.root.size_bytes
+            uses[tensor.root] -= 1
+            alive -= 0 if uses[tensor.root] else tensor.root.size_bytes
         if node.weights:
-            self.gradients.append(BackwardPeakCandidate(self.alive, self.grads))
+            gradients.append(BackwardPeakCandidate(alive, grads))
         for tensor, new in sent:
-            self.deliver(tensor, new, node.weights)
-
-    def deliver(self, tensor: TapeTensor, new: _PendingGradient, weights: int) -> None:
-        """Pass a gradient to the node that made a tensor; add it to an earlier one."""
-        old = self.waiting.get(tensor)
-        if old is None:
-            self.waiting[tensor] = new
-            return
-        self.alive += tensor.size_bytes
-        self._note(0, weights)
-        self.alive -= old.drop() + new.drop()
-        self.waiting[tensor] = _PendingGradient(tensor.size_bytes)
-
-    def _note(self, workspace: int, weights: int) -> None:
-        """Record a moment; autograd accumulates a node's gradients of weights after it has run."""
-        self.moments.append(BackwardPeakCandidate(self.alive + workspace, self.grads, weights))
+            old = waiting.get(tensor)
+            if old is None:
+                waiting[tensor] = new
+                continue
+            # The sum with the gradient of a later use.
+            alive += tensor.size_bytes
+            moments.append(BackwardPeakCandidate(alive, grads, node.weights))
+            alive -= old.drop() + new.drop()
+            waiting[tensor] = _PendingGradient(tensor.size_bytes)
+    return moments, gradients
 
 
+@dataclass(eq=False, slots=True)
 class _PendingGradient:
     """Memory of a pending gradient and its number of owners."""
 
-    __slots__ = ("bytes", "owners")
-
-    def __init__(self, size: int) -> None:
-        self.bytes, self.owners = size, 1
+    bytes: int
+    owners: int = 1
 
     def drop(self) -> int:
         """Remove one owner; return the bytes that are freed."""

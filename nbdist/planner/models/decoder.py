@@ -112,16 +112,8 @@ class DecoderSpec(ABC):
         """Return the parameters of the final norm."""
 
     @abstractmethod
-    def position_weights(self) -> list[WeightShape]:
-        """Return the embedding of positions, which no other group uses."""
-
-    @abstractmethod
     def shared_bytes(self, tape: AutogradTape, work: Workload) -> int:
         """Return the bytes that all blocks share, alive as long as any block."""
-
-    @abstractmethod
-    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
-        """Record the operations from tokens to the first block's input."""
 
     @abstractmethod
     def record_block(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
@@ -298,15 +290,14 @@ class DecoderSpec(ABC):
         lists = {name: tuple(values[name]) for name in ("notes", "lora_targets")}
         return cls(**known | lists)
 
-    # -- helpers for families --------------------------------------------------------------
+    # -- the usual case of families --------------------------------------------------------
 
-    @property
-    def trains_base(self) -> bool:
-        """True if parameters other than adapters are trained."""
-        return not (self.lora_rank or self.quantization)
+    def position_weights(self) -> list[WeightShape]:
+        """Return the embedding of positions, which no other group uses; none if rotary."""
+        return []
 
-    def embed_tokens(self, tape: AutogradTape, work: Workload) -> TapeTensor:
-        """Record the lookup of the tokens in the embedding."""
+    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
+        """Record the operations from tokens to the first block's input: a lookup."""
         return tape.embedding(
             work.num_tokens,
             self.vocab,
@@ -315,6 +306,13 @@ class DecoderSpec(ABC):
             tied=self.trains_base and self.tied,
             trainable=self.trains_base,
         )
+
+    # -- helpers for families --------------------------------------------------------------
+
+    @property
+    def trains_base(self) -> bool:
+        """True if parameters other than adapters are trained."""
+        return not (self.lora_rank or self.quantization)
 
     def record_linear(
         self,
@@ -326,7 +324,14 @@ class DecoderSpec(ABC):
         bias: bool = False,
     ) -> TapeTensor:
         """Record a linear layer of a block, with its adapter: W x + B A x (Hu et al. 2021)."""
-        y = self._record_base(tape, work, x, shape, bias=bias)
+        tokens, out, into = work.num_tokens, shape.out, shape.into
+        if self.quantization is None:
+            y = tape.linear(x, tokens, out, narrow=into, trainable=self.trains_base, bias=bias)
+        else:
+            # The compute dtype of nf4 is that of the model.
+            own = tape.cast(x, self.element) if self.quantization == "nf4" else x
+            y = tape.quantized_linear(own, tokens, out, narrow=into, method=self.quantization)
+            y = tape.cast(y, x.width)
         if shape.name not in self.lora_targets:
             return y
         half = work.compute in HALF_MODES  # these engines cast the adapters too
@@ -336,34 +341,13 @@ class DecoderSpec(ABC):
         # peft/tuners/lora/bnb.py asks for a GPU's autocast only
         converts = not (self.quantization and tape.autocast == "cuda")
         own = tape.cast(x, width) if converts else x
-        low = tape.linear(
-            own, work.num_tokens, self.lora_rank, narrow=shape.into, element_bytes=width
-        )
-        high = tape.linear(
-            low, work.num_tokens, shape.out, narrow=self.lora_rank, element_bytes=width
-        )
+        low = tape.linear(own, tokens, self.lora_rank, narrow=into, element_bytes=width)
+        high = tape.linear(low, tokens, out, narrow=self.lora_rank, element_bytes=width)
         high = tape.unary(high)  # the scaling
         high = tape.cast(high, y.width) if self.quantization and converts else high
         total = tape.add(y, high)
         tape.keep_alive(x, own)  # the module's argument, and PEFT's variable for its cast
         return tape.cast(total, y.width)
-
-    def _record_base(
-        self,
-        tape: AutogradTape,
-        work: Workload,
-        x: TapeTensor,
-        shape: LinearShape,
-        *,
-        bias: bool,
-    ) -> TapeTensor:
-        tokens, out, into = work.num_tokens, shape.out, shape.into
-        if self.quantization is None:
-            return tape.linear(x, tokens, out, narrow=into, trainable=self.trains_base, bias=bias)
-        # The compute dtype of nf4 is that of the model.
-        own = tape.cast(x, self.element) if self.quantization == "nf4" else x
-        y = tape.quantized_linear(own, tokens, out, narrow=into, method=self.quantization)
-        return tape.cast(y, x.width)
 
     def record_activation(self, tape: AutogradTape, x: TapeTensor) -> TapeTensor:
         """Record the activation function; "gelu_new" consists of single operations."""
@@ -635,10 +619,6 @@ class LlamaSpec(DecoderSpec):
 
     default_targets = ("q_proj", "v_proj")
 
-    def position_weights(self) -> list[WeightShape]:
-        """Return no weights: positions are rotary."""
-        return []
-
     def linear_shapes(self) -> list[LinearShape]:
         """Return q, k, v, o, gate, up, down."""
         h, ff = self.hidden, self.ff
@@ -674,10 +654,6 @@ class LlamaSpec(DecoderSpec):
         """Return the bytes of cosines and sines, and of the mask if one is kept."""
         rotary = 2 * work.seq_len * self.head_dim * tape.element_bytes
         return rotary + self.attention_mask_bytes(tape, work, made=self._needs_mask(work))
-
-    def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
-        """Record the embedding lookup."""
-        return self.embed_tokens(tape, work)
 
     def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
         """Record an RMSNorm."""
@@ -722,7 +698,10 @@ class LlamaSpec(DecoderSpec):
         if self.heads != self.kv_heads:
             k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
         raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
-        probabilities = tape.softmax(tape.cast(tape.add_mask(raw), FULL_BYTES))
+        masked = tape.unary(
+            raw, width=tape.element_bytes
+        )  # plus the mask, of the embedding's dtype
+        probabilities = tape.softmax(tape.cast(masked, FULL_BYTES))
         probabilities = tape.dropout(tape.cast(probabilities, q.width), self.attention_dropout)
         return tape.copy(tape.matmul(probabilities, v, q.elements))
 
@@ -785,7 +764,7 @@ class Gpt2Spec(DecoderSpec):
 
     def record_embedding(self, tape: AutogradTape, work: Workload) -> TapeTensor:
         """Record token plus position embedding, with dropout."""
-        tokens = self.embed_tokens(tape, work)
+        tokens = super().record_embedding(tape, work)
         positions = tape.embedding(
             work.seq_len,
             self.positions,
@@ -821,6 +800,9 @@ class Gpt2Spec(DecoderSpec):
     ) -> TapeTensor:
         """Record attention with softmax in the scores' dtype, or in fp32 under a GPU's autocast."""
         raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
-        probabilities = tape.cast(tape.softmax(tape.add_mask(raw)), v.width)
+        masked = tape.unary(
+            raw, width=tape.element_bytes
+        )  # plus the mask, of the embedding's dtype
+        probabilities = tape.cast(tape.softmax(masked), v.width)
         dropped = tape.dropout(probabilities, self.attention_dropout)
         return tape.copy(tape.matmul(dropped, v, q.elements))

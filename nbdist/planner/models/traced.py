@@ -149,34 +149,32 @@ def _activations(run: Mapping[str, Any], batch: int) -> MicroBatchActivations:
     def peak(front: ParetoFront) -> int:
         return max((at(line) for line, _ in front), default=0)
 
-    def peaks(front: ParetoFront) -> tuple[int, ...]:
-        """Peaks from the use of each matrix on; what precedes the first one counts as its."""
-        last = max((number for _, number in front), default=0)
-        counts = range(1, max(1, last) + 1)
-        return tuple(peak([each for each in front if max(1, each[1]) == n]) for n in counts)
-
-    def at_end(part: Mapping[str, Any]) -> ParetoFront:
-        """Moment of a root whose gradients are all made in the backward of other groups."""
-        return [(part["saved"], grads) for _, grads in part["gradients"][-1:]]
-
-    layers = tuple(
-        LayerActivations(
-            saved_bytes=at(part["saved"]),
-            input_bytes=at(part["input"]),
-            forward_peaks=peaks(part["forward"]),
-            backward_moments=worst_moments(
-                BackwardPeakCandidate(at(line), grads)
-                for line, grads in part["backward"] or at_end(part)
-            ),
-            input_grad_bytes=at(part["gradient"]),
-            gradient_moments=tuple(
-                BackwardPeakCandidate(at(line), grads) for line, grads in part["gradients"]
-            ),
+    layers: list[LayerActivations] = []
+    for part in run["groups"]:
+        # Peaks from the use of each matrix on; what precedes the first one counts as its.
+        forward: ParetoFront = part["forward"]
+        by_matrix: list[ParetoFront] = [[] for _ in range(max([1, *(n for _, n in forward)]))]
+        for line, number in forward:
+            by_matrix[max(1, number) - 1].append((line, number))
+        gradients = part["gradients"]
+        # The gradients of a root without a backward are made in that of other groups.
+        backward = part["backward"] or [(part["saved"], grads) for _, grads in gradients[-1:]]
+        layers.append(
+            LayerActivations(
+                saved_bytes=at(part["saved"]),
+                input_bytes=at(part["input"]),
+                forward_peaks=tuple(map(peak, by_matrix)),
+                backward_moments=worst_moments(
+                    BackwardPeakCandidate(at(line), grads) for line, grads in backward
+                ),
+                input_grad_bytes=at(part["gradient"]),
+                gradient_moments=tuple(
+                    BackwardPeakCandidate(at(line), grads) for line, grads in gradients
+                ),
+            )
         )
-        for part in run["groups"]
-    )
     return MicroBatchActivations(
-        layers=layers, loss_bytes=peak(run["loss"]), output_bytes=at(run["outputs"])
+        layers=tuple(layers), loss_bytes=peak(run["loss"]), output_bytes=at(run["outputs"])
     )
 
 
