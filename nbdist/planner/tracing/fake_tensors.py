@@ -48,8 +48,18 @@ def emulate_cuda() -> Iterator[None]:
         library.impl(name, _with_fp32_arguments(_operation(name)), "AutocastCPU")
     for name in TO_FP32:
         library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
+    # A torch function mode would miss calls inside torch's own functions, such as those of
+    # `nn.MultiheadAttention`, and recomputation in a backward.
+    attention = _attention(functional.scaled_dot_product_attention)
+    fused = {"dropout": _dropout, "scaled_dot_product_attention": attention}
+    # The Triton kernels of trl 1.16's loss allocate nothing per tile.
+    kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
+    names = ("_forward_tile", "_backward_tile", "_addmm_fp32") if kernels else ()
     try:
-        with _fused(), _trl_kernels():
+        with (
+            _patched(functional, fused),
+            _patched(kernels, dict.fromkeys(names, lambda *_, **__: None)),
+        ):
             yield
     finally:
         library._destroy()  # noqa: SLF001 - torch 2.13 has no public way to unregister it
@@ -100,31 +110,16 @@ def _with_fp32_result(operation: Any) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _fused() -> Iterator[None]:
-    """Replace the dropout and attention functions by a GPU's."""
-    # A torch function mode would miss calls inside torch's own functions, such as those of
-    # `nn.MultiheadAttention`, and recomputation in a backward.
-    plain = functional.dropout, functional.scaled_dot_product_attention
-    functional.dropout, functional.scaled_dot_product_attention = _dropout, _attention(plain[1])
-    try:
-        yield
-    finally:
-        functional.dropout, functional.scaled_dot_product_attention = plain
-
-
-@contextlib.contextmanager
-def _trl_kernels() -> Iterator[None]:
-    """Make the loss of trl 1.16 allocate what its Triton kernels do: nothing per tile."""
-    kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
-    names = ("_forward_tile", "_backward_tile", "_addmm_fp32") if kernels else ()
-    before = {name: getattr(kernels, name) for name in names}
-    for name in names:
-        setattr(kernels, name, lambda *_, **__: None)
+def _patched(module: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions of a module."""
+    before = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
     try:
         yield
     finally:
         for name, function in before.items():
-            setattr(kernels, name, function)
+            setattr(module, name, function)
 
 
 def _dropout(

@@ -17,7 +17,7 @@ from torch import nn
 from nbdist.planner.tracing import wrap_units
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
 
 FEW_RUNS = 4
 """Maximum number of runs of equal blocks in a list before a period is searched."""
@@ -163,19 +163,19 @@ def block_signature(block: nn.Module) -> Hashable:
     """Return a key that is equal for interchangeable blocks: classes, settings, shapes."""
     parts: list[Hashable] = []
     for name, module in block.named_modules():
-        parts.append((name, type(module), tuple(sorted(_settings(module)))))
+        settings = sorted(
+            (key, repr(value))
+            for key, value in vars(module).items()
+            if isinstance(value, (bool, int, float, str, tuple))
+            and not key.startswith("_")
+            and not key.endswith(_NO_SETTING)
+        )
+        parts.append((name, type(module), tuple(settings)))
         parts += [
             (name, own, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
             for own, parameter in module.named_parameters(recurse=False)
         ]
     return tuple(parts)
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, value in vars(module).items():
-        plain = isinstance(value, (bool, int, float, str, tuple))
-        if plain and not name.startswith("_") and not name.endswith(_NO_SETTING):
-            yield name, repr(value)
 
 
 def representative_blocks(signatures: Sequence[Hashable]) -> list[int]:
@@ -187,7 +187,11 @@ def representative_blocks(signatures: Sequence[Hashable]) -> list[int]:
     """
     runs = [len(list(run)) for _, run in itertools.groupby(signatures)]
     if len(runs) > FEW_RUNS:
-        return _periodic(len(signatures), _period(signatures))
+        # The smallest distance after which the list repeats; its length if it does not.
+        length = len(signatures)
+        shifts = range(1, length)
+        period = next((n for n in shifts if signatures[n:] == signatures[: length - n]), length)
+        return _periodic(length, period)
     ends = list(itertools.accumulate(runs, initial=0))
     return [
         begin + index
@@ -202,15 +206,6 @@ def _periodic(length: int, period: int) -> list[int]:
         index if index < 2 * period or index >= length - period else period + index % period
         for index in range(length)
     ]
-
-
-def _period(signatures: Sequence[Hashable]) -> int:
-    """Smallest distance after which a list repeats; its length if it does not."""
-    length = len(signatures)
-    for period in range(1, length):
-        if all(signatures[i] == signatures[i + period] for i in range(length - period)):
-            return period
-    return length
 
 
 def drop_repeated_blocks(model: nn.Module, found: list[FsdpGroup]) -> list[FsdpGroup]:
@@ -236,10 +231,9 @@ def _shorten_list(
     representatives = representative_blocks([block_signature(block) for block in blocks])
     members = [by_block[id(block)] for block in blocks]
     for member in members:
-        member.first_block_index, member.name = (
-            members[0].first_block_index,
-            _block_name(member.name),
-        )
+        member.first_block_index = members[0].first_block_index
+        sides = [part for part in member.name.split(".") if part in {"encoder", "decoder"}]
+        member.name = " ".join([*sides[-1:], "block"])  # "encoder block"
     for index, other in enumerate(representatives):
         if other != index:
             members[other].represented_indices += members[index].represented_indices
@@ -250,12 +244,6 @@ def _shorten_list(
         del stack._modules[name]  # noqa: SLF001
     for number, index in enumerate(remaining):
         stack.add_module(str(number), blocks[index])
-
-
-def _block_name(path: str) -> str:
-    """Return the display name of a list's blocks, from the path of one: "encoder block"."""
-    sides = [part for part in path.split(".") if part in {"encoder", "decoder"}]
-    return " ".join([*sides[-1:], "block"])
 
 
 def _shorten_config(model: nn.Module, length: int, remaining: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -73,14 +74,20 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Restart the peak from the current bytes."""
-        self._set_peak()
+        self.peak, self.at_peak = self.total, Counter(self.current)
+        self._num_storages_at_peak = self._num_storages
 
     def __enter__(self) -> Self:
         """Start counting, including FSDP's resizing of storages."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = self._resize(storage, size)
-            self._resized(storage)
+            tracked = self._tracked.get(storage._cdata)  # noqa: SLF001
+            if tracked is None:
+                self._add(storage, OTHER_PART)
+            else:
+                change, tracked.size = storage.nbytes() - tracked.size, storage.nbytes()
+                self._count(tracked.part, change)
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
@@ -125,25 +132,13 @@ class MemoryTracker(TorchDispatchMode):
         tracked = self._tracked.pop(key)
         self._count(tracked.part, -tracked.size)
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        tracked = self._tracked.get(storage._cdata)  # noqa: SLF001
-        if tracked is None:
-            self._add(storage, OTHER_PART)
-            return
-        change, tracked.size = storage.nbytes() - tracked.size, storage.nbytes()
-        self._count(tracked.part, change)
-
     def _count(self, part: str, change: int) -> None:
         self.current[part] += change
         self.total += change
         if self.total > self.peak:
-            self._set_peak()
+            self.reset_peak()
         if change > 0 and self._on_change is not None:
             self._on_change()
-
-    def _set_peak(self) -> None:
-        self.peak, self.at_peak = self.total, Counter(self.current)
-        self._num_storages_at_peak = self._num_storages
 
     @staticmethod
     def _move(counted: Counter[str], storage: TrackedStorage, part: str) -> None:
@@ -151,15 +146,14 @@ class MemoryTracker(TorchDispatchMode):
         counted[part] += storage.size
 
 
+@dataclass(eq=False, slots=True)
 class TrackedStorage:
     """A live storage: its size in bytes, its part, and its serial number."""
 
-    __slots__ = ("born", "gone", "part", "size")
-
-    def __init__(
-        self, gone: weakref.ref[torch.UntypedStorage], size: int, part: str, born: int
-    ) -> None:
-        self.gone, self.size, self.part, self.born = gone, size, part, born
+    gone: weakref.ref[torch.UntypedStorage]
+    size: int
+    part: str
+    born: int
 
 
 def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:

@@ -10,6 +10,7 @@ still holds when the forward ends.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ def record_micro_batch(
         device_kind: whose convolutions run: "cuda" or "cpu".
     """
     trace = _RecordingTracker(model, batch, device_kind)
-    removable = [*trace.watch_groups(groups), *trace.watch_gradients(groups)]
+    removable = [*trace.watch(groups)]
     removable.append(model.register_forward_hook(lambda *_: trace.mark("returned", 0)))
     try:
         with trace:
@@ -160,25 +161,23 @@ class _RecordingTracker(MemoryTracker):
         after = {place: parts[_part_after_group(place)] for place in places if place != last}
         return {place: parts[_part_of_forward(place)] + after.get(place, 0) for place in places}
 
-    def watch_groups(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
-        """Hook the modules that begin and end a group's forward."""
+    def watch(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
+        """Hook the modules that begin and end a group's forward, its matrices and gradients."""
         for place, group in enumerate(groups):
             for module in group.first_modules:
                 yield module.register_forward_pre_hook(
-                    self._forward_start_hook(place), with_kwargs=True
+                    partial(self._start_forward, place), with_kwargs=True
                 )
-                yield module.register_forward_hook(self._forward_end_hook(place))
+                yield module.register_forward_hook(partial(self._end_forward, place))
                 for inner in module.modules():
                     used = sum(map(group.is_own_matrix, inner.parameters(recurse=False)))
                     if used:
-                        yield inner.register_forward_pre_hook(self._use_hook(used))
-
-    def watch_gradients(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
-        """Hook the parameters, to separate their gradients from other memory."""
-        for place, group in enumerate(groups):
+                        yield inner.register_forward_pre_hook(partial(self._use_matrices, used))
             for parameter in group.own_params:
                 if parameter.requires_grad:
-                    yield parameter.register_post_accumulate_grad_hook(self._gradient_hook(place))
+                    yield parameter.register_post_accumulate_grad_hook(
+                        partial(self._separate_gradient, place)
+                    )
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -224,49 +223,33 @@ class _RecordingTracker(MemoryTracker):
         num_done = self._num_used if self.in_forward else self._grads.get(place, 0)
         return MemoryTracePoint(self.total - apart, num_done)
 
-    def _use_hook(self, used: int) -> Callable[..., None]:
-        """Return a hook for the use of some matrices."""
+    def _use_matrices(self, used: int, *_: Any) -> None:
+        self._num_used += used
+        self._record_moment()
 
-        def hook(*_: Any) -> None:
-            self._num_used += used
-            self._record_moment()
+    def _start_forward(self, place: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a group's forward; recomputation is ignored."""
+        if self.in_forward and not self._has_begun("forward", place):
+            # Gradients of the inputs end this group's backward and begin its predecessor's.
+            started = [mark.group_index for mark in self.marks if mark.kind == "forward"]
+            self._hook((args, kwargs), started[-1])
+            self._at = _part_of_forward(place)
+            self._num_used = 0
+            self.mark("forward", place)
 
-        return hook
+    def _end_forward(self, place: int, _: nn.Module, __: Any, output: Any) -> None:
+        if self.in_forward:
+            self._hook(output, place)
+            self._at = _part_after_group(place)
+            self._at_exit = self.current.copy()
+            self.mark("exit", place)
 
-    def _forward_start_hook(self, place: int) -> Callable[..., None]:
-        """Return a hook for the start of a group's forward; recomputation is ignored."""
-
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.in_forward and not self._has_begun("forward", place):
-                # Gradients of the inputs end this group's backward and begin its predecessor's.
-                started = [mark.group_index for mark in self.marks if mark.kind == "forward"]
-                self._hook((args, kwargs), started[-1])
-                self._at = _part_of_forward(place)
-                self._num_used = 0
-                self.mark("forward", place)
-
-        return hook
-
-    def _forward_end_hook(self, place: int) -> Callable[..., None]:
-        """Return a hook for the end of a group's forward."""
-
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            if self.in_forward:
-                self._hook(output, place)
-                self._at = _part_after_group(place)
-                self._at_exit = self.current.copy()
-                self.mark("exit", place)
-
-        return hook
-
-    def _gradient_hook(self, place: int) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
-            self.track_tensors(_part_of_gradients(place), [parameter.grad])
-            self._grads[place] = self._grads.get(place, 0) + parameter.numel()
-            self.gradients.setdefault(place, []).append(self._moment_of(place))
-
-        return hook
+    def _separate_gradient(self, place: int, parameter: torch.Tensor) -> None:
+        """Separate a parameter's gradient from other memory."""
+        self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
+        self.track_tensors(_part_of_gradients(place), [parameter.grad])
+        self._grads[place] = self._grads.get(place, 0) + parameter.numel()
+        self.gradients.setdefault(place, []).append(self._moment_of(place))
 
     def _count_gradient_from_end(self, place: int, size: int) -> None:
         """Count a gradient from the end of its group's backward on, as engines do.

@@ -6,6 +6,7 @@ Runs in a child process, and modifies its copy of the model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from dataclasses import dataclass
@@ -187,7 +188,14 @@ class _VariantTracer:
 
     def trace_figures(self, kind: str, compute: str) -> dict[str, Any]:
         """Trace one compute mode at two batch sizes."""
-        self._replace_parameters(half=compute in HALF_MODES)
+        half = compute in HALF_MODES
+        if self._half != half:
+            # The parameters become fake ones of the dtype that they are used in.
+            fakes = fake_tensors.replace_with_fakes(self.model, self.mode, self._types, half=half)
+            for group in self.found:
+                group.own_params = [fakes[parameter] for parameter in group.own_params]
+            self._types = {fakes[old]: dtype for old, dtype in self._types.items()}
+            self._half = half
         size = self.request.batch_size
         self.progress(f"tracing {compute} for {kind}")
         recorded, doubled = (self._parts(kind, compute, times * size) for times in (1, 2))
@@ -201,38 +209,24 @@ class _VariantTracer:
         if compute == "half_shards" and self._embedding is not None:
             shards = _shards_outside_forward(self.model, self._embedding)
         with self.mode, behaviour, shards:
-            step = _step(self.model, compute)
+            step = functools.partial(_run_forward, self.model, compute)
             return batch_size_fit.split_by_group(
                 micro_batch_tracer.record_micro_batch(
                     self.model, self.found, batch, step, device_kind=kind
                 )
             )
 
-    def _replace_parameters(self, *, half: bool) -> None:
-        """Replace the parameters by fake ones of the dtype that they are used in."""
-        if self._half == half:
-            return
-        fakes = fake_tensors.replace_with_fakes(self.model, self.mode, self._types, half=half)
-        for group in self.found:
-            group.own_params = [fakes[parameter] for parameter in group.own_params]
-        self._types = {fakes[old]: dtype for old, dtype in self._types.items()}
-        self._half = half
 
-
-def _step(model: nn.Module, compute: str) -> Callable[[ForwardBatch], tuple[torch.Tensor, Any]]:
-    """Return the forward of a micro-batch as an engine runs it."""
-
-    def step(batch: ForwardBatch) -> tuple[torch.Tensor, Any]:
-        args, kwargs = _cast(batch, torch.bfloat16) if compute in HALF_MODES else batch
-        if compute not in AUTOCAST_MODES:
-            outputs = model(*args, **kwargs)
-            return loss_of(outputs), outputs
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs = model(*args, **kwargs)
-        outputs = _cast(outputs, torch.float32)
+def _run_forward(model: nn.Module, compute: str, batch: ForwardBatch) -> tuple[torch.Tensor, Any]:
+    """Run the forward of a micro-batch as an engine does; return the loss and the outputs."""
+    args, kwargs = _cast(batch, torch.bfloat16) if compute in HALF_MODES else batch
+    if compute not in AUTOCAST_MODES:
+        outputs = model(*args, **kwargs)
         return loss_of(outputs), outputs
-
-    return step
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(*args, **kwargs)
+    outputs = _cast(outputs, torch.float32)
+    return loss_of(outputs), outputs
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Each unit becomes one FSDP group and one checkpointed block.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -80,15 +81,14 @@ def find_wrap_units(
 
 def embedding_and_head(model: nn.Module) -> dict[str, nn.Module]:
     """Return input embedding and head of a transformers model, by the name of their getter."""
-    modules = {name: _call_getter(model, name) for name in (GET_EMBEDDING_METHOD, GET_HEAD_METHOD)}
-    return {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
-
-
-def _call_getter(model: nn.Module, method: str) -> object:
-    try:
-        return getattr(model, method, lambda: None)()
-    except NotImplementedError:  # transformers 5.23: models with several or none (ResNet, CLIP)
-        return None
+    found: dict[str, nn.Module] = {}
+    for name in (GET_EMBEDDING_METHOD, GET_HEAD_METHOD):
+        # transformers 5.23 raises for models with several or none (ResNet, CLIP).
+        with contextlib.suppress(NotImplementedError):
+            module = getattr(model, name, lambda: None)()
+            if isinstance(module, nn.Module):
+                found[name] = module
+    return found
 
 
 def has_tied_embeddings(model: nn.Module) -> bool:

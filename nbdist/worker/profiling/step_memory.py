@@ -68,8 +68,9 @@ class LineMemoryTracker(MemoryTracker):
             self._by_line[known[0]] -= known[1]
         super()._remove(key, gone)
 
-    def _set_peak(self) -> None:
-        super()._set_peak()
+    def reset_peak(self) -> None:
+        """Restart the peak from the current bytes."""
+        super().reset_peak()
         self.lines_at_peak = Counter(self._by_line)
 
 
