@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_SEQ_LEN = 2048
 """Default tokens per sample."""
 
-_TASKS = (
+_TASKS: Sequence[str] = (
     "CausalLM",
     "Seq2SeqLM",
     "MaskedLM",
@@ -137,7 +137,14 @@ def _class_of(config: Any) -> Any:
     """Return the class that trains a model of this config."""
     import transformers
 
-    for task in _tasks(config):
+    tasks = _TASKS
+    if getattr(config, "is_encoder_decoder", False):
+        # Encoder and decoder are trained together, although a decoder has a class of its own.
+        tasks = sorted(_TASKS, key=lambda task: "Seq2Seq" not in task)
+    elif not getattr(config, "is_decoder", False):
+        # transformers can turn an encoder (BERT) into a decoder, which the config has to request.
+        tasks = sorted(_TASKS, key=lambda task: task != "MaskedLM")
+    for task in tasks:
         mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping  # noqa: SLF001
         if type(config) in mapping:
             cls = mapping[type(config)]
@@ -147,17 +154,6 @@ def _class_of(config: Any) -> Any:
         " config to a transformers class, or give the model itself with example inputs:"
         " nbdist.plan(model, inputs=...)."
     )
-
-
-def _tasks(config: Any) -> Sequence[str]:
-    """Return the tasks to try, the most likely first."""
-    # Encoder and decoder are trained together, although a decoder has a class of its own.
-    if getattr(config, "is_encoder_decoder", False):
-        return sorted(_TASKS, key=lambda task: "Seq2Seq" not in task)
-    # transformers can turn an encoder (BERT) into a decoder, which the config has to request.
-    if not getattr(config, "is_decoder", False):
-        return sorted(_TASKS, key=lambda task: task != "MaskedLM")
-    return _TASKS
 
 
 class SampleBatch(NamedTuple):

@@ -10,6 +10,7 @@ fused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +46,15 @@ def emulate_cuda() -> Iterator[None]:
     """Make CPU operations of this process save what a GPU's would."""
     library = torch.library.Library("aten", "IMPL")
     for name in IN_FP32:
-        library.impl(name, _with_fp32_arguments(_operation(name)), "AutocastCPU")
+        run = functools.partial(_run_with_fp32_arguments, _operation(name))
+        library.impl(name, run, "AutocastCPU")
     for name in TO_FP32:
-        library.impl(name, _with_fp32_result(_operation(name)), "AutocastCPU")
+        run = functools.partial(_run_with_fp32_result, _operation(name))
+        library.impl(name, run, "AutocastCPU")
     # A torch function mode would miss calls inside torch's own functions, such as those of
     # `nn.MultiheadAttention`, and recomputation in a backward.
-    attention = _attention(functional.scaled_dot_product_attention)
-    fused = {"dropout": _dropout, "scaled_dot_product_attention": attention}
+    attention = functools.partial(_attention, functional.scaled_dot_product_attention)
+    fused: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": attention}
     # The Triton kernels of trl 1.16's loss allocate nothing per tile.
     kernels: Any = sys.modules.get("trl.kernels.chunked_logprob")
     names = ("_forward_tile", "_backward_tile", "_addmm_fp32") if kernels else ()
@@ -80,33 +83,25 @@ def _casts_to_fp32(tensor: torch.Tensor) -> bool:
     return tensor.dtype in {torch.bfloat16, torch.float16}
 
 
-def _with_fp32_arguments(operation: Any) -> Callable[..., Any]:
+def _run_with_fp32_arguments(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Autocast's policy fp32."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(
-            torch.Tensor,
-            lambda tensor: tensor.float() if _casts_to_fp32(tensor) else tensor,
-            (args, kwargs),
-        )
-        with _without_autocast():
-            return operation(*args, **kwargs)
-
-    return run
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.float() if _casts_to_fp32(tensor) else tensor,
+        (args, kwargs),
+    )
+    with _without_autocast():
+        return operation(*args, **kwargs)
 
 
-def _with_fp32_result(operation: Any) -> Callable[..., Any]:
+def _run_with_fp32_result(operation: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Autocast's policy fp32_set_opt_dtype."""
     names = [argument.name for argument in operation._schema.arguments[1:]]  # noqa: SLF001
-
-    def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        with _without_autocast():
-            if _casts_to_fp32(tensor) and bound.get("dtype") is None:
-                bound["dtype"] = torch.float32
-            return operation(tensor, **bound)
-
-    return run
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    with _without_autocast():
+        if _casts_to_fp32(tensor) and bound.get("dtype") is None:
+            bound["dtype"] = torch.float32
+        return operation(tensor, **bound)
 
 
 @contextlib.contextmanager
@@ -132,21 +127,18 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input  # noqa: FBT003
 
 
-def _attention(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _attention(
+    plain: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001 - unsupported by the CPU's fused kernel
+    *rest: Any,
+    **named: Any,
+) -> torch.Tensor:
     """Attention whose fused kernel supports dropout, for which a GPU saves nothing."""
-
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,  # noqa: ARG001 - unsupported by the CPU's fused kernel
-        *rest: Any,
-        **named: Any,
-    ) -> torch.Tensor:
-        return plain(query, key, value, attn_mask, 0.0, *rest, **named)
-
-    return attention
+    return plain(query, key, value, attn_mask, 0.0, *rest, **named)
 
 
 # -- conversion ------------------------------------------------------------------------------

@@ -246,25 +246,20 @@ class _RecordingTracker(MemoryTracker):
 
     def _separate_gradient(self, place: int, parameter: torch.Tensor) -> None:
         """Separate a parameter's gradient from other memory."""
-        self._count_gradient_from_end(place, parameter.numel() * parameter.element_size())
+        begun = [mark for mark in self.marks if mark.kind == "backward"]
+        places = [mark.group_index for mark in begun]
+        if self._place != place and place in places:
+            # The gradient of a tied weight is complete only after its second use; until then
+            # autograd holds it, not the parameter. It counts from the end of its group's backward
+            # on, as engines count it.
+            size = parameter.numel() * parameter.element_size()
+            end = begun[places.index(place) + 1].moment_index
+            for index in range(end, len(self.moments)):
+                moment = self.moments[index]
+                self.moments[index] = moment._replace(held_bytes=moment.held_bytes - size)
         self.track_tensors(_part_of_gradients(place), [parameter.grad])
         self._grads[place] = self._grads.get(place, 0) + parameter.numel()
         self.gradients.setdefault(place, []).append(self._moment_of(place))
-
-    def _count_gradient_from_end(self, place: int, size: int) -> None:
-        """Count a gradient from the end of its group's backward on, as engines do.
-
-        The gradient of a tied weight is complete only after its second use; until then autograd
-        holds it, not the parameter.
-        """
-        begun = [mark for mark in self.marks if mark.kind == "backward"]
-        places = [mark.group_index for mark in begun]
-        if self._place == place or place not in places:
-            return
-        end = begun[places.index(place) + 1].moment_index
-        for index in range(end, len(self.moments)):
-            moment = self.moments[index]
-            self.moments[index] = moment._replace(held_bytes=moment.held_bytes - size)
 
     def _hook(self, values: Any, place: int) -> None:
         """Begin a group's backward when one of these tensors has its gradient."""

@@ -49,11 +49,26 @@ ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
 def trace_module_fields(
     model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Trace a module; return the fields of a `TracedModel`, or {"error": message}."""
+    """Trace a module; return the fields of a `TracedModel`, or {"error": message}.
+
+    If it fails in some compute modes only, their `passes` are {"error": message}.
+
+    Args:
+        model: modified: blocks are dropped and tensors become fake. Its tensors may be
+            on any device and are not read.
+        batch: batch of the requested size; its tensors are not read either.
+        request: what to trace.
+        progress: called with progress messages.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        message = "The model has no trainable parameter. Set requires_grad on some, then plan."
+        return {"error": message}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a model's own warnings are irrelevant here
-            fields = trace_all_modes(model, batch, request, progress)
+            model.train()
+            run = _VariantTracer(model, batch, request, progress)
+            by_group = _by_group(run.found, _passes(run, request))
     except PlanError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
@@ -64,46 +79,24 @@ def trace_module_fields(
         )
         return {"error": message}
     kinds = ("trainable", "frozen", "quantized")
-    count = sum(g["count"] * g[kind] for g in fields["groups"] for kind in kinds)
-    return fields | {"name": f"{type(model).__name__}, {format_count(count)} parameters"}
-
-
-def trace_all_modes(
-    model: nn.Module, batch: ForwardBatch, request: TraceRequest, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Return the fields of a `TracedModel`.
-
-    Args:
-        model: modified: blocks are dropped and tensors become fake. Its tensors may be
-            on any device and are not read.
-        batch: batch of the requested size; its tensors are not read either.
-        request: what to trace.
-        progress: called with progress messages.
-
-    Raises:
-        PlanError: no parameter is trainable.
-        Exception: of any kind, if the model fails in every compute mode; if it fails in some,
-            their `passes` are {"error": message}.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PlanError(
-            "The model has no trainable parameter. Set requires_grad on some, then plan."
-        )
-    model.train()
-    run = _VariantTracer(model, batch, request, progress)
-    passes = _passes(run, request)
-    return {
+    count = sum(g["count"] * g[kind] for g in by_group["groups"] for kind in kinds)
+    return by_group | {
+        "name": f"{type(model).__name__}, {format_count(count)} parameters",
         "depth": "traced",
         "tied": run.tied,
         "element": run.element,
         "trainable_element": run.trainable_element,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len,
-    } | _by_group(run.found, passes)
+    }
 
 
 def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, Any]]:
-    """Trace all compute modes, without and with activation checkpointing."""
+    """Trace all compute modes, without and with activation checkpointing.
+
+    Raises:
+        Exception: of any kind, if the model fails in every compute mode.
+    """
     passes: dict[str, dict[str, Any]] = {}
     errors: dict[tuple[str, str], Exception] = {}
     computes = [c for c in request.compute_modes if c != "half_shards" or run.casts_inputs]
