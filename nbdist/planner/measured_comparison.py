@@ -23,11 +23,10 @@ from nbdist.planner.memory.timeline import (
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from nbdist.planner.memory.timeline import MemoryUsage
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.planner.optimizers import OptimizerSpec
     from nbdist.strategies import Options
 
 PERSISTENT_PARTS = ("parameters", "master", "optimizer", "buffers")
@@ -195,7 +194,8 @@ def compare_plan_with_measurements(
     fullest = measured[rank]
     setup = setup_from_measurement(options, len(measured), fullest, nodes=nodes)
     moment = predict_peak(model, setup, fullest)
-    parts = merge_parts(moment.parts, fullest.distinct_part_names)
+    parts = {name: moment.parts.get(name, 0) for name in fullest.distinct_part_names}
+    parts[REMAINING_PART] = sum(moment.parts.values()) - sum(parts.values())
     measured_parts = fullest.distinct_parts()
     if measured_parts and fullest.beside_bytes:  # otherwise the sums would not be comparable
         parts[OTHER_MODELS_PART] = fullest.beside_bytes
@@ -255,7 +255,7 @@ def setup_from_measurement(
     return TrainingSetup(
         options=replace(options, accumulate=found.accumulate),
         world_size=world_size,
-        optimizer=resolve_optimizer(found.optimizer, found.kind),
+        optimizer=optimizers.optimizer_from_torch(found.optimizer, found.kind),
         kind=found.kind,
         num_nodes=nodes,
     )
@@ -274,21 +274,6 @@ def workload_from_measurement(
         frozen_saves=frozen_saves(model, setup),
         keep_outputs=found.keep_outputs,
     )
-
-
-def resolve_optimizer(described: Mapping[str, Any], kind: Literal["cuda", "cpu"]) -> OptimizerSpec:
-    """Return the planner's optimizer for a measured one; AdamW if there is none.
-
-    Raises:
-        PlanError: an unknown optimizer class.
-    """
-    return optimizers.optimizer_from_torch(described.get("class", "AdamW"), described, kind)
-
-
-def merge_parts(parts: Mapping[str, int], names: Iterable[str]) -> dict[str, int]:
-    """Return the named parts, with all others summed up as one part."""
-    known = {name: parts.get(name, 0) for name in names}
-    return known | {REMAINING_PART: sum(parts.values()) - sum(known.values())}
 
 
 def _cells(line: PartComparison) -> tuple[str, str, str]:

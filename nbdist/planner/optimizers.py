@@ -236,13 +236,18 @@ def optimizer_for_device(optimizer: OptimizerSpec, kind: Literal["cuda", "cpu"])
 
 
 def optimizer_from_torch(
-    class_name: str, defaults: Mapping[str, Any], kind: Literal["cuda", "cpu"] = "cuda"
+    described: Mapping[str, Any], kind: Literal["cuda", "cpu"] = "cuda"
 ) -> OptimizerSpec:
-    """Return the planner's optimizer for a torch optimizer's class name and `defaults`.
+    """Return the planner's optimizer for a torch optimizer.
+
+    Args:
+        described: its `defaults`, and its class name as "class"; AdamW if there is none.
+        kind: kind of its device.
 
     Raises:
         PlanError: an unknown class.
     """
+    class_name = described.get("class", "AdamW")
     if class_name not in _CLASSES:
         raise PlanError(
             f"Unknown optimizer class {class_name}. Use the nearest of these:"
@@ -251,7 +256,7 @@ def optimizer_from_torch(
     row = OPTIMIZERS[_CLASSES[class_name]]
     # amsgrad keeps the largest second moment, RMSprop and SGD a momentum, Adafactor a first moment.
     further = ("amsgrad", "momentum", "beta1")
-    state = row.state_bytes_per_element + 4 * sum(bool(defaults.get(option)) for option in further)
+    state = row.state_bytes_per_element + 4 * sum(bool(described.get(option)) for option in further)
     row = replace(
         row,
         state_bytes_per_element=state,
@@ -259,10 +264,10 @@ def optimizer_from_torch(
         if row.flat_state_bytes_per_element is None
         else row.flat_state_bytes_per_element + state - row.state_bytes_per_element,
     )
-    if row.name == "sgd" and defaults.get("weight_decay"):
+    if row.name == "sgd" and described.get("weight_decay"):
         row = replace(row, foreach_copies=1, loop_copies=1)
-    if defaults.get("fused"):
+    if described.get("fused"):
         return replace(row, implementation="fused")
-    if defaults.get("foreach") is None:
+    if described.get("foreach") is None:
         return optimizer_for_device(row, kind)
-    return replace(row, implementation="foreach" if defaults["foreach"] else "loop")
+    return replace(row, implementation="foreach" if described["foreach"] else "loop")

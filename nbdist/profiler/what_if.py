@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.errors import NbdistError, PlanError
-from nbdist.planner import measured_comparison, optimizers, search
+from nbdist.planner import optimizers, search
 from nbdist.planner.cluster_spec import ClusterSpec
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
@@ -85,7 +85,7 @@ class CalibratedPlanner:
         device_kind: Any = profile.kind
         try:
             named = {"class": model.optimizer} if model.optimizer else {}
-            self._optimizer = measured_comparison.resolve_optimizer(named, device_kind)
+            self._optimizer = optimizers.optimizer_from_torch(named, device_kind)
         except NbdistError:  # unknown to the planner
             adamw = optimizers.find_optimizer("adamw")
             self._optimizer = optimizers.optimizer_for_device(adamw, device_kind)

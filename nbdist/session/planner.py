@@ -124,7 +124,7 @@ def _arguments(
     kind: Literal["cuda", "cpu"],
 ) -> dict[str, Any]:
     """Return the arguments of `nbdist.plan`, by default the session's settings."""
-    from nbdist.planner import build_model_spec, measured_comparison
+    from nbdist.planner import build_model_spec, optimizers
 
     own = {
         "model": build_model_spec.spec_from_json(reply["spec"]),
@@ -134,7 +134,7 @@ def _arguments(
         "keep_outputs": reply["keep_outputs"],
     }
     if "optimizer" not in arguments:
-        own["optimizer"] = measured_comparison.resolve_optimizer(reply["optimizer"], kind).name
+        own["optimizer"] = optimizers.optimizer_from_torch(reply["optimizer"], kind).name
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
     return {**own, **arguments}

@@ -652,7 +652,7 @@ def test_unknown_optimizers_are_refused() -> None:
     with pytest.raises(PlanError, match="adamw_fused"):
         optimizers.find_optimizer("adamww")
     with pytest.raises(PlanError, match="Shampoo"):
-        optimizers.optimizer_from_torch("Shampoo", {})
+        optimizers.optimizer_from_torch({"class": "Shampoo"})
 
 
 @pytest.mark.parametrize(
@@ -672,13 +672,13 @@ def test_unknown_optimizers_are_refused() -> None:
 def test_a_real_optimizer_finds_its_row(
     class_name: str, defaults: dict[str, Any], kind: Any, state: float, how: str
 ) -> None:
-    found = optimizers.optimizer_from_torch(class_name, defaults, kind)
+    found = optimizers.optimizer_from_torch({"class": class_name, **defaults}, kind)
     assert (found.state_bytes_per_element, found.implementation) == (state, how)
 
 
 def test_weight_decay_costs_sgd_a_copy_of_its_gradients() -> None:
-    plain = optimizers.optimizer_from_torch("SGD", {})
-    decays = optimizers.optimizer_from_torch("SGD", {"weight_decay": 0.1})
+    plain = optimizers.optimizer_from_torch({"class": "SGD"})
+    decays = optimizers.optimizer_from_torch({"class": "SGD", "weight_decay": 0.1})
     assert plain.num_temporaries(1000, 100) == 0
     assert decays.num_temporaries(1000, 100) == 1000
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
-from nbdist.planner import measured_comparison, search, target_devices
+from nbdist.planner import optimizers, search, target_devices
 from nbdist.planner.plan_types import PlanInput
 from nbdist.planner.tracing import trace_module
 from nbdist.state import meta_model
@@ -210,7 +210,7 @@ class AutoStrategy:
             batch_sizes=(batch.batch_size,),
             seq_len=length,
             precision=self._placeholder.precision or "no",
-            optimizer=measured_comparison.resolve_optimizer(optimizer, self._hardware.kind),
+            optimizer=optimizers.optimizer_from_torch(optimizer, self._hardware.kind),
             fixed_options={
                 name: value for name, value in self._given.items() if name != "precision"
             },

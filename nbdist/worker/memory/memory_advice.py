@@ -22,7 +22,7 @@ from torch import distributed
 
 from nbdist.errors import NbdistError, PlanError, SwitchError
 from nbdist.number_formatting import GIB, format_bytes, format_gib
-from nbdist.planner import measured_comparison, search
+from nbdist.planner import measured_comparison, optimizers, search
 from nbdist.planner.plan_types import PlanInput
 from nbdist.protocol import messages
 from nbdist.worker.engines import auto_strategy
@@ -290,9 +290,7 @@ def _plan(probe: MemoryProbe) -> Plan:
             batch_sizes=(samples,),
             seq_len=tokens,
             precision=options.precision or "no",
-            optimizer=measured_comparison.resolve_optimizer(
-                probe.optimizer_description, hardware.kind
-            ),
+            optimizer=optimizers.optimizer_from_torch(probe.optimizer_description, hardware.kind),
             fixed_options={"accumulate": probe.accumulate},
             offload_candidates=("none", "cpu"),
             keep_outputs=probe.keep_outputs,
