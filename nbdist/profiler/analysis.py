@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from nbdist.errors import NbdistError
 from nbdist.profiler import advice, bottleneck, select_recommendations, what_if
 from nbdist.profiler.profile_data import ProfileData
 
@@ -43,7 +44,10 @@ class ProfileAnalysis(ProfileData):
     @property
     def bound(self) -> str:
         """Kind of the largest bottleneck: a ``BottleneckKind``, "compute" or "mixed"."""
-        return bottleneck.bottleneck_kind(self, self.bottlenecks)
+        if self.bottlenecks:
+            return self.bottlenecks[0].kind
+        computing = self.share(*bottleneck.COMPUTING)
+        return "compute" if computing >= bottleneck.HALF else "mixed"
 
     @cached_property
     def verdict(self) -> str:
@@ -69,7 +73,10 @@ class ProfileAnalysis(ProfileData):
     @cached_property
     def calibrated_planner(self) -> CalibratedPlanner | None:
         """The planner, calibrated to this profile; None if it does not support the model."""
-        return what_if.calibrated_planner(self)
+        try:
+            return what_if.CalibratedPlanner(self)
+        except NbdistError:
+            return None
 
     @property
     def predicted(self) -> PlanRow | None:

@@ -60,12 +60,12 @@ _ONE_LINE = 0.12
 _ON_THE_LINE = 1.2
 """A line that takes more than so many times the Python and idle time is part of another phase,
 such as `backward()`."""
-_HALF = 0.5
+HALF = 0.5
 _ELEMENTWISE = 0.6
 """Share of elementwise kernels in the device time. Transformers of usual size have 20 to 40 %."""
 _WELL_USED = 0.35
 """MFU from which elementwise kernels are not considered a bottleneck."""
-_COMPUTING: tuple[StepPart, ...] = ("forward", "backward")
+COMPUTING: tuple[StepPart, ...] = ("forward", "backward")
 _MATRICES = re.compile(r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE)
 """Names of operators and kernels that multiply matrices."""
 _NOTHING_GAINS = "; none of the known changes gains 5 %"
@@ -93,18 +93,6 @@ def find_bottlenecks(profile: ProfileData, mfu: float | None) -> list[Bottleneck
     return sorted(found, key=lambda blame: -blame.step_share)
 
 
-def bottleneck_kind(profile: ProfileData, bottlenecks: Sequence[Bottleneck]) -> str:
-    """Return the kind of the largest bottleneck.
-
-    Returns:
-        Without a bottleneck "compute" if forward and backward are at least half of the step,
-        otherwise "mixed".
-    """
-    if bottlenecks:
-        return bottlenecks[0].kind
-    return "compute" if profile.share(*_COMPUTING) >= _HALF else "mixed"
-
-
 def bottleneck_summary(
     profile: ProfileData,
     bottlenecks: Sequence[Bottleneck],
@@ -118,8 +106,8 @@ def bottleneck_summary(
         known = first.kind == "input" or (first.kind == "optimizer" and planned)
         alone = known and not advice
         return f"{first.sentence}{_NOTHING_GAINS if alone else ''}"
-    computing = profile.share(*_COMPUTING)
-    if computing < _HALF:
+    computing = profile.share(*COMPUTING)
+    if computing < HALF:
         largest = sorted(profile.parts.items(), key=lambda item: -item[1])[:3]
         words = ", ".join(f"{part} {format_percent(profile.share(part))}" for part, _ in largest)
         return f"no single bottleneck: {words}"
@@ -259,7 +247,12 @@ def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
 
 def _host(profile: ProfileData) -> Iterator[Bottleneck]:
     share = typical_share(profile, "python", "idle")
-    line = costly_line(profile)
+    # The line of the cell that takes most of the Python and idle time, if there is one.
+    ranks = [rank for rank in profile.ranks if rank.rank != profile.straggler]
+    lost = profile.step_s * share
+    lines = [line for line in ranks[0].lines if line.seconds <= _ON_THE_LINE * lost]
+    line = max(lines, key=lambda line: line.seconds, default=None)
+    line = line if line and line.seconds >= lost / 2 else None
     one_line = line is not None and line.seconds >= _ONE_LINE * profile.step_s
     if share < (_ONE_LINE if one_line else _HOST):
         return
@@ -278,18 +271,9 @@ def _host(profile: ProfileData) -> Iterator[Bottleneck]:
     )
 
 
-def costly_line(profile: ProfileData) -> LineProfile | None:
-    """Return the line of the cell that takes most of the Python and idle time, if there is one."""
-    ranks = [rank for rank in profile.ranks if rank.rank != profile.straggler]
-    lost = profile.step_s * typical_share(profile, "python", "idle")
-    lines = [line for line in ranks[0].lines if line.seconds <= _ON_THE_LINE * lost]
-    longest = max(lines, key=lambda line: line.seconds, default=None)
-    return longest if longest and longest.seconds >= lost / 2 else None
-
-
 def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
-    computing = typical_share(profile, *_COMPUTING)
-    if mfu is None or mfu >= _WELL_USED or computing < _HALF or profile.setting.options.is_compiled:
+    computing = typical_share(profile, *COMPUTING)
+    if mfu is None or mfu >= _WELL_USED or computing < HALF or profile.setting.options.is_compiled:
         return
     operators = profile.ranks[0].operators
     total = sum(operator.seconds for operator in operators)
@@ -300,7 +284,7 @@ def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck
     yield Bottleneck(
         kind="memory",
         step_share=share,
-        parts=_COMPUTING,
+        parts=COMPUTING,
         sentence=(
             f"memory-bound: {format_percent(share)} of the step is elementwise kernels, which are"
             " limited by the memory bandwidth of the device"

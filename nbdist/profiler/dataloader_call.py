@@ -55,30 +55,26 @@ class DataLoaderCall:
         """True if a transformers Trainer creates the loader."""
         return self.call.split("(")[0].endswith("TrainingArguments")
 
-    def with_arguments(self, keywords: Mapping[str, bool | int]) -> str:
-        """Return code that creates the loader with other arguments, or a comment where to do so."""
-        where = f"# {self.cell}, line {self.line}: "
-        if self.is_trainer:
-            named = {_TRAINING_ARGUMENTS[name]: value for name, value in keywords.items()}
-            return where + _call_text("TrainingArguments", named)
-        call = ast.parse(self.call, mode="eval").body
-        if not self.holder or not isinstance(call, ast.Call):
-            return where + _call_text("DataLoader", keywords)
-        # Positional arguments become keywords, so that the new ones replace them by name.
-        arguments: dict[str | None, ast.expr] = dict(zip(_POSITIONAL, call.args[1:], strict=False))
-        arguments |= {keyword.arg: keyword.value for keyword in call.keywords}
-        arguments |= {name: ast.Constant(value) for name, value in keywords.items()}
-        call.args = call.args[:1]
-        call.keywords = [ast.keyword(arg=name, value=value) for name, value in arguments.items()]
-        code = ast.unparse(call)
-        return f"{self.holder} = {f'{self.prepare}({code})' if self.prepare else code}"
-
 
 def loader_code(source: DataLoaderCall | None, **keywords: bool | int) -> str:
     """Return code that creates the loader with other arguments, or a comment with the change."""
     if source is None:
         return f"# {_call_text('DataLoader', keywords)}"
-    return source.with_arguments(keywords)
+    where = f"# {source.cell}, line {source.line}: "
+    if source.is_trainer:
+        named = {_TRAINING_ARGUMENTS[name]: value for name, value in keywords.items()}
+        return where + _call_text("TrainingArguments", named)
+    call = ast.parse(source.call, mode="eval").body
+    if not source.holder or not isinstance(call, ast.Call):
+        return where + _call_text("DataLoader", keywords)
+    # Positional arguments become keywords, so that the new ones replace them by name.
+    arguments: dict[str | None, ast.expr] = dict(zip(_POSITIONAL, call.args[1:], strict=False))
+    arguments |= {keyword.arg: keyword.value for keyword in call.keywords}
+    arguments |= {name: ast.Constant(value) for name, value in keywords.items()}
+    call.args = call.args[:1]
+    call.keywords = [ast.keyword(arg=name, value=value) for name, value in arguments.items()]
+    code = ast.unparse(call)
+    return f"{source.holder} = {f'{source.prepare}({code})' if source.prepare else code}"
 
 
 def _call_text(function: str, keywords: Mapping[str, bool | int]) -> str:

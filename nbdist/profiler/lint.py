@@ -152,7 +152,12 @@ class TrainingCellVisitor(ast.NodeVisitor):
         """Visit a condition and its branches."""
         before = self._is_conditional
         self.visit(node.test)
-        self._is_conditional = before or not _is_true_on_some_rank(node.test)
+        # Some rank may meet the condition in every iteration.
+        inside = list(ast.walk(node.test))
+        names = {last_name(inner) for inner in inside} - {""}
+        has_modulo = any(isinstance(inner, ast.Mod) for inner in inside)
+        is_met = names and names <= _TRUE_ON_A_RANK and not has_modulo
+        self._is_conditional = before or not is_met
         for branch in (node.body, node.orelse):
             for child in branch if isinstance(branch, list) else [branch]:
                 self.visit(child)
@@ -308,14 +313,6 @@ def _assigned_names(node: ast.AST) -> set[str]:
         targets = node.targets
     names = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
-
-
-def _is_true_on_some_rank(test: ast.expr) -> bool:
-    """Return whether some rank meets a condition in every iteration."""
-    inside = list(ast.walk(test))
-    names = {last_name(node) for node in inside} - {""}
-    has_modulo = any(isinstance(node, ast.Mod) for node in inside)
-    return bool(names) and names <= _TRUE_ON_A_RANK and not has_modulo
 
 
 def _first_name(node: ast.AST) -> str:

@@ -15,7 +15,7 @@ from nbdist.profiler.dataloader_call import loader_code
 from nbdist.profiler.rank_comparison import STEP_PART_LABELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from collections.abc import Set as AbstractSet
 
     from nbdist.profiler.bottleneck import BottleneckKind
@@ -83,7 +83,7 @@ def recommend_options(
     # Bottlenecks that another backend may reduce, and those whose cost per step does not grow
     # with the batch size.
     if kinds & {"communication", "offload", "optimizer"}:
-        yield from _first_sufficient(_other_backends(planner))
+        yield from _other_backend(planner)
     if "communication" in kinds:
         yield from _switch(planner, planner.options_without_resharding())
         yield from _switch(planner, planner.options_with_node_replicas())
@@ -107,14 +107,9 @@ def recommend_options(
             yield from _switch(planner, replace(now, precision="bf16"))
 
 
-def _first_sufficient(several: Iterable[Advice]) -> list[Advice]:
-    """Return the first of the alternatives whose speedup is close to that of the best."""
-    alternatives = list(several)
-    best = max((advice.gain.faster for advice in alternatives), default=0.0)
-    return [item for item in alternatives if item.gain.faster >= NEARLY_BEST * best > 0][:1]
-
-
-def _other_backends(planner: CalibratedPlanner) -> Iterator[Advice]:
+def _other_backend(planner: CalibratedPlanner) -> list[Advice]:
+    """Return the first of the other backends whose speedup is close to that of the best."""
+    found: list[Advice] = []
     now, min_speedup = planner.options, _SURELY if planner.profile.kind == "cpu" else 0.0
     for name, strategy in strategies.STRATEGIES.items():
         if name == now.backend or strategy.is_legacy or now.offload_device not in strategy.offloads:
@@ -122,9 +117,11 @@ def _other_backends(planner: CalibratedPlanner) -> Iterator[Advice]:
         other = replace(
             now, backend=name, replicate_across="none", fsdp_config=None, deepspeed_config=None
         )
-        for advice in _switch(planner, other):
-            if advice.gain.at_least >= min_speedup:
-                yield advice
+        found += [
+            advice for advice in _switch(planner, other) if advice.gain.at_least >= min_speedup
+        ]
+    best = max((advice.gain.faster for advice in found), default=0.0)
+    return [advice for advice in found if advice.gain.faster >= NEARLY_BEST * best > 0][:1]
 
 
 def _switch(planner: CalibratedPlanner, options: Options | None) -> Iterator[Advice]:

@@ -66,26 +66,23 @@ def compare_ranks(figures: Sequence[RankProfile]) -> tuple[tuple[RankProfile, ..
     """
     ranks = sorted(figures, key=lambda rank: rank.rank)
     waits, notes = _waiting_times(ranks)
-    return tuple(_separate_waiting(rank, sum(waits[rank.rank].values())) for rank in ranks), notes
-
-
-def _separate_waiting(rank: RankProfile, waiting: float) -> RankProfile:
-    """Move `waiting` seconds per step from communication to waiting."""
-    communication = rank.parts.get("communication", 0.0)
-    before = rank.parts.get("waiting", 0.0)
-    moved_s = min(waiting, communication)
-    parts = {
-        **rank.parts,
-        "communication": communication - moved_s,
-        "waiting": before + moved_s,
-    }
-    exposed = sum(kind.exposed_s for kind in rank.traffic)
-    share = min(1.0, moved_s / exposed) if exposed > 0 else 0.0
-    traffic = [
-        replace(kind, waiting_s=max(kind.waiting_s, share * kind.exposed_s))
-        for kind in rank.traffic
-    ]
-    return replace(rank, parts=parts, traffic=traffic)
+    compared: list[RankProfile] = []
+    for rank in ranks:
+        communication = rank.parts.get("communication", 0.0)
+        moved_s = min(sum(waits[rank.rank].values()), communication)
+        parts = {
+            **rank.parts,
+            "communication": communication - moved_s,
+            "waiting": rank.parts.get("waiting", 0.0) + moved_s,
+        }
+        exposed = sum(kind.exposed_s for kind in rank.traffic)
+        share = min(1.0, moved_s / exposed) if exposed > 0 else 0.0
+        traffic = [
+            replace(kind, waiting_s=max(kind.waiting_s, share * kind.exposed_s))
+            for kind in rank.traffic
+        ]
+        compared.append(replace(rank, parts=parts, traffic=traffic))
+    return tuple(compared), notes
 
 
 # ------------------------------------------------------------------- the same collective

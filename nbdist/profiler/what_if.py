@@ -235,14 +235,6 @@ class CalibratedPlanner:
         return speedup_without(self.profile, (1 - left) * self.profile.parts["communication"])
 
 
-def calibrated_planner(profile: ProfileData) -> CalibratedPlanner | None:
-    """Return the planner calibrated to a profile; None if it does not support the model."""
-    try:
-        return CalibratedPlanner(profile)
-    except NbdistError:
-        return None
-
-
 def model_flops(profile: ProfileData) -> float | None:
     """Return the FLOPs of one rank per step, without recomputation; None if unknown."""
     model, spec = profile.model, profile.setting.model_spec
