@@ -72,7 +72,18 @@ class FrontEndCheck:
         """Check the front end, and show the report below the running cell."""
         update_id = f"nbdist-{self._id}"
         self._screen.display({"text/plain": f"{_MARKER} {self._id}"}, {}, display_id=update_id)
-        self._show_widget()
+        self._no_widget = panel.why_no_widget()
+        if not self._no_widget:
+            from nbdist.panel.widget import PanelWidget
+
+            class ProbeWidget(PanelWidget):
+                _esm: Any = _SCRIPT
+                _css: Any = ""
+
+            self._widget = ProbeWidget(
+                self._receive, lambda: {"text/plain": "nbdist: this page shows no widgets"}
+            )
+            self._screen.display(*self._widget._repr_mimebundle_())
         updated = {"text/plain": f"{_MARKER} {self._id}: updated"}
         self._screen.display(updated, {}, display_id=update_id, update=True)
         self._screen.flush()
@@ -86,23 +97,18 @@ class FrontEndCheck:
 
     def report(self) -> Diagnosis:
         """Return what is known now."""
-        findings = [_host(), *self._check_page(), *self._input_findings]
+        # The front end, as far as the kernel can know, and the versions that matter.
+        name = next((host for key, host in _HOSTS.items() if key in os.environ), None)
+        name = "marimo" if "marimo" in sys.modules else name or "Jupyter or unknown"
+        versions = [f"Python {platform.python_version()}"]
+        versions += [
+            f"{package} {metadata.version(package)}"
+            for package in _PACKAGES
+            if importlib.util.find_spec(package) is not None
+        ]
+        host = ok("front end", f"{name}; {', '.join(versions)}")
+        findings = [host, *self._check_page(), *self._input_findings]
         return Diagnosis(tuple(sorted(findings, key=lambda found: LEVELS.index(found.level))))
-
-    def _show_widget(self) -> None:
-        self._no_widget = panel.why_no_widget()
-        if self._no_widget:
-            return
-        from nbdist.panel.widget import PanelWidget
-
-        class ProbeWidget(PanelWidget):
-            _esm: Any = _SCRIPT
-            _css: Any = ""
-
-        self._widget = ProbeWidget(
-            self._receive, lambda: {"text/plain": "nbdist: this page shows no widgets"}
-        )
-        self._screen.display(*self._widget._repr_mimebundle_())
 
     def _receive(self, message: Any, buffers: object) -> None:
         """Record a reply of the page; called on any thread, also after the cell has ended."""
@@ -158,19 +164,6 @@ class FrontEndCheck:
             return [*findings, ok("interrupt", "KeyboardInterrupt reached the kernel")]
         do = "if you pressed it, say so in the issue; %nbdist interrupt works from another cell"
         return [*findings, problem("interrupt", "no interrupt reached the kernel", do)]
-
-
-def _host() -> Finding:
-    """Name the front end, as far as the kernel can know, and the versions that matter."""
-    name = next((name for key, name in _HOSTS.items() if key in os.environ), "Jupyter or unknown")
-    if "marimo" in sys.modules:
-        name = "marimo"
-    versions = [
-        f"{package} {metadata.version(package)}"
-        for package in _PACKAGES
-        if importlib.util.find_spec(package) is not None
-    ]
-    return ok("front end", f"{name}; Python {platform.python_version()}, {', '.join(versions)}")
 
 
 def _bundle(report: Diagnosis) -> dict[str, str]:

@@ -131,22 +131,17 @@ def _wrong_build(
             "versions", f"torch {torch} is built for CPUs, but this machine has {gpus} GPUs", choose
         )
         return
-    cuda = _cuda_of(torch, version_of)
+    # The major CUDA version that torch was built for; None if unknown.
+    built = re.search(r"\+cu([0-9]{2})", torch)
+    cuda = int(built[1]) if built else None
+    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
+        if cuda is None and (version := version_of(package)):
+            cuda = int(version.split(".")[0])
     if cuda is not None and driver_cuda is not None and driver_cuda < cuda:
         message = (
             f"torch {torch} is built for CUDA {cuda}, but the driver supports CUDA {driver_cuda}"
         )
         yield problem("versions", message, f"upgrade the driver, or {choose}")
-
-
-def _cuda_of(torch: str, version_of: Callable[[str], str | None]) -> int | None:
-    """Major CUDA version that torch was built for; None if unknown."""
-    if built := re.search(r"\+cu([0-9]{2})", torch):
-        return int(built[1])
-    for package in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):
-        if version := version_of(package):
-            return int(version.split(".")[0])
-    return None
 
 
 def check_compilers(
@@ -215,30 +210,23 @@ def check_notebook(
 
 def check_clusters(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Yield findings about the clusters that `--on` can use here. Opens no connection."""
-    found = [*_ray(environ), *_slurm(environ)]
-    yield from found
-    if not found:
-        yield ok("clusters", "neither Ray nor Slurm is installed; see docs/clusters.md")
-
-
-def _ray(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
-        version = metadata.version("ray")
+        ray = metadata.version("ray")
     except metadata.PackageNotFoundError:
-        return
+        ray = ""
     address = environ.get("RAY_ADDRESS")
-    names = f", {redacted_variable('RAY_ADDRESS', address)}" if address else ""
-    yield ok("clusters", f"Ray {version} for --on ray{names}")
-    if address and environ.get("RAY_AUTH_MODE") != "token":
+    if ray:
+        names = f", {redacted_variable('RAY_ADDRESS', address)}" if address else ""
+        yield ok("clusters", f"Ray {ray} for --on ray{names}")
+    if ray and address and environ.get("RAY_AUTH_MODE") != "token":
         message = (
             "RAY_AUTH_MODE is not token: anyone who can reach the Ray cluster can run code on it"
         )
         yield note("clusters", message, "start the cluster and Jupyter with RAY_AUTH_MODE=token")
-
-
-def _slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
-    if shutil.which("srun") is None:
-        return
-    job = environ.get("SLURM_JOB_ID")
-    where = f"uses the nodes of its job {job}" if job else "allocates its own nodes"
-    yield ok("clusters", f"Slurm (srun) for --on slurm; {where}")
+    has_slurm = shutil.which("srun") is not None
+    if has_slurm:
+        job = environ.get("SLURM_JOB_ID")
+        where = f"uses the nodes of its job {job}" if job else "allocates its own nodes"
+        yield ok("clusters", f"Slurm (srun) for --on slurm; {where}")
+    if not ray and not has_slurm:
+        yield ok("clusters", "neither Ray nor Slurm is installed; see docs/clusters.md")

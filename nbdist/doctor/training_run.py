@@ -27,7 +27,6 @@ from nbdist.profiler.option_recommendations import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from nbdist.profiler.analysis import ProfileAnalysis
     from nbdist.profiler.measurements import ProfiledModel
     from nbdist.session.session import Session
     from nbdist.strategies import Hardware, Options
@@ -87,17 +86,12 @@ def check_training(session: Session | None) -> Iterator[Finding]:
         message = f"the last profile is of {subject}: only the last errors were checked"
         yield note(TOPIC, message, again)
     else:
-        yield from profile_findings(profile)
-
-
-def profile_findings(profile: ProfileAnalysis) -> Iterator[Finding]:
-    """Return the verdict of a profile, its advice and its remarks as findings."""
-    calm = not profile.bottlenecks and not profile.advice
-    yield Finding("ok" if calm else "note", TOPIC, profile.verdict)
-    for advice in profile.advice:
-        yield note(advice.title, f"{advice.why.rstrip('.')}: {advice.gain_text}", advice.line)
-    for remark in remarks_without_advice(profile.remarks, profile.advice):
-        yield note(f"{remark.cell}, line {remark.line}", remark.reason, remark.change)
+        calm = not profile.bottlenecks and not profile.advice
+        yield Finding("ok" if calm else "note", TOPIC, profile.verdict)
+        for advice in profile.advice:
+            yield note(advice.title, f"{advice.why.rstrip('.')}: {advice.gain_text}", advice.line)
+        for remark in remarks_without_advice(profile.remarks, profile.advice):
+            yield note(f"{remark.cell}, line {remark.line}", remark.reason, remark.change)
 
 
 # ------------------------------------------------------------------------------ errors

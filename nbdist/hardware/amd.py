@@ -8,6 +8,7 @@ of amdsmi 6.4 to 7.2 and not tested on hardware.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 from functools import lru_cache
@@ -59,8 +60,16 @@ class AmdSmi:
         self._smi.amdsmi_init(self._smi.AmdSmiInitFlags.INIT_AMD_GPUS)
         handles = self._smi.amdsmi_get_processor_handles()
         handles.sort(key=self._hip_id)  # amdsmi lists them in PCI bus order
+        self._handles = handles
         shown = self._environ.get("ROCR_VISIBLE_DEVICES")
-        self._handles = handles if shown is None else self._visible(handles, shown)
+        if shown is None:
+            return
+        # A list of numbers and UUIDs; an invalid entry ends it.
+        by_name = {self.nvmlDeviceGetUUID(handle): handle for handle in handles}
+        by_name |= {str(number): handle for number, handle in enumerate(handles)}
+        entries = [entry.strip() for entry in shown.split(",")]
+        valid = itertools.takewhile(by_name.__contains__, entries)
+        self._handles = [by_name[entry] for entry in valid]
 
     def nvmlShutdown(self) -> None:
         self._smi.amdsmi_shut_down()
@@ -145,17 +154,6 @@ class AmdSmi:
             return int(self._smi.amdsmi_get_gpu_enumeration_info(handle)["hip_id"])
         except (AttributeError, KeyError, ValueError, self.NVMLError):
             return 0  # before ROCm 6.4: keep amdsmi's order
-
-    def _visible(self, handles: list[Any], shown: str) -> list[Any]:
-        """Return the GPUs of a list of numbers and UUIDs, up to the first invalid entry."""
-        by_name = {self.nvmlDeviceGetUUID(handle): handle for handle in handles}
-        by_name |= {str(number): handle for number, handle in enumerate(handles)}
-        chosen = []
-        for entry in map(str.strip, shown.split(",")):
-            if entry not in by_name:
-                break
-            chosen.append(by_name[entry])
-        return chosen
 
     def _number(self, value: Any) -> float:
         if value == "N/A":

@@ -54,11 +54,6 @@ class Gpu:
     """Compute capability; (0, 0) if NVML does not report it."""
 
     @property
-    def is_instance(self) -> bool:
-        """True for a MIG instance."""
-        return self.uuid.startswith("MIG-")
-
-    @property
     def title(self) -> str:
         """Name and memory: "NVIDIA A100 80GB"."""
         name = _BOARD.sub("", self.name).replace("-", " ")
@@ -252,7 +247,7 @@ def _query_gpus(nvml: Any, visible: str | None, order: str | None) -> _NvmlQuery
     if len({gpu.uuid for gpu in gpus}) < len(gpus):  # CUDA shows no GPU if one is listed twice
         return _NvmlQueryResult(failures=tuple(problems))
     notes = _device_order_warning(nvml, visible, order, boards)
-    instances = [i for i, gpu in enumerate(gpus) if gpu.is_instance]
+    instances = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith("MIG-")]
     if instances and len(gpus) > 1:
         # CUDA shows a process a single compute instance, and no whole GPU beside it
         first = instances[0]
