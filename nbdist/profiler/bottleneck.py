@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.number_formatting import format_percent, format_source_line
+from nbdist.profiler.rank_comparison import STEP_PART_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -145,7 +146,7 @@ def _straggler(profile: ProfileData) -> Iterator[Bottleneck]:
         sentence=(
             f"rank {slow.rank} is {format_percent(slow.slowdown)} slower: {waiting_text}"
             f" {format_percent(slow.wait_share)} of the step; most of the extra time is in"
-            f" {slow.part_label}"
+            f" {STEP_PART_LABELS[slow.slowest_part]}"
         ),
     )
 

@@ -202,11 +202,6 @@ class Straggler:
     lost_s: float
     """Seconds per step by which its own work is longer."""
 
-    @property
-    def part_label(self) -> str:
-        """Label of `part`."""
-        return STEP_PART_LABELS[self.slowest_part]
-
 
 _SLOWER = 0.15
 """Minimum excess of own work over the other ranks. In ten control runs of eight steps with two

@@ -13,6 +13,7 @@ from nbdist.number_formatting import format_duration, format_source_line
 from nbdist.profiler import option_recommendations
 from nbdist.profiler.advice import MIN_GAIN, Advice, Speedup, speedup_without
 from nbdist.profiler.dataloader_call import loader_code
+from nbdist.profiler.rank_comparison import STEP_PART_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -167,8 +168,8 @@ def _check_straggler(profile: ProfileData, bottleneck: Bottleneck) -> Iterator[A
     yield Advice(
         title=f"rank {slow.rank} as fast as the others",
         why=(
-            f"Its steps take {format_duration(slow.lost_s)} longer, mostly in {slow.part_label};"
-            f" {here}."
+            f"Its steps take {format_duration(slow.lost_s)} longer, mostly in"
+            f" {STEP_PART_LABELS[slow.slowest_part]}; {here}."
         ),
         line="%nbdist doctor",
         gain=speedup_without(profile, min(slow.lost_s, bottleneck.step_share * profile.step_s)),

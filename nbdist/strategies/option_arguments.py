@@ -6,11 +6,11 @@ these declarations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 
 def parse_clip_norm(text: str) -> float | str:
@@ -68,8 +68,3 @@ class Argument:
 def option(default: Any, **declaration: Any) -> Any:
     """Return a dataclass field that is an option; `declaration` has the fields of `Argument`."""
     return field(default=default, metadata={"argument": Argument(**declaration)})
-
-
-def arguments_of(options: type) -> Mapping[str, Argument]:
-    """Return the arguments of a dataclass of options, by field."""
-    return {item.name: item.metadata["argument"] for item in fields(options)}

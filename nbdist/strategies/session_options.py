@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from nbdist.strategies.accelerate_config import load_accelerate_config
 from nbdist.strategies.backends import Options
-from nbdist.strategies.option_arguments import arguments_of, option, strip_quotes
+from nbdist.strategies.option_arguments import option, strip_quotes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,5 +101,7 @@ class SessionOptions(Options):
     )
 
 
-ARGUMENTS: Mapping[str, Argument] = arguments_of(SessionOptions)
+ARGUMENTS: Mapping[str, Argument] = {
+    item.name: item.metadata["argument"] for item in fields(SessionOptions)
+}
 """Every option of a session, by its keyword."""

@@ -47,11 +47,6 @@ class FsdpGroup:
     tied_param: int | None = None
     """Index of the root's parameter that is both the embedding's and the head's weight, if any."""
 
-    def is_own_matrix(self, parameter: nn.Parameter) -> bool:
-        """Return whether it is a parameter of the group other than a vector."""
-        is_vector = not parameter.dim() or len(parameter) == parameter.numel()
-        return not is_vector and any(parameter is own for own in self.own_params)
-
     def parameter_counts(self) -> dict[str, Any]:
         """Return its parameters as fields of a `LayerGroup`."""
         floating = [each for each in self.own_params if each.is_floating_point()]

@@ -164,13 +164,16 @@ class _RecordingTracker(MemoryTracker):
     def watch(self, groups: Sequence[FsdpGroup]) -> Iterator[Any]:
         """Hook the modules that begin and end a group's forward, its matrices and gradients."""
         for place, group in enumerate(groups):
+            matrices = {  # all but vectors
+                id(own) for own in group.own_params if own.dim() and len(own) != own.numel()
+            }
             for module in group.first_modules:
                 yield module.register_forward_pre_hook(
                     partial(self._start_forward, place), with_kwargs=True
                 )
                 yield module.register_forward_hook(partial(self._end_forward, place))
                 for inner in module.modules():
-                    used = sum(map(group.is_own_matrix, inner.parameters(recurse=False)))
+                    used = sum(id(each) in matrices for each in inner.parameters(recurse=False))
                     if used:
                         yield inner.register_forward_pre_hook(partial(self._use_matrices, used))
             for parameter in group.own_params:

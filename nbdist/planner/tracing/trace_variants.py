@@ -172,12 +172,11 @@ class _VariantTracer:
         self._embedding = next(
             (g.first_modules[0] for g in self.found if g.role == "embedding"), None
         )
-
-    @property
-    def casts_inputs(self) -> bool:
-        """True if FSDP2 casts images or sound for the embedding, which is a unit."""
         tensors = [each for each in tree_leaves(self._batch) if isinstance(each, torch.Tensor)]
-        return self._embedding is not None and any(map(torch.is_floating_point, tensors))
+        # FSDP2 casts images or sound for the embedding, which is a unit.
+        self.casts_inputs = self._embedding is not None and any(
+            map(torch.is_floating_point, tensors)
+        )
 
     def trace_figures(self, kind: str, compute: str) -> dict[str, Any]:
         """Trace one compute mode at two batch sizes."""
