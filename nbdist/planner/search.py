@@ -124,9 +124,25 @@ _ABLE = max(
 
 
 def evaluate_rows(request: PlanInput) -> list[PlanRow]:
-    """Evaluate all rows of a request; only those that do not fit are explained."""
+    """Evaluate all rows of a request; explain those that do not fit or are refused."""
     learned = MeasurementStore()
-    return [row for options in _variants(request) for row in _rows(request, options, learned)]
+    rows: list[PlanRow] = []
+    for options in _variants(request):
+        refusal, variant = _refusal(options, request), None
+        if not refusal:
+            try:
+                variant = _PlanVariant(request, options, learned)
+            except PlanError as error:
+                refusal = str(error)
+        for batch_size in request.batch_sizes:
+            row, why = None, refusal
+            if variant is not None:
+                try:
+                    row = variant.row(batch_size)
+                except PlanError as error:  # a model may fail in the compute mode of one engine
+                    why = str(error)
+            rows.append(row or PlanRow(options=options, batch_size=batch_size, why=why))
+    return rows
 
 
 def best_row(request: PlanInput) -> PlanRow | None:
@@ -137,13 +153,19 @@ def best_row(request: PlanInput) -> PlanRow | None:
 def _variants(request: PlanInput) -> Iterator[Options]:
     """Options of all rows, including those that the backend refuses."""
     fixed = request.fixed_options
+    ranks, nodes = request.world_size, request.cluster.num_nodes
+    # Nodes with one rank, or with different numbers of ranks, cannot share shards.
+    shards_in_nodes = nodes > 1 and ranks > nodes and ranks % nodes == 0
     for name in _backends(fixed):
         strategy = strategies.STRATEGIES[name]
+        replications = ["none", "nodes"] if strategy.can_replicate and shards_in_nodes else ["none"]
+        if "replicate_across" in fixed:
+            replications = [str(fixed["replicate_across"])]
         for offload, with_params, checkpointing, across in itertools.product(
             _offload_targets(request, strategy),
             (False, True),
             (False, True),
-            _replications(request, strategy),
+            replications,
         ):
             # FSDP offloads all or nothing; ZeRO-3 can keep parameters on the device.
             separate = strategy.offload_params and strategy.engine == "deepspeed"
@@ -203,34 +225,7 @@ def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
     ]
 
 
-def _replications(request: PlanInput, strategy: Strategy) -> list[str]:
-    if "replicate_across" in request.fixed_options:
-        return [str(request.fixed_options["replicate_across"])]
-    ranks, nodes = request.world_size, request.cluster.num_nodes
-    # Nodes with one rank, or with different numbers of ranks, cannot share shards.
-    several = nodes > 1 and ranks > nodes and ranks % nodes == 0
-    return ["none", "nodes"] if strategy.can_replicate and several else ["none"]
-
-
 # ---------------------------------------------------------------- rows of a variant
-
-
-def _rows(request: PlanInput, options: Options, learned: MeasurementStore) -> Iterator[PlanRow]:
-    """One row per micro-batch, with an explanation if the backend or the model refuses."""
-    refusal, variant = _refusal(options, request), None
-    if not refusal:
-        try:
-            variant = _PlanVariant(request, options, learned)
-        except PlanError as error:
-            refusal = str(error)
-    for batch_size in request.batch_sizes:
-        if variant is None:
-            yield PlanRow(options=options, batch_size=batch_size, why=refusal)
-            continue
-        try:
-            yield variant.row(batch_size)
-        except PlanError as error:  # a model may fail in the compute mode of one engine only
-            yield PlanRow(options=options, batch_size=batch_size, why=str(error))
 
 
 class _PlanVariant:
