@@ -274,14 +274,15 @@ class CollectiveBarrier:
         try:
             if wait:
                 self._wait(name, number, call, others)
-            self._compare(name, number, call, others)
-        except CollectiveMismatch:
-            raise
+            is_mismatch = self._is_mismatch(name, number, call, others)
         except BaseException:  # interrupted
             self._board.withdraw(name, number)
             raise
         finally:
             self.pending = None
+        if is_mismatch:
+            calls = {rank: self._board.call_at(rank, name, number) for rank in others}
+            raise CollectiveMismatch(describe_mismatch(calls | {self._board.rank: call}))
 
     def _wait(self, name: str, number: int, call: LoggedCollective, others: Sequence[int]) -> None:
         """Return when all ranks have logged the call, or some time after a mismatch."""
@@ -291,7 +292,7 @@ class CollectiveBarrier:
             now = time.monotonic()
             if self._abandoned:
                 raise RuntimeError(ABORTED_MESSAGE)
-            if not misfit_at and self._mismatched_calls(name, number, call, others):
+            if not misfit_at and self._is_mismatch(name, number, call, others):
                 misfit_at = now
             if misfit_at and now - misfit_at > MISMATCH_WAIT_S:
                 return
@@ -302,19 +303,11 @@ class CollectiveBarrier:
             time.sleep(nap)
             nap = min(nap * 1.5, MAX_SLEEP_S)
 
-    def _mismatched_calls(
+    def _is_mismatch(
         self, name: str, number: int, call: LoggedCollective, others: Sequence[int]
-    ) -> dict[int, LoggedCollective]:
-        calls = {rank: self._board.call_at(rank, name, number) for rank in others}
-        return {rank: other for rank, other in calls.items() if other and other.key != call.key}
-
-    def _compare(
-        self, name: str, number: int, call: LoggedCollective, others: Sequence[int]
-    ) -> None:
-        if self._mismatched_calls(name, number, call, others):
-            calls = {rank: self._board.call_at(rank, name, number) for rank in others}
-            calls[self._board.rank] = call
-            raise CollectiveMismatch(describe_mismatch(calls))
+    ) -> bool:
+        calls = (self._board.call_at(rank, name, number) for rank in others)
+        return any(other and other.key != call.key for other in calls)
 
 
 def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:

@@ -260,9 +260,12 @@ class RankDebugger(debugger.InterruptiblePdb):
 
     def user_return(self, frame: FrameType, return_value: object) -> None:
         """Stop at the end of a function or of the cell, not at that of each statement."""
-        if not self._is_statement(frame) or _is_last_statement(frame):
+        is_statement = self._is_statement(frame)
+        if is_statement:
+            cell = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+        if not is_statement or stacks.line_of(frame) >= cell.body[-1].lineno:
             super().user_return(frame, return_value)
-        self._has_left_statement = self._is_statement(frame)
+        self._has_left_statement = is_statement
 
     def stop_here(self, frame: FrameType) -> bool:
         """Return whether to stop in a frame; between two statements in code of a cell only."""
@@ -290,11 +293,6 @@ class RankDebugger(debugger.InterruptiblePdb):
 
 def _is_rank_debugger(trace: object) -> bool:
     return isinstance(getattr(trace, "__self__", None), RankDebugger)
-
-
-def _is_last_statement(frame: FrameType) -> bool:
-    source = "".join(linecache.getlines(frame.f_code.co_filename))
-    return stacks.line_of(frame) >= ast.parse(source).body[-1].lineno
 
 
 def set_trace(frame: Any = None, header: Any = None) -> None:  # noqa: ARG001 - pdb's signature

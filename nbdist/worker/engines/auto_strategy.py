@@ -90,7 +90,7 @@ class AutoStrategy:
             nodes: hardware of the nodes; empty if all ranks are on this machine.
         """
         self.show: DisplayCallback = lambda text, _: print(text)  # noqa: T201 - outside a notebook
-        self.tell: ChoiceCallback = _ignore
+        self.tell: ChoiceCallback = lambda _: None
         self._given, self._placeholder, self._hardware = given, placeholder, hardware
         self._nodes = nodes
 
@@ -222,7 +222,7 @@ class AutoStrategy:
         """Build and load the DeepSpeed ops that the options need; takes minutes the first time."""
         ops = chosen.strategy.required_ops(chosen)
         offload_setup.build_missing_ops(
-            ops, progress=_progress if distributed.get_rank() == 0 else _ignore
+            ops, progress=_progress if distributed.get_rank() == 0 else lambda _: None
         )
 
 
@@ -243,7 +243,7 @@ def inspect_loader(loader: DataLoader[Any] | None, model: nn.Module) -> MicroBat
     # Reading from a data set changes its position and the random state, and may block forever; a
     # forked child has copies of both and a timeout.
     description = trace_module.call_in_fork(
-        lambda _: {"batch": _describe_batch(_first(loader), model)},
+        lambda _: {"batch": _describe_first_batch(loader, model)},
         timeout_s=FIRST_BATCH_TIMEOUT_S,
     ).get("batch")
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
@@ -260,17 +260,17 @@ def inspect_loader(loader: DataLoader[Any] | None, model: nn.Module) -> MicroBat
     return MicroBatch(batch_size=size or samples, seq_len=tokens, forward_inputs=named)
 
 
-def _first(loader: DataLoader[Any]) -> Any:
-    """Return the first batch, loaded in this process without workers."""
-    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        rows = itertools.islice(iter(loader.dataset), loader.batch_size or 1)
-        return loader.collate_fn(list(rows))
-    indices = next(iter(loader.batch_sampler or ([0],)))
-    return loader.collate_fn([loader.dataset[index] for index in indices])
-
-
-def _describe_batch(batch: Any, model: nn.Module) -> tuple[int, int, dict[str, Any]]:
+def _describe_first_batch(
+    loader: DataLoader[Any], model: nn.Module
+) -> tuple[int, int, dict[str, Any]]:
     """Return batch size, tokens per sample and the arguments of a forward, as JSON types."""
+    # Loaded in this process, without the workers of the loader.
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        rows = list(itertools.islice(iter(loader.dataset), loader.batch_size or 1))
+    else:
+        indices = next(iter(loader.batch_sampler or ([0],)))
+        rows = [loader.dataset[index] for index in indices]
+    batch = loader.collate_fn(rows)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     samples, tokens = memory_probe.batch_shape_of(memory_probe.forward_inputs_of(tensors, {}))
     call: ForwardInputs = {}
@@ -356,7 +356,3 @@ def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _progress(text: str) -> None:
     print(f"\rauto: {text}", end="", flush=True)  # noqa: T201 - one line that changes
-
-
-def _ignore(_: object) -> None:
-    return None

@@ -274,21 +274,17 @@ def metrics_callback(reporter: Reporter) -> type:
             logs: Mapping[str, Any] | None = None,
             **_: Any,
         ) -> None:
-            if values := _curves(logs or {}):
+            values = {
+                name: float(value)
+                for name, value in (logs or {}).items()
+                if isinstance(value, numbers.Real)
+                and name not in _LEFT_OUT
+                and not name.endswith(_LEFT_OUT_ENDS)
+            }
+            if values:
                 reporter.report(self.offset + state.global_step, **values)
 
     return ReportMetrics
-
-
-def _curves(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one log that belong to its step."""
-    return {
-        name: float(value)
-        for name, value in logs.items()
-        if isinstance(value, numbers.Real)
-        and name not in _LEFT_OUT
-        and not name.endswith(_LEFT_OUT_ENDS)
-    }
 
 
 # -- peft
