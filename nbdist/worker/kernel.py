@@ -214,19 +214,13 @@ class RankKernel(IPythonKernel):
             in_phases: an interrupt takes effect between phases.
         """
 
-        def run_unless_interrupted(content: Any, request: str) -> Any:
-            if request == self.interrupted_request:
-                raise KeyboardInterrupt
-            with deferred_interrupts.defer_interrupts() if in_phases else nullcontext():
-                return work(content)
-
         def handle(stream: Any, ident: Any, parent: Message) -> None:
-            request = parent["header"]["msg_id"]
-            self.running_request = request
+            self.running_request = parent["header"]["msg_id"]
             try:
-                reply = reply_to(
-                    lambda content: run_unless_interrupted(content, request), parent["content"]
-                )
+                if self.running_request == self.interrupted_request:
+                    raise KeyboardInterrupt  # noqa: TRY301 - replied to as one of the work
+                with deferred_interrupts.defer_interrupts() if in_phases else nullcontext():
+                    reply = reply_to(work, parent["content"])
             except KeyboardInterrupt as error:  # raised after the work, outside its error handling
                 reply = error_reply(error)
             finally:

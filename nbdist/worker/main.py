@@ -50,7 +50,18 @@ def rank_main(
     device_visibility.take(shown)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the fork inherited torch elastic's handlers
-    rank = set_rank_environment(launch)
+    rank = launch.first + int(os.environ["LOCAL_RANK"])
+    # For all nodes: torch elastic runs separately on each of them. Across nodes it would use a
+    # TCPStore, which listens on every interface, and it does not support different numbers of
+    # ranks per node.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(launch.world_size),
+        ROLE_RANK=str(rank),
+        ROLE_WORLD_SIZE=str(launch.world_size),
+        GROUP_RANK=str(launch.node),
+        GROUP_WORLD_SIZE=str(launch.nodes),
+    )
     watch.announce_rank(rank)
     process_tree.install_crash_dump(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
@@ -64,24 +75,6 @@ def rank_main(
         raise
     app.kernel.report_sigterm()
     app.start()
-
-
-def set_rank_environment(launch: messages.LaunchRanksRequest) -> int:
-    """Set RANK, WORLD_SIZE and related variables for all nodes, and return the rank.
-
-    torch elastic runs separately on each node: across nodes it would use a TCPStore, which
-    listens on every interface, and it does not support different numbers of ranks per node.
-    """
-    rank = launch.first + int(os.environ["LOCAL_RANK"])
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(launch.world_size),
-        ROLE_RANK=str(rank),
-        ROLE_WORLD_SIZE=str(launch.world_size),
-        GROUP_RANK=str(launch.node),
-        GROUP_WORLD_SIZE=str(launch.nodes),
-    )
-    return rank
 
 
 def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:

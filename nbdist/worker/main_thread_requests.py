@@ -60,21 +60,17 @@ class Inspection:
                 parent, request, expires_at = self._pending.get_nowait()
             except Empty:
                 return
-            if time.monotonic() < expires_at:
-                self._kernel.session.send(
-                    self._kernel.iopub_socket,
-                    messages.INSPECTED,
-                    dict(self._evaluate(request["expression"])),
-                    parent=parent,
-                )
-
-    def _evaluate(self, expression: str) -> messages.InspectedValue:
-        try:
-            value = eval(expression, self._variables())  # noqa: S307 - the user's own expression
-            text = pretty(value)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - shown to the user
-            text = f"{type(error).__name__}: {error}"
-        return messages.InspectedValue(text=truncate(text, longest=MAX_ERROR_CHARS))
+            if time.monotonic() >= expires_at:
+                continue
+            try:
+                value = eval(request["expression"], self._variables())  # noqa: S307 - the user's own
+                text = pretty(value)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - shown to the user
+                text = f"{type(error).__name__}: {error}"
+            content = messages.InspectedValue(text=truncate(text, longest=MAX_ERROR_CHARS))
+            self._kernel.session.send(
+                self._kernel.iopub_socket, messages.INSPECTED, dict(content), parent=parent
+            )
 
     def _variables(self) -> dict[str, Any]:
         """Return a copy of the debugger's frame's variables, of a cell's frame's, or the user's."""
@@ -109,11 +105,24 @@ class WidgetMessages:
         self._kernel.io_loop.add_callback(self.run_callbacks_when_idle)
 
     def run_callbacks(self) -> None:
-        """Run the callbacks of all queued messages, on the main thread."""
+        """Run the callbacks of all queued messages, on the main thread.
+
+        The output of a callback appears where its widget is.
+        """
+        kernel = self._kernel
         while self._pending and not self.in_callback:
             with self._lock:
                 message = self._pending.popleft()
-            self._run_callback(message)
+            cell = kernel.get_parent("shell")
+            kernel.set_parent([], message, "shell")
+            self.in_callback = True
+            try:
+                kernel.shell_handlers[message["header"]["msg_type"]](None, [], message)
+            finally:
+                self.in_callback = False
+                sys.stdout.flush()
+                sys.stderr.flush()
+                kernel.set_parent([], cell, "shell")
 
     def run_callbacks_when_idle(self) -> None:
         """Run them while no cell runs; an interrupt ends one of them."""
@@ -125,20 +134,6 @@ class WidgetMessages:
             sys.stderr.write("KeyboardInterrupt: the callback of a widget was interrupted\n")
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _run_callback(self, message: Message) -> None:
-        """Run the callback of a message; its output appears where the widget is."""
-        kernel = self._kernel
-        cell = kernel.get_parent("shell")
-        kernel.set_parent([], message, "shell")
-        self.in_callback = True
-        try:
-            kernel.shell_handlers[message["header"]["msg_type"]](None, [], message)
-        finally:
-            self.in_callback = False
-            sys.stdout.flush()
-            sys.stderr.flush()
-            kernel.set_parent([], cell, "shell")
 
 
 def _merge_update(earlier: Message, later: Message) -> bool:

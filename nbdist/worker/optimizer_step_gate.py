@@ -120,28 +120,19 @@ class OptimizerStepGate:
 
     # -- the main thread
 
-    def _enter(self) -> None:
-        self.before_step()
-        while True:
-            with self._lock:
-                if self._last is not None and self.num_steps_begun >= self._last:
-                    self._raised = True
-                    raise KeyboardInterrupt
-                if not self._paused:
-                    now = time.monotonic()
-                    self._step_s, self._entered_at = now - self._entered_at, now
-                    self.num_steps_begun += 1
-                    self._is_stepping, self.is_training = True, False
-                    return
-            time.sleep(_NAP_S)
-
-    def _leave(self) -> None:
+    def _try_begin_step(self) -> bool:
+        """Begin a step unless the steps are paused; raise if the last step is done."""
         with self._lock:
-            self._is_stepping = False
             if self._last is not None and self.num_steps_begun >= self._last:
-                self.last_step_state = self.capture_state()
-                self._armed = True
-                threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
+                self._raised = True
+                raise KeyboardInterrupt
+            if self._paused:
+                return False
+            now = time.monotonic()
+            self._step_s, self._entered_at = now - self._entered_at, now
+            self.num_steps_begun += 1
+            self._is_stepping, self.is_training = True, False
+            return True
 
     def _interrupt_if_armed(self) -> None:
         with self._lock:
@@ -176,11 +167,18 @@ class OptimizerStepGate:
         listener = self.listener
         if listener is not None:
             listener.on_step_begin()
-        self._enter()
+        self.before_step()
+        while not self._try_begin_step():
+            time.sleep(_NAP_S)
         try:
             yield
         finally:
-            self._leave()
+            with self._lock:
+                self._is_stepping = False
+                if self._last is not None and self.num_steps_begun >= self._last:
+                    self.last_step_state = self.capture_state()
+                    self._armed = True
+                    threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
         if listener is not None:
             listener.on_step_end(optimizer)
         self.between_steps()

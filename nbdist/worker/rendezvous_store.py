@@ -118,8 +118,15 @@ class NodeAgentStore(Store):
         """Send a request and return the reply: a number and a value."""
         request = protocol.KeyValueMessage(op, keys, number=number, seconds=seconds)
         frames = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+        timeout_s = seconds + _MARGIN_S if seconds else _SHORT_S
         try:
-            answer, payload = self._exchange(protocol.pack_message(request, *frames), seconds)
+            socket = self._socket()
+            socket.send_multipart(protocol.pack_message(request, *frames))
+            if not socket.poll(int(1000 * timeout_s)):
+                raise DistStoreError(  # noqa: TRY301 - a late reply is handled below
+                    f"the store of the process groups did not reply within {timeout_s:.0f} s"
+                )
+            answer, payload = protocol.unpack_message(socket.recv_multipart())
         except BaseException:  # interrupts too: a late reply would match the next request
             self._own.socket.close(0)
             del self._own.socket
@@ -130,18 +137,6 @@ class NodeAgentStore(Store):
             )
             raise DistStoreError(f"{op} {', '.join(keys)}: {reason}")
         return answer.number, payload[0] if payload else b""
-
-    def _exchange(
-        self, frames: list[bytes], seconds: float
-    ) -> tuple[protocol.Message, list[bytes]]:
-        socket = self._socket()
-        socket.send_multipart(frames)
-        timeout_s = seconds + _MARGIN_S if seconds else _SHORT_S
-        if not socket.poll(int(1000 * timeout_s)):
-            raise DistStoreError(
-                f"the store of the process groups did not reply within {timeout_s:.0f} s"
-            )
-        return protocol.unpack_message(socket.recv_multipart())
 
     def _socket(self) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] | None = vars(self._own).get("socket")
