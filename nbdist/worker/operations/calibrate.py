@@ -8,7 +8,6 @@ changed and memory is released at the end.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import mmap
@@ -32,7 +31,7 @@ from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations.collective_phases import raise_if_any_failed, try_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nbdist.planner.measurement_store import Collective
     from nbdist.protocol.operations import CalibrateRequest
@@ -76,32 +75,36 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
     device = memory_probe.current_probe.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
     results: dict[str, Any] = {"device": name}
-    with torch.no_grad(), _release_memory_after(device):
-        context.on_phase("collectives")
-        results["curves"] = _collectives(device)
-        context.on_phase("matrix products")
-        results["products"] = {
-            kind: _measure_matmul(device, DTYPES[kind]) for kind in request.kinds
-        }
-        results["memory"] = _elementwise(device)
-        if device.type == "cuda":
-            context.on_phase("copies between host and device")
-            results["copies"] = _copies(device)
-    if request.disk is not None:
-        context.on_phase(f"disk of {request.disk}")
-        results["disk"] = _disk(request.disk)
-    return RankCalibrateReport(figures=results)
-
-
-@contextlib.contextmanager
-def _release_memory_after(device: torch.device) -> Iterator[None]:
-    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    reserved_before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     try:
-        yield
+        with torch.no_grad():
+            context.on_phase("collectives")
+            results["curves"] = _collectives(device)
+            context.on_phase("matrix products")
+            results["products"] = {
+                kind: _measure_matmul(device, DTYPES[kind]) for kind in request.kinds
+            }
+            results["memory"] = _elementwise(device)
+            if device.type == "cuda":
+                context.on_phase("copies between host and device")
+                results["copies"] = _copies(device)
     finally:
-        if device.type == "cuda" and torch.cuda.memory_reserved(device) > before:
+        if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved_before:
             torch.cuda.empty_cache()
         memory_probe.trim_malloc()
+    if request.disk is not None:
+        context.on_phase(f"disk of {request.disk}")
+        trial = DiskBenchmark(request.disk)
+        try:
+            _raise_if_any_failed(trial.open)
+            results["disk"] = {
+                "write": _raise_if_any_failed(trial.measure_write),
+                "read": _raise_if_any_failed(trial.measure_read),
+                **trial.describe(),
+            }
+        finally:
+            trial.close()
+    return RankCalibrateReport(figures=results)
 
 
 def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
@@ -113,20 +116,6 @@ def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
     result, error = try_call(call)
     raise_if_any_failed(error, SessionError, "The benchmark failed: ")
     return result
-
-
-def _disk(folder: str) -> dict[str, Any]:
-    """Return this rank's bandwidth to a disk in bytes/s, while all ranks use it."""
-    trial = DiskBenchmark(folder)
-    try:
-        _raise_if_any_failed(trial.open)
-        return {
-            "write": _raise_if_any_failed(trial.measure_write),
-            "read": _raise_if_any_failed(trial.measure_read),
-            **trial.describe(),
-        }
-    finally:
-        trial.close()
 
 
 # -------------------------------------------------------------------------- collectives
@@ -191,12 +180,12 @@ def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
     """Return the FLOP/s of large matrix products in a dtype, while all ranks compute."""
     side = _PRODUCT[device.type]
     generator = torch.Generator(device).manual_seed(0)
-
-    def matrix() -> torch.Tensor:
-        # Random numbers: with constant ones a GPU draws less power and is faster.
-        return torch.randn(side, side, generator=generator, device=device).to(kind)
-
-    a, b = _raise_if_any_failed(lambda: (matrix(), matrix()))
+    # Random numbers: with constant ones a GPU draws less power and is faster.
+    a, b = _raise_if_any_failed(
+        lambda: [
+            torch.randn(side, side, generator=generator, device=device).to(kind) for _ in range(2)
+        ]
+    )
     distributed.barrier()
     return 2 * side**3 / _seconds_of(lambda: a @ b, device)
 

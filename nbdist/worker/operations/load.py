@@ -363,15 +363,6 @@ class _CheckpointLoad:
         self._state_dict_tensors |= tensors
         return {key: whole_shard(tensor) for key, tensor in tensors.items()}
 
-    def _load_state_dicts(self, number: int, state: ModelAndOptimizerState) -> None:
-        if self._reset:
-            state.reset_state_dicts()
-        elif by_rank := self._manifest.state_dicts:
-            trees = by_rank[state.state_dict_rank if len(by_rank) > 1 else 0]
-            if not isinstance(trees, list) or len(trees) != len(self._models):
-                raise CheckpointError("Cannot read the optimizer state. Load another checkpoint.")
-            state.load_state_dicts(trees[number], self._state_dict_tensors)
-
     def _restore_derived_state(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
         for number, state in enumerate(self._models):
@@ -379,7 +370,15 @@ class _CheckpointLoad:
             if self._weights_only:
                 state.finalize_state({})
                 continue
-            self._load_state_dicts(number, state)
+            if self._reset:
+                state.reset_state_dicts()
+            elif by_rank := self._manifest.state_dicts:
+                trees = by_rank[state.state_dict_rank if len(by_rank) > 1 else 0]
+                if not isinstance(trees, list) or len(trees) != len(self._models):
+                    raise CheckpointError(
+                        "Cannot read the optimizer state. Load another checkpoint."
+                    )
+                state.load_state_dicts(trees[number], self._state_dict_tensors)
             counts = training_metadata.initial_scalar_state(state.scalar_state())
             optimizers = [] if self._reset else self._optimizers(state)
             for saved in optimizers:

@@ -29,7 +29,6 @@ from nbdist.worker.training import prepared_models, release_models
 if TYPE_CHECKING:
     from nbdist.protocol.operations import RebuildRequest
     from nbdist.worker.operations import RankContext
-    from nbdist.worker.training.prepared_models import PreparedModel
 
 STALE_REASON = (
     "This object was prepared before a cell was interrupted within a step. Models and optimizers"
@@ -56,8 +55,15 @@ def rebuild_models(request: RebuildRequest, context: RankContext) -> RankRebuild
         process_group.verify_group(on_gpu=on_gpu)
     try:
         models = prepared_models.all_models() if _have_same_models() else []
-        in_pieces = [_must_be_rebuilt(prepared) for prepared in models]
-        if models and (request.groups or any(in_pieces)):
+        must_be_rebuilt = request.groups
+        for prepared in models:
+            # An interrupted forward leaves FSDP with gathered weights only, which can be resharded.
+            is_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))
+            for cut, deepspeed in collectives.all_gather_values(
+                (prepared.interrupted_pass, is_deepspeed)
+            ):
+                must_be_rebuilt |= cut == "backward" or bool(cut and deepspeed)
+        if models and must_be_rebuilt:
             report.bound = _rebuild_engines(context)
         else:
             for prepared in models:
@@ -84,14 +90,6 @@ def _have_same_models() -> bool:
         release_models.release_unused_models()
         numbers = collectives.all_gather_values(len(prepared_models.all_models()))
     return len(set(numbers)) == 1
-
-
-def _must_be_rebuilt(prepared: PreparedModel) -> bool:
-    """Return whether the engine must be rebuilt; a collective."""
-    # An interrupted forward leaves FSDP with gathered weights only, which can be resharded.
-    engine = is_deepspeed_engine(unwrap_compiled(prepared.model))
-    together = collectives.all_gather_values((prepared.interrupted_pass, engine))
-    return any(cut == "backward" or (cut and deepspeed) for cut, deepspeed in together)
 
 
 def _rebuild_engines(context: RankContext) -> list[str]:

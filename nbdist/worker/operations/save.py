@@ -245,7 +245,15 @@ class _BackgroundSave:
             log.error("a save failed", exc_info=error)
             try_call(lambda: self._draft.write_failure(self._rank, error_text(error) or ""))
         if self._rank == 0:
-            self._finish()
+            done, error = try_call(self._commit)
+            if error is None:
+                self.publish_status(done)
+            else:
+                try_call(self._draft.abort)  # after a failure the next save removes what remains
+                reason = error_text(error) or ""
+                self.publish_status(messages.SaveStatus(state="failed", error=reason))
+                name = self._request.name
+                self._complain(f"nbdist: checkpoint {name} was not saved: {reason}\n")
         self._snapshot, error = StateSnapshot(), None  # its traceback refers to tensors
         shards.empty_pinned_cache()
 
@@ -253,17 +261,6 @@ class _BackgroundSave:
         _run_hooks("write")
         snapshot = self._snapshot
         write_rank_files(self._draft, self._rank, snapshot.shards_by_file_kind, snapshot.digests)
-
-    def _finish(self) -> None:
-        """Complete the save and notify the notebook; on rank 0."""
-        done, error = try_call(self._commit)
-        if error is None:
-            self.publish_status(done)
-            return
-        try_call(self._draft.abort)  # a failure is ignored: the next save removes what remains
-        reason = error_text(error) or ""
-        self.publish_status(messages.SaveStatus(state="failed", error=reason))
-        self._complain(f"nbdist: checkpoint {self._request.name} was not saved: {reason}\n")
 
     def _commit(self) -> messages.SaveStatus:
         """Wait for the reports of all ranks, write the manifest and rename the folder."""
