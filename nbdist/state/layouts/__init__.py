@@ -110,7 +110,7 @@ def check_layout(model: nn.Module) -> None:
     library = kind_of(model).library
     try:
         layout = layout_for(model)
-        for name in layout.used_by_refresh():
+        for name in layout.used_by_refresh:
             getattr(layout.model.optimizer, name)
         for _ in layout.placements():
             pass

@@ -74,6 +74,8 @@ class Layout(ABC):
     """A forward of the model gathers parameters from the other ranks."""
     is_replicated: ClassVar[bool] = False
     """Every rank has the whole state of all optimizers."""
+    used_by_refresh: tuple[str, ...] = ()
+    """Methods of DeepSpeed's optimizer that ``refresh`` calls."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self.model = model
@@ -115,10 +117,6 @@ class Layout(ABC):
 
     def refresh(self) -> None:  # noqa: B027 - optional
         """Update what the engine derives from the written tensors; a collective."""
-
-    def used_by_refresh(self) -> tuple[str, ...]:
-        """Return the methods of DeepSpeed's optimizer that ``refresh`` calls."""
-        return ()
 
     # -- public
 

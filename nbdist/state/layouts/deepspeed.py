@@ -72,6 +72,8 @@ class DeepSpeedLayout(Layout):
 class Zero12Layout(DeepSpeedLayout):
     """Layout of ZeRO-1 and 2: the optimizer steps this rank's part of a group's flat master."""
 
+    used_by_refresh = ("update_lp_params", "_lazy_init_hp_params_optimizer_state")
+
     def _groups(self) -> Iterator[tuple[dict[int, int], torch.Tensor, int]]:
         """Yield the parameter groups.
 
@@ -129,18 +131,24 @@ class Zero12Layout(DeepSpeedLayout):
             self.zero_optimizer._lazy_init_hp_params_optimizer_state()  # noqa: SLF001
         self.zero_optimizer.update_lp_params()
 
-    def used_by_refresh(self) -> tuple[str, ...]:
-        """Return the methods that ``refresh`` calls."""
-        return "update_lp_params", "_lazy_init_hp_params_optimizer_state"
-
 
 class Zero3Layout(DeepSpeedLayout):
     """Layout of ZeRO-3: the optimizer steps the flat master weights of a sub-group."""
 
     shards_parameters: ClassVar[bool] = True
 
+    used_by_refresh: tuple[str, ...] = (
+        "invalidate_secondary_tensor",
+        "_partition_all_parameters",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_set_fp32_optimizer_param_groups",
+        "_clear_fp32_optimizer_param_groups",
+    )
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(model, optimizers)
+        if type(self.zero_optimizer).__name__ != ZERO3_WITH_OPTIMIZER:
+            self.used_by_refresh = ("partition_all_parameters",)
         # Between steps the groups of the engine's optimizer are empty.
         for index, (_, master) in enumerate(self._groups()):
             groups = self.zero_optimizer.optimizer.param_groups
@@ -264,18 +272,6 @@ class Zero3Layout(DeepSpeedLayout):
         small = self.zero_optimizer.persistent_parameters
         if small:
             small[0].all_gather(small)
-
-    def used_by_refresh(self) -> tuple[str, ...]:
-        """Return the methods that ``refresh`` calls."""
-        if type(self.zero_optimizer).__name__ != ZERO3_WITH_OPTIMIZER:
-            return ("partition_all_parameters",)
-        return (
-            "invalidate_secondary_tensor",
-            "_partition_all_parameters",
-            "_reassign_or_swap_out_partitioned_parameters",
-            "_set_fp32_optimizer_param_groups",
-            "_clear_fp32_optimizer_param_groups",
-        )
 
 
 def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) -> ParameterPlacement:
