@@ -149,10 +149,19 @@ class _ReshardPlan:
         if len(dtypes) != 1:
             kinds = " and ".join(sorted(map(str, dtypes))) or "no owner"
             raise SwitchError(f"{key} has different dtypes on different ranks: {kinds}.")
-        self._numel[key] = math.prod(shapes.pop())
-        _check_tiled(
-            key, sorted(interval for row in rows for interval in row.owned), self._numel[key]
-        )
+        self._numel[key] = numel = math.prod(shapes.pop())
+        owned = sorted(interval for row in rows for interval in row.owned)
+        position = 0
+        for start, stop in owned:
+            if start != position:
+                break
+            position = stop
+        if position != numel or sum(stop - start for start, stop in owned) != numel:
+            raise SwitchError(
+                f"Element {position} of {key} ({numel} elements) is not owned by exactly one rank."
+                " This is a bug in nbdist: please report it with the versions of torch and"
+                " deepspeed."
+            )
         return next(iter(dtypes))
 
     def busy(self) -> list[list[_TransferWindow]]:
@@ -181,21 +190,17 @@ class _ReshardPlan:
             yield batch
 
     def _sends(self, batch: Sequence[_TransferWindow]) -> list[list[_TransferSegment]]:
-        """Return the segments that this rank sends to each rank."""
-        return [
-            []
-            if rank == self._rank
-            else [part for window in batch for part in self._segments_for(rank, window)]
-            for rank in range(self.world)
-        ]
-
-    def _segments_for(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
-        """Yield the segments of a window that this rank owns and another rank needs."""
-        if window.key not in self._source or window.key not in self._tables[other]:
-            return
-        pieces = self._source[window.key].pieces
-        for start, stop in self._tables[other][window.key].wanted:
-            yield from _overlapping_parts(pieces, max(start, window.start), min(stop, window.stop))
+        """Return the segments that this rank owns and sends to each rank."""
+        sends: list[list[_TransferSegment]] = [[] for _ in range(self.world)]
+        for rank, (table, segments) in enumerate(zip(self._tables, sends, strict=True)):
+            for key, first, last in batch:
+                if rank == self._rank or key not in self._source or key not in table:
+                    continue
+                pieces = self._source[key].pieces
+                for start, stop in table[key].wanted:
+                    low, high = max(start, first), min(stop, last)
+                    segments.extend(_overlapping_parts(pieces, low, high))
+        return sends
 
     def _segments_from(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
         """Yield the segments of a window that this rank needs and another rank owns."""
@@ -264,17 +269,3 @@ def _intervals(shard: Shard | None) -> list[Interval]:
 
 def _padded_size(part: _TransferSegment, dtype: torch.dtype) -> int:
     return -(-(part.stop - part.start) * dtype.itemsize // _ALIGNED) * _ALIGNED
-
-
-def _check_tiled(key: str, owned: Sequence[Interval], numel: int) -> None:
-    position = 0
-    for start, stop in owned:
-        if start != position:
-            break
-        position = stop
-    if position == numel and sum(stop - start for start, stop in owned) == numel:
-        return
-    raise SwitchError(
-        f"Element {position} of {key} ({numel} elements) is not owned by exactly one rank. This is"
-        " a bug in nbdist: please report it with the versions of torch and deepspeed."
-    )

@@ -174,7 +174,12 @@ def chunk_to_intervals(shape: Sequence[int], box: Chunk) -> Iterator[tuple[int, 
     if not box.numel:
         return
     strides = _strides(shape)
-    outer = _first_dense(shape, box)
+    # The first dimension from which the chunk is contiguous.
+    outer = len(shape)
+    while outer and box.sizes[outer:] == tuple(shape[outer:]):
+        outer -= 1
+    while outer and box.sizes[outer - 1] == 1 and math.prod(box.sizes[:outer]) == 1:
+        outer -= 1
     run = math.prod(box.sizes[outer:])
     base = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     for index in product(*map(range, box.sizes[:outer])):
@@ -197,13 +202,3 @@ def _largest_chunk_at(shape: Sequence[int], strides: Sequence[int], start: int, 
             count = min((stop - start) // stride, shape[dim] - index[dim])
             return Chunk(index, (1,) * dim + (count,) + tuple(shape[dim + 1 :]))
     return Chunk((), ())  # a 0-dimensional tensor has one element
-
-
-def _first_dense(shape: Sequence[int], box: Chunk) -> int:
-    """Return the first dimension from which the chunk is contiguous."""
-    dim = len(shape)
-    while dim and box.sizes[dim:] == tuple(shape[dim:]):
-        dim -= 1
-    while dim and box.sizes[dim - 1] == 1 and math.prod(box.sizes[:dim]) == 1:
-        dim -= 1
-    return dim

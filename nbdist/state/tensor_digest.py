@@ -92,20 +92,19 @@ def _sum(values: torch.Tensor, start: int) -> int:
     head = min(-first % _ROW, integers.numel())
     body = (integers.numel() - head) // _ROW * _ROW
     row = -(-first // _ROW)
-    parts = [
+    blocks = [
         (integers[:head][None], first // _ROW, first % _ROW),
         (integers[head : head + body].view(-1, _ROW), row, 0),
         (integers[head + body :][None], row + body // _ROW, 0),
     ]
-    return sum(_sum_of_rows(rows, number, column) for rows, number, column in parts if rows.numel())
-
-
-def _sum_of_rows(rows: torch.Tensor, row: int, column: int) -> int:
-    """Return the digest of rows, given the number of the first row and the first column."""
-    columns = _COLUMNS[column : column + rows.shape[1]]
-    sums = _on_gpu(rows, columns) if rows.is_cuda else _on_cpu(rows.numpy(), columns)
-    numbers = np.arange(row, row + len(sums), dtype=np.uint64)
-    return int((sums * _pseudo_random(numbers)).sum())
+    total = 0
+    for rows, number, column in blocks:  # with the number of the first row and the first column
+        if rows.numel():
+            columns = _COLUMNS[column : column + rows.shape[1]]
+            sums = _on_gpu(rows, columns) if rows.is_cuda else _on_cpu(rows.numpy(), columns)
+            numbers = np.arange(number, number + len(sums), dtype=np.uint64)
+            total += int((sums * _pseudo_random(numbers)).sum())
+    return total
 
 
 def _on_cpu(rows: NDArray[np.signedinteger], columns: UInt64Array) -> UInt64Array:

@@ -146,7 +146,12 @@ def free_model(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
         elif isinstance(module, FullyShardedDataParallel):
             parameters += _free_fsdp1(module)
     for parameter in parameters:
-        _free_tensor(parameter)
+        parameter.grad = None
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = torch.empty(0)  # noqa: SLF001
+        else:
+            parameter.data = parameter.new_empty(0)
+            vars(parameter).clear()  # the attributes that DeepSpeed added
     for module in modules:
         _free_module(module)
 
@@ -195,16 +200,6 @@ def _free_fsdp2(module: Any) -> None:
         vars(group).clear()
     state._fsdp_param_groups = []  # noqa: SLF001
     vars(state._comm_ctx).clear()  # noqa: SLF001
-
-
-def _free_tensor(tensor: torch.Tensor) -> None:
-    """Free a tensor's storage and gradient, and the attributes that DeepSpeed added."""
-    tensor.grad = None
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = torch.empty(0)  # noqa: SLF001
-        return
-    tensor.data = tensor.new_empty(0)
-    vars(tensor).clear()
 
 
 def _free_module(module: nn.Module) -> None:

@@ -172,29 +172,22 @@ class Fsdp1Layout(Layout):
                     " parameter. Call model.to(memory_format=torch.contiguous_format) before"
                     " prepare()."
                 )
-            yield self._part(handle, index, name, shard)
-
-    def _part(self, handle: Any, index: int, name: str, shard: torch.Tensor) -> ParameterPlacement:
-        flat = handle.flat_param
-        shape, part = tuple(flat._shapes[index]), flat._shard_param_infos[index]  # noqa: SLF001
-        originals = flat._params  # noqa: SLF001
-        if not part.in_shard:
-            # Stepped on other ranks only: its gradient here is None.
-            return ParameterPlacement(name=name, shape=shape, weight=shard[:0])
-        start, offset = part.intra_param_start_idx, part.offset_in_shard
-        weight = shard.narrow(0, offset, part.numel_in_shard)
-        stepped = self.optimizer_tensor_or_none(flat if originals is None else originals[index])
-        if originals is not None:
-            offset = 0  # in the stepped tensor
-        return ParameterPlacement(
-            name=name,
-            shape=shape,
-            weight=weight,
-            start=start if handle.uses_sharded_strategy else 0,
-            is_whole=not handle.uses_sharded_strategy,
-            optimizer_tensor=stepped,
-            optimizer_offset=offset,
-        )
+            shape, part = tuple(flat._shapes[index]), flat._shard_param_infos[index]  # noqa: SLF001
+            if not part.in_shard:
+                # Stepped on other ranks only: its gradient here is None.
+                yield ParameterPlacement(name=name, shape=shape, weight=shard[:0])
+                continue
+            originals = flat._params  # noqa: SLF001
+            stepped = flat if originals is None else originals[index]
+            yield ParameterPlacement(
+                name=name,
+                shape=shape,
+                weight=shard.narrow(0, part.offset_in_shard, part.numel_in_shard),
+                start=part.intra_param_start_idx if handle.uses_sharded_strategy else 0,
+                is_whole=not handle.uses_sharded_strategy,
+                optimizer_tensor=self.optimizer_tensor_or_none(stepped),
+                optimizer_offset=part.offset_in_shard if originals is None else 0,
+            )
 
 
 class Fsdp2Layout(Layout):
@@ -258,8 +251,15 @@ class Fsdp2Layout(Layout):
                 yield self.whole_placement(name, parameter)
 
     def _row_placement(self, name: str, parameter: DTensor) -> ParameterPlacement:
-        _check_row_sharding(name, parameter)
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
+        if tuple(parameter.placements) not in _CUTS:
+            placements = ", ".join(map(str, parameter.placements))
+            raise SwitchError(
+                f"{name} has placements ({placements}) over {mesh.ndim} mesh dimensions. nbdist"
+                " supports FSDP2 models whose parameters are all sharded along dimension 0 over"
+                " the last mesh dimension, and replicated over at most one dimension before it."
+            )
+        check_group_size(mesh.size(), "FSDP2")
         cut = mesh.ndim - 1  # the mesh dimension that shards
         with torch.no_grad():
             local = parameter.to_local().detach()
@@ -281,18 +281,6 @@ class Fsdp2Layout(Layout):
             num_replicas=mesh.size(0) if cut else 1,
             optimizer_tensor=self.optimizer_tensor_or_none(parameter),
         )
-
-
-def _check_row_sharding(name: str, parameter: DTensor) -> None:
-    mesh = parameter.device_mesh
-    if tuple(parameter.placements) not in _CUTS:
-        cut = ", ".join(map(str, parameter.placements))
-        raise SwitchError(
-            f"{name} has placements ({cut}) over {mesh.ndim} mesh dimensions. nbdist supports FSDP2"
-            " models whose parameters are all sharded along dimension 0 over the last mesh"
-            " dimension, and replicated over at most one dimension before it."
-        )
-    check_group_size(mesh.size(), "FSDP2")
 
 
 def _units(model: nn.Module) -> list[Any]:
