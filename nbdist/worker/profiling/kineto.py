@@ -363,9 +363,12 @@ def split_device_events(
     for event in events.device_events:
         if "nccl" in event.name:
             continue
-        phase = next(
-            (name for name, spans in phases.items() if _is_in_spans(event.launched, spans)), ""
-        )
+        phase = ""
+        for name, spans in phases.items():
+            index = bisect_right(spans, (event.launched, 1 << 63)) - 1
+            if index >= 0 and spans[index][1] >= event.launched:
+                phase = name
+                break
         host = event.kind == "gpu_memcpy" and ("HtoD" in event.name or "DtoH" in event.name)
         if host:
             kernels["offload" if phase and offloads else "copies"].append(event.span)
@@ -403,8 +406,3 @@ def _of_nccl(events: TraceEvents) -> Iterator[CollectiveSpans]:
             transfer=kernel.span,
             size_bytes=sum(call.bytes for call in launched),
         )
-
-
-def _is_in_spans(moment: int, spans: Sequence[Span]) -> bool:
-    index = bisect_right(spans, (moment, 1 << 63)) - 1
-    return index >= 0 and spans[index][1] >= moment

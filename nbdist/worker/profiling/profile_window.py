@@ -273,25 +273,20 @@ class ProfileWindow:
             recorder.stop()
             self._figures = recorder.measurements(ended)
             self._figures.notes += notes
-        if ended != "cell" and self._request["memory"]:
-            self._begin_memory(self._figures)
-        if self._memory is None:
-            self._close()
-
-    def _begin_memory(self, figures: RankProfile) -> None:
         probe = memory_probe.current_probe.probe
         model = probe.prepared_model if probe is not None else None
-        if probe is None or model is None:
-            return
-        cell_of = self._context.cell_of
-        with _note_errors(figures):
-            if figures.kind == "cuda":
-                trace, rank = self._request["trace"], self._context.rank
-                self._memory = GpuStepMemory(probe, model, cell_of, trace, rank)
-            elif (reason := memory_probe.why_not_counted(probe)) is None:
-                self._memory = CpuStepMemory(probe, model, cell_of)
-            else:
-                figures.notes.append(reason)
+        if ended != "cell" and self._request["memory"] and probe is not None and model is not None:
+            cell_of = self._context.cell_of
+            with _note_errors(self._figures):
+                if self._figures.kind == "cuda":
+                    trace, rank = self._request["trace"], self._context.rank
+                    self._memory = GpuStepMemory(probe, model, cell_of, trace, rank)
+                elif (reason := memory_probe.why_not_counted(probe)) is None:
+                    self._memory = CpuStepMemory(probe, model, cell_of)
+                else:
+                    self._figures.notes.append(reason)
+        if self._memory is None:
+            self._close()
 
     def _end_memory(self) -> None:
         memory, self._memory = self._memory, None
