@@ -574,10 +574,8 @@ def _copy_generators(snapshot: StateSnapshot, rank: int, *, is_ended: bool) -> l
     state, positions = stopped or _generators_and_positions()
     if len(positions) != len(prepared_models.all_loaders()):  # the cell dropped one at its end
         positions = _generators_and_positions()[1]
-    tensors = {
-        f"rng.{rank:05d}.{name}": tensor for name, tensor in rng_state.to_tensors(state).items()
-    }
-    metadata: dict[str, Any] = rng_state.to_json(state)
+    own_tensors, metadata = rng_state.to_tensors_and_json(state)
+    tensors = {f"rng.{rank:05d}.{name}": tensor for name, tensor in own_tensors.items()}
     metadata["positions"], places = [], []
     for number, (loader, position) in enumerate(
         zip(prepared_models.all_loaders(), positions, strict=True)
@@ -589,9 +587,9 @@ def _copy_generators(snapshot: StateSnapshot, rank: int, *, is_ended: bool) -> l
         if position.rng is None:
             metadata["positions"].append(None)
         else:
-            random = rng_state.to_tensors(position.rng)
+            random, rest = rng_state.to_tensors_and_json(position.rng)
             tensors |= {f"{prefix}random.{name}": tensor for name, tensor in random.items()}
-            metadata["positions"].append(rng_state.to_json(position.rng))
+            metadata["positions"].append(rest)
         places.append(
             {
                 "epoch": position.epoch,

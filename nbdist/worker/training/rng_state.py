@@ -43,28 +43,22 @@ def set_rng_state(rng_state: RngState) -> None:
         torch.cuda.set_rng_state(rng_state.cuda)
 
 
-def to_tensors(rng_state: RngState) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state, to save in a file."""
-    by_name = {"cpu": rng_state.cpu, "python": torch.tensor(rng_state.python[1], dtype=torch.int64)}
+def to_tensors_and_json(rng_state: RngState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a state, to save in a file, and its other values as JSON types."""
+    version, words, gauss = rng_state.python
+    tensors = {"cpu": rng_state.cpu, "python": torch.tensor(words, dtype=torch.int64)}
+    rest: dict[str, Any] = {"python": [version, gauss]}
     if isinstance(rng_state.numpy, tuple):
-        by_name["numpy"] = torch.from_numpy(rng_state.numpy[1].astype(np.int64))
+        name, keys, position, has_gauss, cached = rng_state.numpy
+        tensors["numpy"] = torch.from_numpy(keys.astype(np.int64))
+        rest["numpy"] = [name, int(position), int(has_gauss), float(cached)]
     if rng_state.cuda is not None:
-        by_name["cuda"] = rng_state.cuda
-    return by_name
-
-
-def to_json(rng_state: RngState) -> dict[str, Any]:
-    """Return the other values of a state, as JSON types."""
-    version, _, gauss = rng_state.python
-    by_name: dict[str, Any] = {"python": [version, gauss]}
-    if isinstance(rng_state.numpy, tuple):
-        name, _, position, has_gauss, cached = rng_state.numpy
-        by_name["numpy"] = [name, int(position), int(has_gauss), float(cached)]
-    return by_name
+        tensors["cuda"] = rng_state.cuda
+    return tensors, rest
 
 
 def from_tensors_and_json(numbers: dict[str, torch.Tensor], rest: Any) -> RngState:
-    """Create a state from the results of ``to_tensors`` and ``to_json``.
+    """Create a state from the result of ``to_tensors_and_json``.
 
     Raises:
         ValueError: they are not a valid state.
