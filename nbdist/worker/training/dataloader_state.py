@@ -180,7 +180,13 @@ def _begin(
     current = rng_state.get_rng_state()
     if target is not None:
         loader.set_epoch(target.epoch)
-        _set_states(loader, target.generators)
+        generators, sampler = _generators(loader), _sampler(loader)
+        is_saved = _SAMPLER in target.generators
+        if is_saved and _SAMPLER not in generators and hasattr(sampler, "generator"):
+            # With world size 1 the sampler has no generator.
+            sampler.generator = generators[_SAMPLER] = torch.Generator()
+        for name in target.generators.keys() & generators.keys():
+            generators[name].set_state(target.generators[name])
     start = target or LoaderPosition(epoch=loader.iteration, generators=_states(loader))
     running.at = replace(start, rng=start.rng or current)
     running.batches, running.begun = start.batches, True
@@ -256,17 +262,6 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 def _states(loader: Any) -> dict[str, torch.Tensor]:
     return {name: generator.get_state() for name, generator in _generators(loader).items()}
-
-
-def _set_states(loader: Any, states: dict[str, torch.Tensor]) -> None:
-    """Set a loader's generators; create the sampler's if it has none (world size 1)."""
-    generators = _generators(loader)
-    sampler = _sampler(loader)
-    if _SAMPLER in states and _SAMPLER not in generators and hasattr(sampler, "generator"):
-        sampler.generator = generators[_SAMPLER] = torch.Generator()
-    for name, state in states.items():
-        if name in generators:
-            generators[name].set_state(state)
 
 
 def _with_permutation(

@@ -462,12 +462,10 @@ def _owners(scheduler: LRScheduler) -> Iterator[PreparedModel]:
     ids = {id(getattr(part, "optimizer", None)) for part in parts}
     for model in all_models():
         for owned in model.live_optimizers:
-            if ids & {id(owned.user_optimizer()), *map(id, wrapper_chain(owned.wrapper()))}:
+            own_ids = {id(owned.user_optimizer())}
+            optimizer: Any = owned.wrapper()
+            while optimizer is not None:  # Accelerate's wrapper, ZeRO's, torch's
+                own_ids.add(id(optimizer))
+                optimizer = getattr(optimizer, "optimizer", None)
+            if ids & own_ids:
                 yield model
-
-
-def wrapper_chain(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and those inside it: Accelerate's wrapper, ZeRO's, torch's."""
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "optimizer", None)

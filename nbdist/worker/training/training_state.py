@@ -91,7 +91,8 @@ class ModelAndOptimizerState:
             for number, optimizer in enumerate(optimizers):
                 tree, parts = optimizer_state_dict.flatten(optimizer)
                 trees.append(tree)
-                tensors |= {self._own_prefix(number) + path: part for path, part in parts.items()}
+                prefix = f"{self.state_dict_prefix}{number}."
+                tensors |= {prefix + path: part for path, part in parts.items()}
         return trees, tensors
 
     def load_state_dicts(self, trees: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -102,7 +103,7 @@ class ModelAndOptimizerState:
         """
         with self._layout.other_optimizers() as optimizers:
             for number, (optimizer, tree) in enumerate(zip(optimizers, trees, strict=True)):
-                prefix = self._own_prefix(number)
+                prefix = f"{self.state_dict_prefix}{number}."
                 parts = {
                     key.removeprefix(prefix): tensor
                     for key, tensor in tensors.items()
@@ -126,9 +127,6 @@ class ModelAndOptimizerState:
     def state_dict_prefix(self) -> str:
         """Prefix of the keys of tensors of this rank's state dicts."""
         return f"{self.optimizer_prefix}.own.{self.state_dict_rank:05d}."
-
-    def _own_prefix(self, number: int) -> str:
-        return f"{self.state_dict_prefix}{number}."
 
     def buffers(self, *, owned: bool) -> dict[str, Shard]:
         """Return this rank's persistent buffers as shards, without copying.
