@@ -75,9 +75,9 @@ class PendingCheckpoint(ABC):
             OSError: a folder cannot be written.
         """
 
-    @abstractmethod
     def written_bytes(self) -> int | None:
         """Return the bytes written so far; None if the storage does not show partial files."""
+        return None
 
     @abstractmethod
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool) -> Path | Url:

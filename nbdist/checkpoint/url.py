@@ -216,7 +216,11 @@ class CheckpointDownload:
             CheckpointError: a file cannot be read, its checksum differs, or the disk is full.
         """
         files = deque(file for file in self.manifest.files if file.name in names)
-        needed = sum(file.size_bytes for file in files if not self._is_downloaded(file))
+        needed = 0
+        for file in files:
+            lock = self._lock(file.name)
+            if not lock.exists() or not lock.stat().st_size:  # not downloaded yet
+                needed += file.size_bytes
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise CheckpointError(
@@ -241,10 +245,6 @@ class CheckpointDownload:
     def remove(self) -> None:
         """Remove the folder. Several ranks may call this at the same time."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _is_downloaded(self, file: CheckpointFile) -> bool:
-        lock = self._lock(file.name)
-        return lock.exists() and lock.stat().st_size > 0
 
     def _lock(self, name: str) -> Path:
         return self.folder / f".{name}.lock"

@@ -273,10 +273,6 @@ class PendingUrlCheckpoint(PendingCheckpoint):
         with suppress(CheckpointError):
             super().write_failure(rank, reason)
 
-    def written_bytes(self) -> int | None:
-        """Return None: most object stores do not show partly written files."""
-        return None
-
     def commit(self, name: str, manifest: Manifest, *, overwrite: bool = False) -> Url:
         """Write the manifest, remove older saves of the same name and return the URL."""
         sizes = _list_files(self.location)

@@ -49,32 +49,26 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
         self._durable = durable
 
-    def write_bytes(self, path: Path, content: memoryview, offset: int) -> None:
-        """Write bytes at an offset.
+    def write_tensor(
+        self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int
+    ) -> int:
+        """Write a tensor in row-major order, cast to a dtype; return the number of bytes.
 
         Raises:
             OSError: the disk is full or a limit was reached.
         """
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fd, start = self._descriptors[path], offset
-        while content:
-            count = os.pwrite(fd, content, offset)
-            content, offset = content[count:], offset + count
-        if self._durable and offset - start >= _WRITEBACK_BYTES:
-            # The disk is busy while the rest is copied. Linux: DONTNEED starts writeback of dirty
-            # pages and drops only clean ones.
-            os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
-
-    def write_tensor(
-        self, path: Path, tensor: torch.Tensor, dtype: torch.dtype, offset: int
-    ) -> int:
-        """Write a tensor in row-major order, cast to a dtype; return the number of bytes."""
-        flat = tensor.detach().reshape(-1)
+        fd, flat = self._descriptors[path], tensor.detach().reshape(-1)
         for part in flat.split(SLICE_BYTES // max(flat.element_size(), dtype.itemsize)):
-            content = tensor_as_bytes(part.to("cpu", dtype))
-            self.write_bytes(path, content, offset)
-            offset += content.nbytes
+            content, start = tensor_as_bytes(part.to("cpu", dtype)), offset
+            while content:
+                count = os.pwrite(fd, content, offset)
+                content, offset = content[count:], offset + count
+            if self._durable and offset - start >= _WRITEBACK_BYTES:
+                # The disk is busy while the rest is copied. Linux: DONTNEED starts writeback of
+                # dirty pages and drops only clean ones.
+                os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
         return flat.numel() * dtype.itemsize
 
     def __enter__(self) -> Self:
