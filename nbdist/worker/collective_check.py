@@ -253,10 +253,6 @@ class CollectiveBarrier:
         """Raise in every wait until the groups are recreated; thread-safe."""
         self._abandoned = True
 
-    def group_name(self, group: ProcessGroup) -> str:
-        """Return the name of a group in the log."""
-        return f"{self._era}:{group.group_name}"
-
     def __call__(self, group: ProcessGroup, call: LoggedCollective, *, wait: bool) -> None:
         """Log a call and compare it with those of the other ranks.
 
@@ -266,7 +262,7 @@ class CollectiveBarrier:
         members = distributed_c10d.get_process_group_ranks(group)
         if len(members) < 2:  # noqa: PLR2004 - a group of one rank
             return
-        name = self.group_name(group)
+        name = f"{self._era}:{group.group_name}"
         number = self._board.append(name, call)
         if not number:
             return

@@ -31,7 +31,6 @@ from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS, REBUILD_MODELS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
-from nbdist.signal_handling import TerminationSignal
 from nbdist.worker import process_group, stacks
 from nbdist.worker.debugger import (
     RankDebugger,
@@ -194,8 +193,21 @@ class RankKernel(IPythonKernel):
                     text=stacks.format_stacks(self.shell.compile.format_code_name)
                 )
             ),
-            messages.MODEL: self.on_control_thread(self.describe_prepared_model),
-            messages.PROFILE: self.on_control_thread(self.start_profile),
+            # The prepared model, by the analytic description of its meta copy: that takes
+            # milliseconds, also during training.
+            messages.MODEL: self.on_control_thread(
+                lambda request: model_description.model_reply(
+                    request | {"name": None, "quick": True}, {}
+                )
+            ),
+            messages.PROFILE: self.on_control_thread(
+                lambda request: profile_window.start_profile(
+                    request,
+                    self.profile_context,
+                    running=self.running_request,
+                    over=self.finished_request,
+                )
+            ),
             messages.INSPECT: self.on_control_thread(Inspection(self).queue),
             messages.ANSWER_INPUT: self.on_control_thread(keyboard.answer),
         }
@@ -292,10 +304,6 @@ class RankKernel(IPythonKernel):
             reply["evalue"] = truncate(reply["evalue"], longest=MAX_ERROR_CHARS)
             self.release_failed_cell(has_user=allow_stdin)
         return reply
-
-    def report_sigterm(self) -> None:
-        """Report SIGTERM to the notebook's kernel, which has all ranks save, instead of ending."""
-        TerminationSignal(lambda: self.publish(messages.TERMINATION, {}))
 
     def release_failed_cell(self, *, has_user: bool) -> None:
         """Release the frames of a failed cell; publish advice if it ran out of memory.
@@ -400,14 +408,6 @@ class RankKernel(IPythonKernel):
         if os.environ["NBDIST_RANK"] == "0":  # during a rebuild there may be no process group
             self.publish(messages.PROGRESS, messages.RankProgress(text=text))
 
-    def describe_prepared_model(self, request: messages.ModelRequest) -> messages.ModelReply:
-        """Describe the prepared model; runs on the control thread, also during training.
-
-        Uses the analytic description of its meta copy, which takes milliseconds.
-        """
-        request["name"], request["quick"] = None, True
-        return model_description.model_reply(request, {})
-
     def release_collectives(
         self, request: messages.AbortCollectivesRequest
     ) -> messages.AbortCollectivesReply:
@@ -416,12 +416,6 @@ class RankKernel(IPythonKernel):
             self.collective_barrier.abort()
         closed = process_group.abort_collectives(request["pids"], request["id"])
         return messages.AbortCollectivesReply(closed=closed)
-
-    def start_profile(self, request: messages.ProfileRequest) -> messages.ProfileStartReply:
-        """Start to record steps of a cell; runs on the control thread, also during the cell."""
-        return profile_window.start_profile(
-            request, self.profile_context, running=self.running_request, over=self.finished_request
-        )
 
     def publish(self, kind: str, content: Any) -> None:
         """Send a message on iopub with the running cell as its parent; thread-safe."""

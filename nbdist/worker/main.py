@@ -19,6 +19,7 @@ from nbdist import strategies
 from nbdist.hardware import discovery
 from nbdist.launcher import device_visibility, process_tree
 from nbdist.protocol import messages
+from nbdist.signal_handling import TerminationSignal
 from nbdist.worker import (
     collective_check,
     namespace,
@@ -73,7 +74,8 @@ def rank_main(
     except Exception:
         messages.startup_error_file(launch.run_dir, rank).write_text(traceback.format_exc())
         raise
-    app.kernel.report_sigterm()
+    # Instead of ending: the notebook's kernel has all ranks save.
+    TerminationSignal(lambda: app.kernel.publish(messages.TERMINATION, {}))
     app.start()
 
 

@@ -255,7 +255,8 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     """
     # Abort first: NCCL would run the verification on a stream that may wait for a collective
     # which another rank has never started.
-    abort_on_all_ranks(f"era{era}")
+    abort_groups()
+    _close_connections(_exchange_addresses(rendezvous_store.get_store(), f"era{era}"))
     old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
@@ -303,7 +304,7 @@ def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
             _destroy(group)
 
 
-# -- abort; on the control thread, except for `abort_on_all_ranks`
+# -- abort; on the control thread, except while all ranks recreate the default group
 
 
 def abort_collectives(pids: Iterable[int], name: str) -> int:
@@ -321,19 +322,6 @@ def abort_collectives(pids: Iterable[int], name: str) -> int:
     finally:
         closed = _close_connections(_peer_addresses(pids, name))
     return closed
-
-
-def abort_on_all_ranks(name: str) -> None:
-    """Abort all collectives, called by all ranks on their main threads.
-
-    Args:
-        name: name of this abort, the same on all ranks.
-
-    Raises:
-        RuntimeError: a group was not aborted.
-    """
-    abort_groups()
-    _close_connections(_exchange_addresses(rendezvous_store.get_store(), name))
 
 
 def abort_groups() -> None:

@@ -119,8 +119,12 @@ class NodeAgentStore(Store):
         request = protocol.KeyValueMessage(op, keys, number=number, seconds=seconds)
         frames = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         timeout_s = seconds + _MARGIN_S if seconds else _SHORT_S
+        socket: zmq.Socket[bytes] | None = vars(self._own).get("socket")
+        if socket is None:  # the first request of this thread
+            socket = self._own.socket = self._context.socket(zmq.REQ)
+            socket.linger = 0
+            socket.connect(self._address)
         try:
-            socket = self._socket()
             socket.send_multipart(protocol.pack_message(request, *frames))
             if not socket.poll(int(1000 * timeout_s)):
                 raise DistStoreError(  # noqa: TRY301 - a late reply is handled below
@@ -137,11 +141,3 @@ class NodeAgentStore(Store):
             )
             raise DistStoreError(f"{op} {', '.join(keys)}: {reason}")
         return answer.number, payload[0] if payload else b""
-
-    def _socket(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] | None = vars(self._own).get("socket")
-        if socket is None:
-            socket = self._own.socket = self._context.socket(zmq.REQ)
-            socket.linger = 0
-            socket.connect(self._address)
-        return socket
