@@ -420,16 +420,11 @@ def _reason(error: ValueError) -> str:
     given = first["input"]
     shown = printable(given) if isinstance(given, (int, float, str)) else type(given).__name__
     reason = first["msg"].removeprefix("Value error, ")
-    return f"{_path(first['loc']) or 'the document'}: {reason}, got {shown}"
-
-
-def _path(parts: Iterable[int | str]) -> str:
-    """Return the path of a field, for example "files[0].name"."""
-    path = ""
-    for part in parts:
+    path = ""  # such as "files[0].name"
+    for part in first["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
             name = part if part.isidentifier() else printable(part)
             path += f".{name}" if path else name
-    return path
+    return f"{path or 'the document'}: {reason}, got {shown}"
