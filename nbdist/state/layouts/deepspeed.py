@@ -256,8 +256,29 @@ class Zero3Layout(DeepSpeedLayout):
                 offset += parameter.ds_tensor.ds_numel
             if offset != master.numel():
                 _refuse_swapped()
-        for name, parameter in self.named_parameters():
-            yield _part(name, parameter, masters.get(id(parameter)))
+        parameters: Iterator[tuple[str, Any]] = self.named_parameters()
+        for name, parameter in parameters:
+            group = parameter.ds_process_group
+            check_group_size(collectives.group_size(group), "ZeRO-3")
+            size = parameter.ds_tensor.ds_numel
+            start = min(collectives.rank(group) * size, parameter.ds_numel)
+            count = min(size, parameter.ds_numel - start)
+            flat, offset = masters.get(id(parameter), (parameter.ds_tensor, 0))
+            if hasattr(flat, "ds_quant_scale"):
+                raise SwitchError(
+                    f"ZeRO-3 keeps the frozen parameter {name} quantized, so it cannot be"
+                    " resharded. Remove zero_quantized_nontrainable_weights."
+                )
+            if flat.numel() < offset + count:
+                _refuse_swapped()
+            yield ParameterPlacement(
+                name=name,
+                shape=tuple(parameter.ds_shape),
+                weight=flat.detach().narrow(0, offset, count),
+                start=start,
+                optimizer_tensor=flat if id(parameter) in masters else None,
+                optimizer_offset=offset,
+            )
 
     def refresh(self) -> None:
         """Update the compute weights from the master weights, and gather small parameters."""
@@ -272,30 +293,6 @@ class Zero3Layout(DeepSpeedLayout):
         small = self.zero_optimizer.persistent_parameters
         if small:
             small[0].all_gather(small)
-
-
-def _part(name: str, parameter: Any, master: tuple[torch.Tensor, int] | None) -> ParameterPlacement:
-    group = parameter.ds_process_group
-    check_group_size(collectives.group_size(group), "ZeRO-3")
-    size = parameter.ds_tensor.ds_numel
-    start = min(collectives.rank(group) * size, parameter.ds_numel)
-    stop = min(start + size, parameter.ds_numel)
-    flat, offset = (parameter.ds_tensor, 0) if master is None else master
-    if hasattr(flat, "ds_quant_scale"):
-        raise SwitchError(
-            f"ZeRO-3 keeps the frozen parameter {name} quantized, so it cannot be resharded. Remove"
-            " zero_quantized_nontrainable_weights."
-        )
-    if flat.numel() < offset + stop - start:
-        _refuse_swapped()
-    return ParameterPlacement(
-        name=name,
-        shape=tuple(parameter.ds_shape),
-        weight=flat.detach().narrow(0, offset, stop - start),
-        start=start,
-        optimizer_tensor=None if master is None else flat,
-        optimizer_offset=offset,
-    )
 
 
 def _refuse_swapped() -> None:
