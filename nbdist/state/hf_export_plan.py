@@ -176,18 +176,13 @@ def write_configs(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
         model: model on the meta device; its config is changed as by `save_pretrained`.
         dtype: dtype to write to the config.
     """
-    if not is_adapter_only(model) and not has_from_pretrained(model):
+    if not is_adapter_only(model) and not isinstance(model, PreTrainedModel):
         return
     described: Any = model if is_adapter_only(model) else model.to(dtype)
     # With an empty state dict transformers 5 writes no tensors, and peft an empty file.
     described.save_pretrained(str(folder), state_dict={})
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-
-
-def has_from_pretrained(model: nn.Module) -> bool:
-    """Return whether the model's class has `from_pretrained`."""
-    return isinstance(model, PreTrainedModel)
 
 
 def is_adapter_only(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
@@ -142,7 +143,7 @@ def _fill_report(
         report.notes.append(f"not exported, not a tensor: {', '.join(outline.left_out)}")
     if hf_export_plan.is_adapter_only(model):
         report.how = f"peft.PeftModel.from_pretrained(base, {location})"
-    elif hf_export_plan.has_from_pretrained(model):
+    elif isinstance(model, PreTrainedModel):
         report.how = f"{name}.from_pretrained({location})"
     else:
         report.how = f"huggingface_hub.load_torch_model(model, {location}) fills a model"
