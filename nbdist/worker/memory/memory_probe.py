@@ -99,18 +99,6 @@ class MemoryProbe:
     rss_before_bytes: int = 0
 
     @property
-    def first_step(self) -> int:
-        """The number of steps after which tracking starts."""
-        # DDP's reducer holds its buckets in C++: they are tracked only when a backward fills them.
-        has_buckets = (
-            self.prepared_model is not None
-            and tensor_categories.ddp_bucket_bytes(self.prepared_model) > 0
-        )
-        return (
-            WARMUP_STEPS - 1 if has_buckets and current_probe.device.type == "cpu" else WARMUP_STEPS
-        )
-
-    @property
     def batch_shape(self) -> tuple[int, int] | None:
         """Micro-batch of the last training forward: samples, tokens per sample."""
         return batch_shape_of(self.forward_inputs) if self.forward_inputs else None
@@ -258,10 +246,14 @@ def _on_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         probe.measurements is None
         and not probe.has_begun
         and optimizer_step_gate.listener is None
-        and probe.num_steps >= probe.first_step
+        and probe.num_steps >= WARMUP_STEPS - 1
     ):
-        with _logged():
-            _begin(probe, model)
+        # DDP's reducer holds its buckets in C++: on a CPU they are tracked only if a backward
+        # fills them, so tracking starts a step earlier.
+        has_buckets = tensor_categories.ddp_bucket_bytes(model) > 0
+        if probe.num_steps >= WARMUP_STEPS or (has_buckets and current_probe.device.type == "cpu"):
+            with _logged():
+                _begin(probe, model)
 
 
 def _after_forward(model: nn.Module, _: object, output: object) -> None:
