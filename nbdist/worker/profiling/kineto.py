@@ -26,10 +26,10 @@ from nbdist.profiler.measurements import OperatorStats
 from nbdist.worker.profiling.step_breakdown import SECONDS_PER_NS, CollectiveSpans, Span, union
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.worker.profiling.instrumentation import CollectiveCall, TemporaryPatches
+    from nbdist.worker.profiling.instrumentation import CollectiveCall
 
 WORLD = "0"
 """Name of the default process group in torch."""
@@ -188,22 +188,6 @@ class KinetoRecorder:
         self._profile.start()
         self._running = True
         self.synchronize()
-
-    def yield_to_user_profiler(
-        self, patches: TemporaryPatches, yielded: Callable[[], object]
-    ) -> None:
-        """Stop when the cell prepares its own profiler, because there can be only one.
-
-        Args:
-            patches: the detection is active until these are undone.
-            yielded: called before the other profiler is prepared; must stop this one.
-        """
-
-        def prepare(original: Callable[[Any], None], user_profile: Any) -> None:
-            yielded()
-            original(user_profile)
-
-        patches.around(torch.autograd.profiler.profile, "_prepare_trace", prepare)
 
     def stop(self) -> None:
         """Stop recording. Does nothing if already stopped."""

@@ -72,7 +72,7 @@ class StepRecorder:
 
         Args:
             trace: folder for the trace file, or "".
-            give_way: called when the cell starts its own profiler; must end this recording.
+            give_way: called before the cell prepares its own profiler; must end this recording.
         """
         self._rank, self._trace = rank, trace
         self._marks = instrumentation.PhaseSpans()
@@ -80,10 +80,16 @@ class StepRecorder:
         self._recorder = kineto.KinetoRecorder(current_probe.device, shapes=bool(trace))
         self._recorder.start()
         self._patches: instrumentation.TemporaryPatches | None = None
+
+        def prepare(original: Callable[[Any], None], user_profile: Any) -> None:
+            give_way()
+            original(user_profile)
+
         try:
             self._patches = instrumentation.instrument(self._marks)
             self._patches.callback(memory_probe.on_compile(self._on_compile))
-            self._recorder.yield_to_user_profiler(self._patches, give_way)
+            # There can be only one profiler.
+            self._patches.around(torch.autograd.profiler.profile, "_prepare_trace", prepare)
             self._sampler.start()
         except BaseException:
             self.stop()
