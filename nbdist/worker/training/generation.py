@@ -46,29 +46,26 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make `generate()` of a sharded model work on all ranks together."""
 
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(module._compiled_call_impl for module in self.modules()):  # noqa: SLF001
-            # Each step has another shape, for which the blocks of --compile would be compiled.
-            with torch.compiler.set_stance("force_eager"):
-                return generate_together(self, *args, **kwargs)
-        return generate_together(self, *args, **kwargs)
-
-    def generate_together(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         reference = prepared_models.find_model(self)
         prepared = reference and reference.prepared
-        if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
-            return original(self, *args, **kwargs)
-        is_local = prepared.model in _gathered
-        # transformers 5.23 sets it under FSDP alone, and its Seq2SeqTrainer passes False.
-        kwargs["synced_gpus"] = not is_local and distributed.get_world_size() > 1
-        if is_local:
-            return original(self, *args, **kwargs)
-        process_group.require_all_ranks("generate() of a model with sharded parameters")
-        # Also the model's own generate() may call a part of it, such as the encoder of a T5.
-        with kind.root_parameters(_engine(prepared.model)):
+        with contextlib.ExitStack() as contexts:
+            if any(module._compiled_call_impl for module in self.modules()):  # noqa: SLF001
+                # Each step has another shape, for which the blocks of --compile would be compiled.
+                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
+                return original(self, *args, **kwargs)
+            is_local = prepared.model in _gathered
+            # transformers 5.23 sets it under FSDP alone, and its Seq2SeqTrainer passes False.
+            kwargs["synced_gpus"] = not is_local and distributed.get_world_size() > 1
+            if is_local:
+                return original(self, *args, **kwargs)
+            process_group.require_all_ranks("generate() of a model with sharded parameters")
+            # Also the model's own generate() may call a part of it, such as the encoder of a T5.
+            contexts.enter_context(kind.root_parameters(_engine(prepared.model)))
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
             prepared.interrupted_pass, prepared.has_evaluated = "", True
-        return result
+            return result
 
     return generate
 
