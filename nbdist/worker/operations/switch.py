@@ -131,6 +131,7 @@ class EngineSwitch:
     # -- the old engine
 
     def _capture(self, prepared: PreparedModel) -> ModelRecipe:
+        # A method, so that no variable keeps the live tensors while the engine is freed.
         state = ModelAndOptimizerState(prepared)
         live = state.owned_shards(optimizers=not self._reset)
         needed = shards.total_bytes(live)
@@ -154,8 +155,9 @@ class EngineSwitch:
         owners = {id(old.owner): old.owner for old, _ in self._models}
         for owner in owners.values():
             accelerator_patch.detach_models(owner)
-        release_models.clear_engine_registries()
-        rebind_variables.invalidate(self._replaced.not_replaced(), self._reason)
+        for modules in release_models.engine_registries():
+            modules.clear()
+        self._replaced.invalidate(self._reason)
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -66,6 +66,16 @@ class ModelRecipe:
             hooks: include optimizer hooks, which may not be picklable.
         """
         raws = [owned.inner_optimizer for owned in prepared.live_optimizers]
+        before = dict(prepared.meta.model.named_buffers())
+        buffers = {}
+        for name, live in prepared.model.named_buffers():
+            plain = meta_model.bare_name(name)
+            # DeepSpeed casts buffers to its compute dtype. Non-persistent ones, such as rotary
+            # frequencies, are restored from the meta model instead.
+            is_cast = plain in prepared.meta.buffers and live.dtype != before[plain].dtype
+            buffers[plain] = (
+                prepared.meta.buffers[plain] if is_cast else live.detach().to("cpu", copy=True)
+            )
         return cls(
             meta=prepared.meta,
             attributes=meta_model.module_attributes(prepared.model, prepared.meta),
@@ -73,7 +83,7 @@ class ModelRecipe:
                 meta_model.bare_name(name): parameter.requires_grad
                 for name, parameter in prepared.model.named_parameters(remove_duplicate=False)
             },
-            buffers=_buffers(prepared),
+            buffers=buffers,
             optimizers=[
                 (owned.recipe, optimizer_recipes.group_options(owned.inner_optimizer))
                 for owned in prepared.live_optimizers
@@ -187,20 +197,6 @@ class ModelRecipe:
             *(f"{recipe.optimizer_class.__name__}{without}" for recipe, _ in self.optimizers),
             *(type(scheduler).__name__ for scheduler in schedulers),
         ]
-
-
-def _buffers(prepared: PreparedModel) -> dict[str, torch.Tensor]:
-    before = dict(prepared.meta.model.named_buffers())
-    copies = {}
-    for name, live in prepared.model.named_buffers():
-        plain = meta_model.bare_name(name)
-        # DeepSpeed casts buffers to its compute dtype. Non-persistent ones, such as rotary
-        # frequencies, are restored from the meta model instead.
-        is_cast = plain in prepared.meta.buffers and live.dtype != before[plain].dtype
-        copies[plain] = (
-            prepared.meta.buffers[plain] if is_cast else live.detach().to("cpu", copy=True)
-        )
-    return copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from nbdist.errors import SwitchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
 
 class ReplacementMap:
@@ -40,10 +40,6 @@ class ReplacementMap:
         """Return a mapping from the id of an old object to its replacement."""
         return {identity: new for identity, (_, _, new) in self._pairs.items() if new is not None}
 
-    def not_replaced(self) -> list[object]:
-        """Return the old objects without a replacement."""
-        return [old for old, _, new in self._pairs.values() if new is None]
-
     def rebind_variables(self, names: MutableMapping[str, Any]) -> list[str]:
         """Rebind variables to the replacements; return their names, without private ones."""
         successors = self.replacements()
@@ -52,27 +48,28 @@ class ReplacementMap:
             names[name] = successors[id(names[name])]
         return sorted(name for name in bound if not name.startswith("_"))
 
+    def invalidate(self, reason: str) -> None:
+        """Free the memory of old objects, and make them raise SwitchError when they are used.
 
-def invalidate(olds: Iterable[object], reason: str) -> None:
-    """Free the memory of old objects, and make them raise SwitchError when they are used.
+        Those without a replacement: modules, optimizers and tensors. Objects of other types are
+        not changed.
 
-    Args:
-        olds: modules, optimizers and tensors; objects of other types are not changed.
-        reason: error message: what happened and what to use instead.
-    """
-    for old in olds:
-        if is_stale(old):
-            continue
-        if isinstance(old, (nn.Module, Optimizer)):
-            vars(old).clear()
-            old.__class__ = _stale_class(type(old), reason)
-        elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
-            if isinstance(old, DTensor):
-                old._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
-            else:
-                old.data = torch.empty(0)
-            old.grad = None
-            old.__class__ = _stale_class(type(old), reason)
+        Args:
+            reason: error message: what happened and what to use instead.
+        """
+        for old, _, new in self._pairs.values():
+            if new is not None or is_stale(old):
+                continue
+            if isinstance(old, (nn.Module, Optimizer)):
+                vars(old).clear()
+                old.__class__ = _stale_class(type(old), reason)
+            elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
+                if isinstance(old, DTensor):
+                    old._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
+                else:
+                    old.data = torch.empty(0)
+                old.grad = None
+                old.__class__ = _stale_class(type(old), reason)
 
 
 def is_stale(value: object) -> bool:

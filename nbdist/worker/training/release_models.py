@@ -33,13 +33,8 @@ _is_pending = False
 """True if a previously prepared object was still in use at the last cleanup."""
 
 
-def clear_engine_registries() -> None:
-    """Clear DeepSpeed's global lists, which hold modules of old engines."""
-    for modules in _deepspeed_lists():
-        modules.clear()
-
-
-def _deepspeed_lists() -> list[list[Any]]:
+def engine_registries() -> list[list[Any]]:
+    """Return DeepSpeed's global lists, which hold modules of engines."""
     offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     return [] if offload is None else [offload.FWD_MODULE_STACK]
 
@@ -65,7 +60,7 @@ def release_unused_models() -> None:
     """
     global _is_pending  # noqa: PLW0603 - of this rank
     with defer_interrupt():
-        lists = _deepspeed_lists()
+        lists = engine_registries()
         engines = []
         for accelerator in list(accelerators.values()):
             lists += [getattr(accelerator, name) for name in _KEPT]
