@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend
@@ -365,7 +365,9 @@ def _session_arguments(session: EngineConfig, arguments: dict[str, Any]) -> dict
         kwargs |= fsdp.build_parallelism_config(options, hardware)
     elif options.strategy.engine == "deepspeed":
         deepspeed.init_deepspeed(hardware)
-        kwargs["deepspeed_plugin"] = deepspeed.build_plugin(options, hardware)
+        config = options.strategy.deepspeed_config(options, hardware)
+        # Without zero3_init_flag a full model is built before it is partitioned, as under FSDP.
+        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
     return kwargs  # Accelerate uses DDP without a plugin
 
 

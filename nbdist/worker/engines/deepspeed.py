@@ -1,7 +1,7 @@
 """Adapts DeepSpeed so that a training cell behaves as under the other engines.
 
-`worker.engines.accelerator_patch` calls ``build_plugin`` when the engine is built, `prepare` for
-each call of `Accelerator.prepare`, and `clip_grad_norm` for `Accelerator.clip_grad_norm_`. With
+`worker.engines.accelerator_patch` calls ``init_deepspeed`` when the engine is built, `prepare`
+for each call of `Accelerator.prepare`, and `clip_grad_norm` for `Accelerator.clip_grad_norm_`. With
 accelerate 1.15, DeepSpeed steps inside `backward()`, before the cell can clip gradients: here
 `backward()` only computes gradients and `optimizer.step()` steps.
 """
@@ -20,7 +20,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import DeepSpeedPlugin
 from accelerate.utils import recursively_apply
 
 # accelerate 1.15 exports them from accelerate.utils only if DeepSpeed is installed
@@ -44,7 +43,7 @@ from nbdist.worker.training import prepared_models
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DeepSpeedPlugin
 
     from nbdist.strategies import Hardware, Options
 
@@ -189,15 +188,6 @@ def _keep_gradients_in_memory(adjust: Callable[..., Any]) -> Callable[..., Any]:
         return copies, new_offsets
 
     return adjusted
-
-
-def build_plugin(options: Options, hardware: Hardware) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the session's options.
-
-    `zero3_init_flag` is off: as under FSDP, a full model is built before it is partitioned.
-    """
-    config = options.strategy.deepspeed_config(options, hardware)
-    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
 
 
 def init_deepspeed(hardware: Hardware) -> None:
