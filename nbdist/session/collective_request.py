@@ -137,14 +137,6 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         if not self.errors and self.late is not None:
             self.late()
 
-    def tick(self) -> None:
-        """Watch the interrupt; on the reader thread."""
-        self.escalation.tick()
-
-    def interrupt(self) -> None:
-        """Handle an interrupt; callable from any thread."""
-        self.escalation.escalate()
-
     def show_progress(self, text: str) -> None:
         """Show a progress text of rank 0; on the reader thread."""
         if not self.detached:

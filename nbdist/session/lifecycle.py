@@ -30,6 +30,7 @@ from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_history import CellHistory
 from nbdist.session.cell_runner import CellRunner
+from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.config import FIXED_OPTIONS, SessionCluster, SessionConfig
 from nbdist.session.device_placement import check_usable, mixed_gpus_warning
 from nbdist.session.metrics import Metrics, TrainingEvent, TrainingEvents
@@ -234,9 +235,15 @@ class SessionLifecycle:
         return self._cells.last_cell
 
     @property
+    def _collective_request(self) -> CollectiveRequest[Any, Any] | None:
+        """The request that all ranks are working on, or None."""
+        request = self._workers.collective_request
+        return request if isinstance(request, CollectiveRequest) else None
+
+    @property
     def standstill(self) -> str:
         """Which ranks block others and which do not respond; "" if there are none."""
-        work = self.running or self._workers.collective_request
+        work = self.running or self._collective_request
         return "" if work is None else work.notice
 
     @property
@@ -317,7 +324,7 @@ class SessionLifecycle:
                 "A cell is still running on the ranks. Wait for it with %nbdist wait, interrupt it"
                 " with %nbdist interrupt, or start new ranks with %nbdist restart."
             )
-        while (request := self._workers.collective_request) is not None:
+        while (request := self._collective_request) is not None:
             if not request.finished.is_set():
                 raise SessionBusy(request.busy_message())
             request.conclude()
@@ -600,7 +607,7 @@ class SessionLifecycle:
         elif message["header"]["msg_type"] == messages.PROFILE_RESULT:
             self._profiler.add_rank_measurements(rank, content)
         elif message["header"]["msg_type"] == messages.PROGRESS:
-            request = self._workers.collective_request
+            request = self._collective_request
             show = self._profiler.update_progress if request is None else request.show_progress
             show(content["text"])
 
@@ -618,8 +625,8 @@ class SessionLifecycle:
     def _on_idle(self) -> bool:
         """Watch running work; show output of background cells and late output of earlier ones."""
         self._cells.tick()
-        if (request := self._workers.collective_request) is not None and self._death is None:
-            request.tick()
+        if (request := self._collective_request) is not None and self._death is None:
+            request.escalation.tick()
         self._profiler.tick()
         return self._cells.render_background_output()
 

@@ -255,11 +255,11 @@ class Session(ModelOperations):
         Returns:
             True if there was anything to interrupt.
         """
-        request = self._workers.collective_request
+        request = self._collective_request
         if self._death is not None:
             stopped = False
         elif request is not None:
-            request.interrupt()
+            request.escalation.escalate()
             stopped = True
         else:
             stopped = self._cells.escalate_interrupt()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 
@@ -60,29 +60,6 @@ State = Literal["stopped", "running", "sleeping", ""]
 """State of a process that does not reply; "" if unknown, as on another node."""
 
 
-class RunningRequest(Protocol):
-    """Collective request that all ranks are working on."""
-
-    notice: str
-    finished: threading.Event
-    late: Callable[[], object] | None
-
-    def interrupt(self) -> None:
-        """Interrupt it; from any thread."""
-
-    def tick(self) -> None:
-        """Watch its interrupt; on the reader thread."""
-
-    def show_progress(self, text: str) -> None:
-        """Show a progress text of rank 0; on the reader thread."""
-
-    def conclude(self) -> None:
-        """Take note of its end, after it was detached."""
-
-    def busy_message(self) -> str:
-        """Return what the ranks are doing, and what the user can do."""
-
-
 class WorkerGroup:
     """Ranks that start and end together.
 
@@ -127,8 +104,8 @@ class WorkerGroup:
         self._up = self._dying = False
         self._end_known = threading.Event()
         """Set when the cause of the ranks' end is known."""
-        self.collective_request: RunningRequest | None = None
-        """The current request to all ranks, or None."""
+        self.collective_request: object = None
+        """The current `session.collective_request.CollectiveRequest`, which sets it, or None."""
         self._end_error: RankDied | None = None
         self.rank_exits: list[messages.RankExited] = []
         """Exits of ranks of this generation, in order."""
