@@ -95,7 +95,8 @@ class WorkerGroup:
         self._channels: RankChannels | None = None
         self.generation = 0
         """Number of the last start."""
-        self._routes: dict[str, Any] = {}
+        self._routes: dict[str, tuple[Any, bool]] = {}
+        """By id of a request: what is called with replies, and whether once for equal ones."""
         self.startup_events: SimpleQueue[Any] = SimpleQueue()
         """Messages of launcher and ranks while they start."""
         self._lock = threading.Lock()
@@ -324,7 +325,7 @@ class WorkerGroup:
             raise _not_started()
         request = secrets.token_hex(16)
         if route is not None:
-            self._routes[request] = route if together else _each(route)
+            self._routes[request] = route, together
         metadata = {messages.CELL_METADATA_KEY: note} if note else None
         self._channels.send_request(
             ranks, channel, kind, content, metadata=metadata, message_id=request
@@ -484,12 +485,17 @@ class WorkerGroup:
             return
         if message["header"]["msg_type"] == messages.PROGRESS:
             self._last_progress_at = time.monotonic()
-        route = self._routes.get(message["parent_header"].get("msg_id", ""))
+        route, together = self._routes.get(
+            message["parent_header"].get("msg_id", ""), (None, False)
+        )
         if message["header"]["msg_type"] in messages.SESSION_MESSAGES or route is None:
             for rank in ranks:
                 self._on_message(rank, message)
-        else:
+        elif together:
             route(ranks, channel, message)
+        else:
+            for rank in ranks:
+                route(rank, channel, message)
 
     def on_idle(self) -> bool:
         """Check that the ranks are alive, then call `on_idle`."""
@@ -579,16 +585,6 @@ class WorkerGroup:
             if self._launcher_group is None
             else self._launcher_group.crash_artifacts()
         )
-
-
-def _each(route: Callable[[int, Channel, Message], None]) -> Any:
-    """Return a route that is called for each rank of a message."""
-
-    def route_each(ranks: Sequence[int], channel: Channel, message: Message) -> None:
-        for rank in ranks:
-            route(rank, channel, message)
-
-    return route_each
 
 
 def _not_started() -> SessionError:
