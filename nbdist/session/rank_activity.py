@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from nbdist.protocol.messages import RankActivityReply, RankError
     from nbdist.session.worker_group import State, WorkerGroup
 
-LINE_TIMEOUT_S = 10.0
-"""Timeout after which a rank is asked for its line again."""
-MODEL_TIMEOUT_S = 30.0
+LINE_TIMEOUT_S, MODEL_TIMEOUT_S = 10.0, 30.0
 ReplyT = TypeVar("ReplyT")
 HANG_AFTER_S = 3.0
 """Minimum waiting time before a hang is reported."""
@@ -53,9 +51,13 @@ _CELL_FRAME = re.compile(r'File "[^"]*/ipykernel_\d+/(\d+\.py)"')
 class RankPoller(Generic[ReplyT]):
     """The last replies of ranks to one kind of request."""
 
-    def __init__(self, workers: WorkerGroup, kind: str, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._workers, self._kind = workers, kind
+    kind: str
+    """Message type of the request."""
+    timeout_s: float
+    """Time after which a rank that has not replied is asked again."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._workers = workers
         self._requests: dict[int, tuple[str, float]] = {}
         """Pending request and the time at which it was sent, by rank."""
         self._replies: dict[int, ReplyT] = {}
@@ -75,7 +77,7 @@ class RankPoller(Generic[ReplyT]):
             if ranks_to_poll:
                 self._drop_requests(ranks_to_poll)
                 request = self._workers.send_request(
-                    ranks_to_poll, "control", self._kind, content or {}, self._store_reply
+                    ranks_to_poll, "control", self.kind, content or {}, self._store_reply
                 )
                 self._requests.update(dict.fromkeys(ranks_to_poll, (request, now)))
                 self._silent_since = dict.fromkeys(ranks_to_poll, now) | self._silent_since
@@ -121,15 +123,13 @@ class RankPoller(Generic[ReplyT]):
 class RankActivityPoller(RankPoller[messages.RankActivityReply]):
     """Polls ranks for the line that they execute."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        super().__init__(workers, messages.RANK_ACTIVITY, LINE_TIMEOUT_S)
+    kind, timeout_s = messages.RANK_ACTIVITY, LINE_TIMEOUT_S
 
 
 class PreparedModelPoller(RankPoller[messages.ModelReply]):
     """Polls rank 0 for the model prepared last: its cell often trains it for hours."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        super().__init__(workers, messages.MODEL, MODEL_TIMEOUT_S)
+    kind, timeout_s = messages.MODEL, MODEL_TIMEOUT_S
 
     def send_request(self, kind: Literal["cuda", "cpu"]) -> None:
         """Request the closed form of the model; return immediately."""
