@@ -190,7 +190,9 @@ def detect_hang(
         errors: errors of the ranks that failed.
         waited_s: minimum waiting time. Default: `HANG_AFTER_S`.
     """
-    alike = _group_by_counts(answers)
+    alike: dict[_Counts, list[int]] = {}  # usually most ranks have the same counts
+    for rank, answer in answers.items():
+        alike.setdefault(frozenset(answer["standing"]["counts"].items()), []).append(rank)
     waited_s = HANG_AFTER_S if waited_s is None else waited_s
     waits = {
         rank: _find_wait(rank, answers, alike, errors)
@@ -201,13 +203,14 @@ def detect_hang(
     if not waiting:
         return None
     missing = {other for wait in waiting.values() for other in wait.missing} - waiting.keys()
-    parts = [
-        *(_describe_error(errors[rank]) for rank in sorted(errors)),
-        *_describe_waits(waiting),
-        *(
-            _describe_peer(rank, ranks, pending, answers)
-            for rank in sorted(missing - errors.keys())
-        ),
+    parts = []
+    for rank, error in sorted(errors.items()):
+        numbers = [number for item in error.traceback for number in _LINE.findall(strip_ansi(item))]
+        where = f" at line {numbers[-1]}" if numbers else ""
+        parts.append(f"rank {rank} raised {error.ename}{where}")
+    parts += _describe_waits(waiting)
+    parts += [
+        _describe_peer(rank, ranks, pending, answers) for rank in sorted(missing - errors.keys())
     ]
     return Hang(
         waiting_ranks=tuple(sorted(waiting)),
@@ -244,14 +247,6 @@ def _find_wait(
     return None
 
 
-def _group_by_counts(answers: Mapping[int, RankActivityReply]) -> dict[_Counts, list[int]]:
-    """Group ranks by their collective counts; usually most ranks are in one group."""
-    groups: dict[_Counts, list[int]] = {}
-    for rank, answer in answers.items():
-        groups.setdefault(frozenset(answer["standing"]["counts"].items()), []).append(rank)
-    return groups
-
-
 def describe_position(here: RankActivityReply) -> str:
     """Describe the position of a rank: "all_reduce at line 4"."""
     what = here["collective"] or here["called"] or here["source"]
@@ -269,12 +264,6 @@ def have_collectives_diverged(answers: Iterable[RankActivityReply]) -> bool:
     distinct = {frozenset(answer["standing"]["counts"].items()) for answer in answers}
     counts = [dict(items) for items in distinct]
     return any(_is_behind(theirs, ours) for theirs in counts for ours in counts)
-
-
-def _describe_error(error: RankError) -> str:
-    lines = [int(number) for item in error.traceback for number in _LINE.findall(strip_ansi(item))]
-    where = f" at line {lines[-1]}" if lines else ""
-    return f"rank {error.rank} raised {error.ename}{where}"
 
 
 def _describe_waits(waiting: Mapping[int, _WaitingRank]) -> list[str]:
