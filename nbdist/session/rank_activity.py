@@ -368,29 +368,6 @@ def inspect(
 
 def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:
     """Return the Python stacks of all threads, by rank; takes at most four seconds."""
-    answered = _request_stacks(workers)
-    silent = {rank: pid for rank, pid in workers.pids.items() if rank not in answered}
-    written = workers.launcher_group.dump_stacks(silent, launchers=False) if silent else {}
-    return {
-        rank: answered[rank] if rank in answered else format_stacks(written[f"rank{rank}"], cells)
-        for rank in sorted(workers.pids)
-    }
-
-
-def startup_stacks(workers: WorkerGroup) -> str:
-    """Return the stacks of launcher and starting ranks, for an error message."""
-    parts = workers.launcher_group.dump_stacks(workers.pids, launchers=True)
-    return "\n".join(f"-- {name} --\n{text}" for name, text in parts.items())
-
-
-def format_stacks(dump: str, cells: Mapping[str, int]) -> str:
-    """Format a faulthandler dump: main thread first, cells by number."""
-    blocks = reversed(dump.split("\n\n"))  # the main thread is the last
-    text = "\n\n".join(blocks)
-    return _CELL_FRAME.sub(lambda cell: f"In[{cells.get(cell[1], '?')}]", text)
-
-
-def _request_stacks(workers: WorkerGroup) -> dict[int, str]:
     texts: dict[int, str] = {}
     ranks = range(len(workers.rank_processes))
     with contextlib.suppress(SessionError):  # the ranks are ending
@@ -402,4 +379,11 @@ def _request_stacks(workers: WorkerGroup) -> dict[int, str]:
                 texts[rank] = content["error" if content.get("status") == "error" else "text"]
             if len(texts) == len(ranks):
                 break
-    return texts
+    silent = {rank: pid for rank, pid in workers.pids.items() if rank not in texts}
+    written = workers.launcher_group.dump_stacks(silent, launchers=False) if silent else {}
+    for rank in silent:
+        threads = reversed(written[f"rank{rank}"].split("\n\n"))  # the main thread is the last
+        texts[rank] = _CELL_FRAME.sub(
+            lambda cell: f"In[{cells.get(cell[1], '?')}]", "\n\n".join(threads)
+        )
+    return {rank: texts[rank] for rank in sorted(workers.pids)}

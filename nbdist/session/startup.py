@@ -14,7 +14,7 @@ from nbdist.cluster.launcher_interface import RankProcess
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets
-from nbdist.session import failure_causes, rank_activity
+from nbdist.session import failure_causes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -85,9 +85,11 @@ def _next_message(
             silent = rank_sets.describe_ranks(sorted(missing))
             waits_for = f"starting the ranks; no message from {silent}"
         progress(f"{waits_for} for {waited_s:.0f} s")
+    stacks = workers.launcher_group.dump_stacks(workers.pids, launchers=True)
     raise StartError(
         f"No message from the ranks for {patience_s:.0f} s. {workers.log_excerpt()}\n"
-        f"Stacks of the processes:\n{rank_activity.startup_stacks(workers)}"
+        "Stacks of the processes:\n"
+        + "\n".join(f"-- {name} --\n{text}" for name, text in stacks.items())
     )
 
 
