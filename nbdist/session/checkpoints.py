@@ -460,17 +460,6 @@ def check_writable_async(url: Url, on_warning: Callable[[str], object]) -> None:
     threading.Thread(target=prove, name="nbdist-url", daemon=True).start()
 
 
-def make_async_warning() -> Callable[[str], object]:
-    """Return a function that prints, below the current cell, why a save would fail."""
-    screen = finished_cell()
-
-    def on_warning(reason: str) -> None:
-        screen.write("stderr", f"nbdist: save() would fail: {reason}\n")
-        screen.flush()
-
-    return on_warning
-
-
 def checkpoint_hint(checkpoint: Checkpoint | None) -> str:
     """Return how to continue from a checkpoint; "" for None."""
     if checkpoint is None:
@@ -515,8 +504,3 @@ def check_root(root: str | os.PathLike[str]) -> Path | Url:
     if isinstance(where, Url):
         where.open_filesystem()
     return where
-
-
-def is_not_checkpoint_folder(path: Path) -> bool:
-    """Return whether the path exists and was not written by nbdist."""
-    return path.exists() and not (path / name_validation.MANIFEST_NAME).exists()

@@ -25,7 +25,7 @@ from nbdist.errors import (
 )
 from nbdist.hardware import discovery
 from nbdist.output.rank_log import RankLogTail
-from nbdist.output.sink import get_shell
+from nbdist.output.sink import finished_cell, get_shell
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup
 from nbdist.session.cell_history import CellHistory
@@ -431,7 +431,12 @@ class SessionLifecycle:
 
     def _check_checkpoint_root_async(self, *, new: bool) -> None:
         """Check in the background that checkpoints can be saved; warn below the cell if not."""
-        root, on_warning = self.checkpoints.root, checkpoints.make_async_warning()
+        root, screen = self.checkpoints.root, finished_cell()
+
+        def on_warning(reason: str) -> None:
+            screen.write("stderr", f"nbdist: save() would fail: {reason}\n")
+            screen.flush()
+
         if isinstance(root, Path):
             self._workers.launcher_group.check_shared_folder_async(root, on_warning)
         elif new:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
+from nbdist.checkpoint.name_validation import MANIFEST_NAME
 from nbdist.errors import CheckpointError, PlanError, RankDied, SwitchError
 from nbdist.operations import export as operations_export
 from nbdist.operations import load as operations_load
@@ -265,7 +266,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         if os.sep in name:
             path = self._folder(name)
             root, last = path.parent, path.name
-            if isinstance(path, Path) and session_checkpoints.is_not_checkpoint_folder(path):
+            if isinstance(path, Path) and path.exists() and not (path / MANIFEST_NAME).exists():
                 return self.load_foreign(path, trust=trust)
         self._ensure_free()
         self.start()
