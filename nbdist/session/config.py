@@ -13,8 +13,6 @@ import re
 from typing import TYPE_CHECKING, Any, Self
 
 from nbdist import rank_python, strategies
-from nbdist.cluster.allocation import RankDistribution
-from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.cluster.ray import RayCluster
 from nbdist.cluster.slurm import SlurmCluster
 from nbdist.errors import OptionError, StartError
@@ -25,6 +23,7 @@ from nbdist.session.progress import StatusLine
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nbdist.cluster.allocation import RankDistribution
     from nbdist.hardware.discovery import SessionNode
 
 CONFIG_FILE_ENGINES = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
@@ -198,7 +197,10 @@ class SessionConfig:
 
         Requesting auto again changes nothing if the decision agrees with the given options.
         """
-        before, after = self._all_options(), new_config._all_options()
+        before, after = (
+            _placement_options(config) | dataclasses.asdict(config.options)
+            for config in (self, new_config)
+        )
         if new_config.auto is not None and self.auto is not None:
             given = self.auto if self.is_auto_pending else dataclasses.asdict(self.options)
             before = {
@@ -229,9 +231,6 @@ class SessionConfig:
     def visible_devices(self) -> tuple[str, ...] | None:
         """UUIDs of the ranks' GPUs; None for CPU ranks."""
         return None if self.placement.devices is None else self.placement.visible_devices
-
-    def _all_options(self) -> dict[str, object]:
-        return _placement_options(self) | dataclasses.asdict(self.options)
 
 
 def _placement_options(choice: SessionConfig) -> dict[str, object]:
@@ -361,16 +360,6 @@ class SessionCluster:
         if options not in self._known:
             self._known[options] = self.cluster.distribute_ranks(*options)
         return session_placement.cluster_placement(self._known[options])
-
-    def make_launcher_provider(self) -> ClusterLauncherProvider | None:
-        """Return the provider of launchers; None on this machine."""
-        return None if self.cluster is None else ClusterLauncherProvider(self.cluster)
-
-    def set_distribution(self, placement: session_placement.DevicePlacement) -> None:
-        """Make the next allocation of nodes follow this placement."""
-        if self.cluster is not None:
-            each = placement.nproc // placement.num_nodes
-            self.cluster.distribution = RankDistribution(placement.kind, placement.num_nodes, each)
 
     def close(self) -> None:
         """Release the cluster."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from nbdist import strategies
 from nbdist._version import __version__
+from nbdist.cluster.allocation import RankDistribution
+from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.cluster.orphan_cleanup import kernel_descendants
 from nbdist.errors import (
     CellInterrupted,
@@ -112,8 +114,9 @@ class SessionLifecycle:
         self._saving: dict[str, TrainingEvent] = {}
         """Events of saves that are not finished."""
         self._where = SessionCluster(requested)
+        cluster = self._where.cluster
         self._workers = WorkerGroup(
-            self._where.make_launcher_provider() or provider,
+            provider if cluster is None else ClusterLauncherProvider(cluster),
             on_message=self._receive,
             on_idle=self._on_idle,
             on_death=self._record_death,
@@ -383,7 +386,9 @@ class SessionLifecycle:
     def _start_ranks(self, choice: SessionConfig, progress: Callable[[str], None]) -> SessionConfig:
         """Start ranks; return the choice, updated with the GPUs found on cluster nodes."""
         placement = choice.placement
-        self._where.set_distribution(placement)
+        if (cluster := self._where.cluster) is not None:
+            each = placement.nproc // placement.num_nodes
+            cluster.distribution = RankDistribution(placement.kind, placement.num_nodes, each)
         self._workers.acquire_launchers(
             placement.kind, placement.nproc, progress, self._where.python
         )
