@@ -178,17 +178,6 @@ def describe_numeric_differences(now: Options, new_options: Options) -> list[str
 # -- with new ranks
 
 
-def needs_new_ranks(before: SessionConfig, new_config: SessionConfig) -> bool:
-    """Return whether a switch needs new ranks: their number, devices or NVMe folder changes.
-
-    The launcher creates and removes an offload folder when ranks start and end.
-    """
-    return (
-        before.placement != new_config.placement
-        or before.options.offload_path != new_config.options.offload_path
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class RankReplacement:
     """One replacement of the ranks."""

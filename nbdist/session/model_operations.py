@@ -110,34 +110,33 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 self._configure(requested)
             return SwitchReport.nothing(self._choice.describe())
         self._ensure_free()
+
+        def switched() -> None:
+            self._requested_options, self._choice = requested, then
+            self._mark_ready()
+
+        # The launcher creates and removes an offload folder when ranks start and end.
+        needs_new_ranks = (
+            self.placement != then.placement
+            or self.options.offload_path != then.options.offload_path
+        )
         doing = f"{self.backend} -> {then.options.backend}"
         with self.operation.track("switching", doing):
-            report = self._switch(then, requested, reset_optimizer=reset)
+            if needs_new_ranks:
+                report = self._hand_over(then, reset_optimizer=reset)
+                self._requested_options = requested
+            else:
+                report = operations_switch.switch_backend(
+                    self._workers,
+                    self._choice,
+                    then,
+                    reset_optimizer=reset,
+                    on_late_success=switched,
+                )
+                switched()
         change = operations_switch.describe_change(report.before, report.after)
         self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
         self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
-        return report
-
-    def _switch(
-        self, new_config: SessionConfig, requested: dict[str, Any], *, reset_optimizer: bool
-    ) -> SwitchReport:
-        if operations_switch.needs_new_ranks(self._choice, new_config):
-            report = self._hand_over(new_config, reset_optimizer=reset_optimizer)
-            self._requested_options = requested
-            return report
-
-        def switched() -> None:
-            self._requested_options, self._choice = requested, new_config
-            self._mark_ready()
-
-        report = operations_switch.switch_backend(
-            self._workers,
-            self._choice,
-            new_config,
-            reset_optimizer=reset_optimizer,
-            on_late_success=switched,
-        )
-        switched()
         return report
 
     def _hand_over(self, new_config: SessionConfig, *, reset_optimizer: bool) -> SwitchReport:
