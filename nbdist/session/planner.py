@@ -49,7 +49,7 @@ def plan_model(
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.planner import target_devices
+    from nbdist.planner import plan, target_devices
 
     cluster = (
         target_devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
@@ -58,7 +58,9 @@ def plan_model(
     )
     description = _describe(session, name, arguments, kind=cluster.kind, quick=quick)
     own = {} if "devices" in arguments else {"world_size": session.world_size}
-    return plan_described_model(session, description, {**own, **arguments, "devices": cluster})
+    given = {**own, **arguments, "devices": cluster}
+    planned: Plan = plan(**_arguments(session, description, given, cluster.kind))
+    return planned
 
 
 def find_machines(
@@ -99,21 +101,13 @@ def plan_running_model(session: SessionLifecycle, reply: messages.ModelReply) ->
     Raises:
         PlanError: it cannot be planned.
     """
-    if reply["status"] == "error":
-        raise PlanError(reply["error"])
-    devices = cluster_spec(session)
-    return plan_described_model(
-        session, reply, {"devices": devices, "world_size": session.world_size}
-    )
-
-
-def plan_described_model(
-    session: SessionLifecycle, reply: messages.ModelReply, arguments: Mapping[str, Any]
-) -> Plan:
-    """Plan a model as rank 0 describes it; `arguments` override the session's settings."""
     from nbdist.planner import plan
 
-    planned: Plan = plan(**_arguments(session, reply, arguments, arguments["devices"].kind))
+    if reply["status"] == "error":
+        raise PlanError(reply["error"])
+    cluster = cluster_spec(session)
+    given = {"devices": cluster, "world_size": session.world_size}
+    planned: Plan = plan(**_arguments(session, reply, given, cluster.kind))
     return planned
 
 
