@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -111,6 +111,14 @@ def join(children: Iterable[str]) -> Html:
 def lines(texts: Iterable[str]) -> Html:
     """Return each text that is not empty as a line."""
     return join(element("div", text) for text in texts if text)
+
+
+def show_as_text(report: object, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
+    """Show a report in IPython by its `str()`; the reports have it as `_repr_pretty_`.
+
+    Not inherited: IPython prefers the `__repr__` of a dataclass to a method of its base class.
+    """
+    printer.text(f"{type(report).__name__}(...)" if cycle else str(report))
 
 
 # ---------------------------------------------------------------------------- tables

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io
+from nbdist.display.elements import show_as_text
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
@@ -66,8 +67,7 @@ class ExportReport:
         ]
         return "\n".join(lines)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("ExportReport(...)" if cycle else str(self))
+    _repr_pretty_ = show_as_text
 
 
 def make_export_request(

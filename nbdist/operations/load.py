@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist import checkpoint
+from nbdist.display.elements import show_as_text
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user
@@ -60,8 +61,7 @@ class LoadReport:
         ]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("LoadReport(...)" if cycle else str(self))
+    _repr_pretty_ = show_as_text
 
 
 def load_checkpoint(
@@ -134,8 +134,7 @@ class ForeignReport:
         ]
         return "\n".join(lines)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("ForeignReport(...)" if cycle else str(self))
+    _repr_pretty_ = show_as_text
 
 
 def import_checkpoint(

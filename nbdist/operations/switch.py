@@ -15,8 +15,9 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
+from nbdist.display.elements import show_as_text
 from nbdist.errors import CellInterrupted, SessionError, SwitchError
 from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import (
@@ -96,8 +97,7 @@ class SwitchReport:
         lines += [f"  note: {item}" for item in self.notes]
         return "\n".join(lines)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("SwitchReport(...)" if cycle else str(self))
+    _repr_pretty_ = show_as_text
 
 
 def describe_change(before: str, after: str) -> str:

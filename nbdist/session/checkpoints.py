@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, name_validation
+from nbdist.display.elements import show_as_text
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
 from nbdist.output.sink import finished_cell
@@ -232,8 +233,7 @@ class Save:
         lines += [f"  removed: {', '.join(self.removed)}"] if self.removed else []
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's
-        printer.text("Save(...)" if cycle else str(self))
+    _repr_pretty_ = show_as_text
 
 
 class Checkpoints(Sequence[Checkpoint]):

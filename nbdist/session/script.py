@@ -7,10 +7,11 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist import strategies
 from nbdist._version import __version__
+from nbdist.display.elements import show_as_text
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
 from nbdist.session import cell_history
@@ -78,8 +79,7 @@ class WrittenScript:
             ]
         )
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
-        printer.text(str(self))
+    _repr_pretty_ = show_as_text
 
 
 def write_script(
