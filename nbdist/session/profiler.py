@@ -151,13 +151,6 @@ class ProfileRun:
         """Ranks without measurements or refusal."""
         return tuple(sorted(set(self.ranks) - self.figures.keys() - self.refusals.keys()))
 
-    @property
-    def is_overdue(self) -> bool:
-        """True if the timeout for missing ranks has passed."""
-        now = time.monotonic()
-        after_cell = self.finished_at and now - self.finished_at > LATE_S
-        return bool(after_cell or (self.first_result_at and now - self.first_result_at > OTHERS_S))
-
     def take_refusal_notes(self) -> list[str]:
         """Return why ranks have no measurements, grouped by reason."""
         reasons: dict[str, list[int]] = {}
@@ -271,9 +264,13 @@ class SessionProfiler:
             run = self.current_run
             if run is None or run.cell is None or run.is_building:
                 return
+            now = time.monotonic()
             if run.cell.finished.is_set():
-                run.finished_at = run.finished_at or time.monotonic()
-            if run.missing_ranks and not run.is_overdue:
+                run.finished_at = run.finished_at or now
+            is_overdue = (run.finished_at and now - run.finished_at > LATE_S) or (
+                run.first_result_at and now - run.first_result_at > OTHERS_S
+            )
+            if run.missing_ranks and not is_overdue:
                 return
             run.refusals |= dict.fromkeys(run.missing_ranks, "no measurements received in time.")
             run.is_building, run.text = True, "profiling: analyzing"

@@ -96,12 +96,8 @@ def parse_fraction_done(text: str) -> float | None:
 
 
 _heard_by: ContextVar[CurrentOperation | None] = ContextVar("_heard_by", default=None)
+"""The tracker of the operation that this thread runs."""
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
-
-
-def current_operation() -> CurrentOperation | None:
-    """Return the tracker of the operation that this thread runs."""
-    return _heard_by.get()
 
 
 @contextlib.contextmanager
@@ -206,6 +202,6 @@ def exclusive_for_current_ranks(method: _M) -> _M:
 def show_wait_reason(activity: CurrentOperation, details: str = "") -> None:
     """Show below the cell which operation of another thread has to finish first."""
     work = activity.progress
-    if work is not None and current_operation() is not activity:
+    if work is not None and _heard_by.get() is not activity:
         with StatusLine() as line:
             line.show(f"waiting for a command of the panel: {work.text}{details}")
