@@ -60,14 +60,6 @@ class RankCode:
     """Name of the exception that it raised."""
     was_interrupted: bool = False
 
-    def settle(self) -> None:
-        """Record how a background cell ended, and drop its result."""
-        if self.result is not None and self.result.done:
-            names = {error.ename for error in self.result.errors.values()}
-            self.was_interrupted = "KeyboardInterrupt" in names
-            self.error = "".join(sorted(names - {"KeyboardInterrupt"})[:1])
-            self.result = None
-
 
 @dataclass(slots=True, kw_only=True)
 class CellRun:
@@ -87,7 +79,11 @@ class CellRun:
     def error(self) -> str:
         """Name of the exception of its code; "" if it did not fail."""
         for part in self.code:
-            part.settle()
+            if part.result is not None and part.result.done:  # a background cell that has ended
+                names = {error.ename for error in part.result.errors.values()}
+                part.was_interrupted = "KeyboardInterrupt" in names
+                part.error = "".join(sorted(names - {"KeyboardInterrupt"})[:1])
+                part.result = None
         return next((part.error for part in self.code if part.error), "")
 
 

@@ -190,15 +190,9 @@ def describe_exit_code(code: int | None) -> str:
     if code is None:
         return "an unknown exit code"
     if code < 0:
-        return f"signal {-code} ({_signal_name(-code)})"
+        names = {int(number): number.name for number in signal.Signals}
+        return f"signal {-code} ({names.get(-code, 'a real-time signal')})"
     return f"exit code {code}" if code else "exit code 0 without output, as from os._exit(0)"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "a real-time signal"
 
 
 def last_lines(*texts: str) -> str:
