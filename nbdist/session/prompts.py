@@ -88,7 +88,13 @@ class InputPrompts:
         """
         if self._escalation.stops or self._cell.finished.is_set():  # no rank waits anymore
             self._requests.clear()
-        self._note_stops()
+        self._escalation.is_parked = bool(self._requests)
+        self._busy -= self._requests.keys()  # these have returned from their command
+        for rank, request in self._requests.items():
+            if self._stops.get(rank) != request["stop"]:
+                self._stops[rank] = request["stop"]
+                self._rank_activity.clear()  # the replies are from before the stop
+                self._settle_until = time.monotonic() + SETTLE_S
         if not self._requests:
             return
         waits = self._busy & set(self._cell.running) and time.monotonic() < self._busy_until
@@ -96,11 +102,11 @@ class InputPrompts:
             return
         if self._current not in self._requests:
             self._current = min(self._requests)
-        request = self._requests[self._current]
-        self._cell.show_all_output(self._new_positions() if request["debugger"] else "")
-        line = self._read_line(self._current, request)
+        prompt = self._requests[self._current]
+        self._cell.show_all_output(self._new_positions() if prompt["debugger"] else "")
+        line = self._read_line(self._current, prompt)
         if line is not None:
-            self._answer(self._current, request, line)
+            self._answer(self._current, prompt, line)
 
     def cancel(self) -> None:
         """End the prompt that is shown, because its cell ends; callable from any thread."""
@@ -139,24 +145,21 @@ class InputPrompts:
         if not request["debugger"]:
             self._send_answer([rank], line)
             return
-        ranks = [rank]
         if switch := _SWITCH.fullmatch(line):
-            self._switch(int(switch[1]))
+            chosen = int(switch[1])
+            if chosen in self._requests:
+                self._current = chosen  # its prompt is shown next
+            else:
+                stopped = rank_sets.describe_ranks(self._requests)
+                self._cell.show_all_output(f"rank {chosen} is not stopped; stopped: {stopped}")
             return
+        ranks = [rank]
         if command := _ALL.fullmatch(line):
             line = command[1]
             ranks = [other for other, prompt in self._requests.items() if prompt["debugger"]]
         if line.strip() in _QUIT and request["debugger"] == "breakpoint":
             raise KeyboardInterrupt
         self._send_answer(ranks, line)
-
-    def _switch(self, rank: int) -> None:
-        """Show the prompt of another rank next."""
-        if rank in self._requests:
-            self._current = rank
-            return
-        stopped = rank_sets.describe_ranks(self._requests)
-        self._cell.show_all_output(f"rank {rank} is not stopped; stopped: {stopped}")
 
     def _send_answer(self, ranks: Iterable[int], text: str, *, error: str = "") -> None:
         for rank in ranks:
@@ -168,16 +171,6 @@ class InputPrompts:
         self._escalation.is_parked = bool(self._requests)
 
     # -- the other ranks
-
-    def _note_stops(self) -> None:
-        """Note which ranks have stopped or returned from a command."""
-        self._escalation.is_parked = bool(self._requests)
-        self._busy -= self._requests.keys()
-        for rank, request in self._requests.items():
-            if self._stops.get(rank) != request["stop"]:
-                self._stops[rank] = request["stop"]
-                self._rank_activity.clear()  # the replies are from before the stop
-                self._settle_until = time.monotonic() + SETTLE_S
 
     def _have_settled(self) -> bool:
         """Return whether the other ranks wait or have finished, or have had time to."""
