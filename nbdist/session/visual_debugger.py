@@ -62,7 +62,11 @@ class VisualDebugger:
         rank = cell.ranks[0]
         if debugger is None or self._workers.node_of(rank):
             return
-        self._remember_code(cell.code)
+        from ipykernel.compiler import get_file_name
+
+        notebook_code = get_shell().get_parent().get("content", {}).get("code", "")
+        if notebook_code.splitlines()[1:] == cell.code.splitlines()[1:]:  # the cell of the magic
+            self._codes[get_file_name(notebook_code)] = cell.code
         breakpoints = {
             path: points
             for path, points in debugger.breakpoint_list.items()
@@ -121,13 +125,6 @@ class VisualDebugger:
             self._stopped_threads.clear()
         kernel = get_kernel()
         kernel.session.send(kernel.iopub_socket, "debug_event", event, ident=b"debug_event")
-
-    def _remember_code(self, code: str) -> None:
-        from ipykernel.compiler import get_file_name
-
-        notebook_code = get_shell().get_parent().get("content", {}).get("code", "")
-        if notebook_code.splitlines()[1:] == code.splitlines()[1:]:  # the cell of the magic
-            self._codes[get_file_name(notebook_code)] = code
 
     async def _process_request(self, message: DapMessage) -> DapMessage:
         """Answer a request of the page; on the control thread of the notebook's kernel."""
