@@ -65,8 +65,11 @@ def make_tracker(name: str, target: str) -> GeneralTracker:
     PartialState(cpu=True)  # the trackers create one; on a GPU it would select the device
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
     if tracker_class.requires_logging_directory:
-        run_name = time.strftime("%Y-%m-%d_%H-%M-%S")
-        return tracker_class(_unused_name(Path(target), run_name), target)
+        name = time.strftime("%Y-%m-%d_%H-%M-%S")
+        # with a number if another run has begun in this second
+        names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
+        unused = next(item for item in names if not Path(target, item).exists())
+        return tracker_class(unused, target)
     return tracker_class(target)
 
 
@@ -87,12 +90,6 @@ def log_event(tracker: GeneralTracker, kind: str, text: str, step: int) -> None:
     else:
         values: dict[str, Any] = {f"event/{kind}": text}
         log_row(tracker, values, step)
-
-
-def _unused_name(folder: Path, name: str) -> str:
-    """Return the name, with a number if the folder contains it."""
-    numbered = (f"{name}-{number}" for number in range(2, 1000))
-    return next(item for item in (name, *numbered) if not (folder / item).exists())
 
 
 def _reply(replies: IO[str], reply: dict[str, str]) -> None:

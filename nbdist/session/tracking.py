@@ -104,7 +104,19 @@ class TrackedRun:
         self._sink = finished_cell()
         """Below the cell that started the run."""
         self._closing = threading.Event()
-        self._process = _start_process()
+        kernel = process_identity.ProcessIdentity.current_process()
+        env = remove_launch_variables(os.environ) | {
+            # the next session ends it if the kernel is killed and the client hangs
+            process_identity.KERNEL_VARIABLE: kernel.to_json()
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nbdist.session.tracker_process"],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Jupyter's interrupt signals the process group of the kernel
+        )
         self._send({"tracker": tracker.name, "target": tracker.target})
         self._thread = threading.Thread(target=self._run, name="nbdist-tracking", daemon=True)
         self._thread.start()
@@ -144,7 +156,13 @@ class TrackedRun:
         """Send the options once they are known, and the events and steps that are new."""
         if not self._has_config and (config := self._config()) is not None:
             self._has_config = True
-            self._send({"config": _plain_values(config)})
+            # types that every tracker accepts as hyperparameters
+            plain = {
+                name: value if isinstance(value, bool | int | float) else str(value)
+                for name, value in config.items()
+                if value is not None
+            }
+            self._send({"config": plain})
         for event in self._events.to_list():
             if event.time > self._last_event:
                 self._last_event = event.time
@@ -198,28 +216,3 @@ class TrackedRun:
 
 class _TrackerEndedError(Exception):
     """The process of a tracker has ended with an error."""
-
-
-def _start_process() -> subprocess.Popen[bytes]:
-    kernel = process_identity.ProcessIdentity.current_process()
-    env = remove_launch_variables(os.environ) | {
-        # the next session ends it if the kernel is killed and the client hangs
-        process_identity.KERNEL_VARIABLE: kernel.to_json()
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "nbdist.session.tracker_process"],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Jupyter's interrupt signals the process group of the kernel
-    )
-
-
-def _plain_values(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return values of types that every tracker accepts as hyperparameters."""
-    return {
-        name: value if isinstance(value, bool | int | float) else str(value)
-        for name, value in config.items()
-        if value is not None
-    }
