@@ -28,7 +28,7 @@ from nbdist.session.cell_history import RankCode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from nbdist.session.cell_history import CellRun, Command
+    from nbdist.session.cell_history import CellRun
 
 RUNTIME = "runtime"
 """Module beside train.py with report(), save() and what else a notebook provides."""
@@ -48,6 +48,8 @@ _PLACE_MATTERS = re.compile(
 )
 """After a cell with one of these, an import may depend on its place."""
 _INDENT = "    "
+_LINE_CHARS = 100
+"""The usual width of a line."""
 
 
 @dataclass(slots=True)
@@ -151,20 +153,16 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
                 f"{part.name} = ...  ({part.text}, used from cell {run.number})"
             )
             continue
+        elif part.kind == "push":
+            source = f"{part.name} = {part.text}  # pushed from the notebook"
+        elif part.kind == "load":
+            source = f"# The notebook loaded a checkpoint here: load({json.dumps(part.name)})"
         else:
-            source = _command_line(part)
+            # Not from the module: a cell may have a function of its own with that name.
+            call = f"{RUNTIME}.{part.kind}({json.dumps(part.name, ensure_ascii=False)})"
+            source = f"{call}  # %nbdist {part.kind}"
         lines.append(source)
     return _Block(comments, "\n".join(lines).strip("\n"), run.number)
-
-
-def _command_line(command: Command) -> str:
-    if command.kind == "push":
-        return f"{command.name} = {command.text}  # pushed from the notebook"
-    if command.kind == "load":
-        return f"# The notebook loaded a checkpoint here: load({json.dumps(command.name)})"
-    # Not from the module: a cell may have a function of its own with that name.
-    call = f"{RUNTIME}.{command.kind}({json.dumps(command.name, ensure_ascii=False)})"
-    return f"{call}  # %nbdist {command.kind}"
 
 
 def _on_ranks(part: RankCode, source: str) -> str:
@@ -182,21 +180,13 @@ def _on_ranks(part: RankCode, source: str) -> str:
     return "\n".join([f"if {test}:", *_indented(source), *([] if has_code else [f"{_INDENT}pass"])])
 
 
-def _indented(source: str) -> list[str]:
-    inside = _string_lines(source)
-    return [
-        line if number in inside or not line.strip() else _INDENT + line
-        for number, line in enumerate(_split_lines(source), start=1)
-    ]
-
-
 def _split_lines(source: str) -> list[str]:
     """Split as Python does; str.splitlines() also splits at characters such as U+2028."""
     return source.removesuffix("\n").split("\n")
 
 
-def _string_lines(source: str) -> set[int]:
-    """Return the numbers of the lines that begin inside of a string."""
+def _indented(source: str) -> list[str]:
+    """Return the lines, indented except for those that begin inside of a string."""
     starts: list[int] = []
     inside: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -207,7 +197,10 @@ def _string_lines(source: str) -> set[int]:
             starts.append(token.start[0])
         elif name in {"FSTRING_END", "TSTRING_END"}:
             inside.update(range(starts.pop() + 1, token.end[0] + 1))
-    return inside
+    return [
+        line if number in inside or not line.strip() else _INDENT + line
+        for number, line in enumerate(_split_lines(source), start=1)
+    ]
 
 
 # -- magics
@@ -390,15 +383,13 @@ def _sorted_imports(lines: Iterable[str]) -> list[str]:
     for group in filter(None, groups):
         order = sorted(group, key=lambda line: (line.startswith("from"), line))
         joined += [""] if joined else []
-        joined += [_import_line(key, sorted(group[key])) for key in order]
+        for key in order:
+            merged = sorted(group[key])
+            line = key + ", ".join(merged)
+            if len(line) > _LINE_CHARS and merged:
+                line = "\n".join([f"{key}(", *(f"{_INDENT}{name}," for name in merged), ")"])
+            joined.append(line)
     return joined
-
-
-def _import_line(key: str, names: list[str]) -> str:
-    line = key + ", ".join(names)
-    if len(line) <= 100 or not names:  # noqa: PLR2004 - the usual width of a line
-        return line
-    return "\n".join([f"{key}(", *(f"{_INDENT}{name}," for name in names), ")"])
 
 
 # -- names
