@@ -141,7 +141,7 @@ class Panel:
             ),
             lambda: static_mime_bundle(session),
         )
-        self.live = PanelController(self.view, self._widget.send_message)
+        self.live = PanelController(self.view, self._widget.send)
         self.view.panel = self  # last, since the lines above may fail
         session.at_stop(self.freeze)
 

@@ -13,8 +13,6 @@ from nbdist.panel import protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.panel.protocol import FrontendMessage
-
 log = logging.getLogger(__name__)
 
 ANY_FRONTEND_VERSION = "*"
@@ -48,10 +46,6 @@ class PanelWidget(anywidget.AnyWidget):
             # ipykernel 7.4 dispatches a page's messages to the shell that last wrote to the comm:
             # the one that a cell blocks. JupyterLab's subshell can handle them in the meantime.
             self.comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001
-
-    def send_message(self, message: FrontendMessage, buffers: list[bytes]) -> None:
-        """Send a message to all pages."""
-        self.send(message, buffers)
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
         """Ignore changes by a page: another `_esm` would break the views of all pages."""

@@ -191,7 +191,7 @@ def test_a_panel_that_cannot_be_made_is_tried_again(
             if len(made) == 1:
                 raise FileNotFoundError("panel.js")
 
-        def send_message(self, *_: object) -> None:
+        def send(self, *_: object) -> None:
             pass
 
         def close(self) -> None:
