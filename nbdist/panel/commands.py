@@ -344,7 +344,14 @@ class CommandQueue:
         self.doing, self._busy_since = command, time.monotonic()
         replaces = False
         try:
-            text, ok = self._execute_command(command), True
+            if command.name == "plan":
+                text = self._plan()
+            elif command.name == "restart":
+                self._session.restart()
+                text = f"Restarted the ranks: {self._session.describe()}"
+            else:
+                text = str(getattr(self._session, command.name)(**command.arguments))
+            ok = True
         except NbdistError as error:
             if isinstance(error, SessionBusy) and command.name != "profile":
                 with self._lock:  # a background cell started first
@@ -357,15 +364,6 @@ class CommandQueue:
         finally:
             self.doing = self._busy_since = None
         self._answer(make_answer(command.id, text, ok=ok, replaces=replaces))
-
-    def _execute_command(self, command: PanelCommand) -> str:
-        """Run one command and return its result as text."""
-        if command.name == "plan":
-            return self._plan()
-        if command.name == "restart":
-            self._session.restart()
-            return f"Restarted the ranks: {self._session.describe()}"
-        return str(getattr(self._session, command.name)(**command.arguments))
 
 
 def make_answer(identity: str, text: str, *, ok: bool, replaces: bool = False) -> CommandAnswer:

@@ -141,13 +141,11 @@ class PanelData:
         elif session.last is not None:
             self.update_plan(quick=True)
 
-    def request_prepared_model(self) -> None:
-        """Request the model of the running cell; ``plan_prepared_model`` takes the reply."""
-        if not self.session.undecided:
-            self.session.model_query.send_request(self.session.hardware.kind)
-
     def plan_prepared_model(self) -> None:
-        """Plan the model that the running cell has prepared, if there is a new reply."""
+        """Plan the model that the running cell has prepared, if there is a new reply.
+
+        The reply is to a request by ``PanelController``.
+        """
         reply = self.session.model_query.poll_reply()
         if reply is None or (reply == self._last_model_reply and self.plan_view.plan is not None):
             return
@@ -248,7 +246,6 @@ class PanelController:
                 if error.answers is not None:
                     self._send_message(make_answer(error.answers, str(error), ok=False))
                 continue
-            self._page_opened = self._page_opened or isinstance(request, PageOpened)
             self._handle_page_message(request)
         # Every message goes to all pages.
         if self._page_opened and time.monotonic() - self._reset_at >= UPDATE_INTERVAL_S:
@@ -260,10 +257,20 @@ class PanelController:
 
     def _handle_page_message(self, message: PageOpened | LogRequest | PanelCommand) -> None:
         match message:
+            case PageOpened():
+                self._page_opened = True
             case LogRequest(rank=rank, search=search):
+                lines: list[str] = []
+                if rank is None or rank < self._session.world_size:
+                    text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
+                    lines = strip_ansi(replace_invalid_chars(text)).splitlines()
+                shown = [line for line in lines if search.lower() in line.lower()][-MAX_LOG_LINES:]
                 self._send_message(
                     LogMessage(
-                        kind="log", rank=rank, search=search, lines=self._log_lines(rank, search)
+                        kind="log",
+                        rank=rank,
+                        search=search,
+                        lines=[truncate(line, snapshot.MAX_LINE_CHARS) for line in shown],
                     )
                 )
             case PanelCommand(name="interrupt"):
@@ -318,10 +325,16 @@ class PanelController:
         latest = self._view.devices.latest_snapshot
         if latest is not None and latest.time != self._sampled:
             self._sampled = latest.time
-            self._send_message(
-                DeviceSamplesMessage(
-                    kind="samples", time=latest.time, devices=_device_samples(latest)
+            samples = [
+                DeviceSample(
+                    memory_bytes=reading.memory_bytes,
+                    utilization=reading.utilization,
+                    power_w=reading.power_w,
                 )
+                for reading in latest.readings
+            ]
+            self._send_message(
+                DeviceSamplesMessage(kind="samples", time=latest.time, devices=samples)
             )
         if time.monotonic() - self._sent_at >= HEARTBEAT_INTERVAL_S:
             self._send_message(HeartbeatMessage(kind="beat", time=time.time()))
@@ -364,16 +377,8 @@ class PanelController:
             self._model_poll_interval_s = min(
                 2 * self._model_poll_interval_s, MAX_MODEL_POLL_INTERVAL_S
             )
-            self._view.request_prepared_model()
-
-    def _log_lines(self, rank: int | None, search: str) -> list[str]:
-        """The last log lines of a rank, or of the launcher, that contain a text."""
-        if rank is not None and rank >= self._session.world_size:
-            return []
-        text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
-        shown = strip_ansi(replace_invalid_chars(text)).splitlines()
-        lines = [line for line in shown if search.lower() in line.lower()]
-        return [truncate(line, snapshot.MAX_LINE_CHARS) for line in lines[-MAX_LOG_LINES:]]
+            if not self._session.undecided:
+                self._session.model_query.send_request(self._session.hardware.kind)
 
     # -- the driver's thread
 
@@ -386,17 +391,6 @@ class PanelController:
             self._view.update_plan(quick=False)
         rows = self._view.plan_view.strategies
         return rows["note"]
-
-
-def _device_samples(moment: Any) -> list[DeviceSample]:
-    return [
-        DeviceSample(
-            memory_bytes=reading.memory_bytes,
-            utilization=reading.utilization,
-            power_w=reading.power_w,
-        )
-        for reading in moment.readings
-    ]
 
 
 def sample_history(devices: DeviceSampler) -> SampleHistory:
