@@ -18,7 +18,7 @@ from nbdist.hardware.telemetry import GpuMonitor, GpuReading
 from nbdist.panel.protocol import MAX_SAMPLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.hardware.discovery import Machine, SessionNode
     from nbdist.hardware.telemetry import NodeUsage
@@ -49,11 +49,18 @@ def device_slots(
 
     Each CPU rank counts as a device with an equal share of the host memory.
     """
+    slots: list[DeviceWithRanks] = []
+    for node in nodes:
+        if not node.machine.gpus:
+            share = node.machine.memory_bytes // len(node.ranks)
+            slots += [_cpu_slot(rank, share, node.name) for rank in node.ranks]
+        for rank, gpu in zip(node.ranks, node.machine.gpus, strict=False):
+            slots.append(DeviceWithRanks(gpu.title, (rank,), gpu.uuid, gpu.memory_bytes, node.name))
     if nodes:
-        return [slot for node in nodes for slot in _slots_of_node(node)]
+        return slots
     if placement.devices is None:
-        share = None if placement.is_remote else discovery.host_memory_bytes() // placement.nproc
-        return [_cpu_slot(rank, share) for rank in range(placement.nproc)]
+        each = None if placement.is_remote else discovery.host_memory_bytes() // placement.nproc
+        return [_cpu_slot(rank, each) for rank in range(placement.nproc)]
     gpus = {gpu.uuid: gpu for gpu in (found or discovery.discover_machine()).gpus}
     return [
         DeviceWithRanks(gpus[uuid].title, (rank,), uuid, gpus[uuid].memory_bytes)
@@ -63,14 +70,6 @@ def device_slots(
             zip(placement.devices, placement.visible_devices, strict=True)
         )
     ]
-
-
-def _slots_of_node(node: SessionNode) -> Iterator[DeviceWithRanks]:
-    if not node.machine.gpus:
-        share = node.machine.memory_bytes // len(node.ranks)
-        yield from (_cpu_slot(rank, share, node.name) for rank in node.ranks)
-    for rank, gpu in zip(node.ranks, node.machine.gpus, strict=False):
-        yield DeviceWithRanks(gpu.title, (rank,), gpu.uuid, gpu.memory_bytes, node.name)
 
 
 def _cpu_slot(rank: int, share: int | None, node: str = "") -> DeviceWithRanks:

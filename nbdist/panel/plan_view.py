@@ -90,7 +90,14 @@ def plan_running_model(session: Session, reply: messages.ModelReply) -> PlanView
 
 def view_from_plan(plan: Plan, options: Options) -> PlanView:
     """Convert a plan."""
-    current = _current_row(plan, options)
+    # the row of the current options, if the plan has it
+    fixed = {name: getattr(options, name) for name in _STRATEGY_OPTIONS}
+    fixed["offload"] = options.offload_device
+    fixed["reshard_after_forward"] = options.reshard_after_forward
+    try:
+        current = plan.row(options.backend, **fixed)
+    except PlanError:
+        current = None
     best_id = None if plan.best is None else _id(plan.best.options)
     rows = [
         _strategy_row(
@@ -135,16 +142,6 @@ def _strategy_row(
         does=does,
         arguments=arguments,
     )
-
-
-def _current_row(plan: Plan, options: Options) -> PlanRow | None:
-    fixed = {name: getattr(options, name) for name in _STRATEGY_OPTIONS}
-    fixed["offload"] = options.offload_device
-    fixed["reshard_after_forward"] = options.reshard_after_forward
-    try:
-        return plan.row(options.backend, **fixed)
-    except PlanError:
-        return None
 
 
 def _shown_rows(plan: Plan, current: PlanRow | None) -> list[PlanRow]:

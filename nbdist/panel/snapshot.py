@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile import Profile
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
-    from nbdist.session.metrics import TrainingEvent
     from nbdist.session.session import Session
     from nbdist.strategies import Options
 
@@ -99,18 +98,19 @@ def take_snapshot(
         progress=_progress(session),
         queue=list(queue),
         marks=[
-            EventMarkView(step=mark.step, time=mark.time, kind=mark.kind, text=_mark_text(mark))
+            EventMarkView(
+                step=mark.step,
+                time=mark.time,
+                kind=mark.kind,
+                # of a switch only what changes
+                text=mark.text.rpartition(": ")[2].replace("->", "\N{RIGHTWARDS ARROW}")
+                if mark.kind == "switch"
+                else mark.text,
+            )
             for mark in session.events.to_list()[-MAX_MARKS:]
         ],
         notice=notice,
     )
-
-
-def _mark_text(mark: TrainingEvent) -> str:
-    """Short text of a mark: of a switch only what changes."""
-    if mark.kind != "switch":
-        return mark.text
-    return mark.text.rpartition(": ")[2].replace("->", "\N{RIGHTWARDS ARROW}")
 
 
 # ---------------------------------------------------------------------------- header
