@@ -144,15 +144,7 @@ class NbDist(Magics):
 
     def __init__(self, shell: InteractiveShell, **traits: Any) -> None:
         super().__init__(shell, **traits)
-        self.observe(lambda _: self.warm_up(), "python")
-        self.observe(self._move_checkpoints, "checkpoints")
-        self.observe(self._set_deadline, "deadline")
-        self.observe(self._change_tracker, "track")
-        applied_at_once = {"checkpoints", "deadline", "track"}
-        self.observe(
-            self._warn_on_restart_options,
-            [name for name in self.default_names() if name not in applied_at_once],
-        )
+        self.observe(self._apply_default, self.default_names())
         self.launcher_provider = LocalLauncherProvider()
         self.ipython_debug = shell.magics_manager.magics["line"]["debug"]
         """IPython's `%debug`, which is registered again when the extension is unloaded."""
@@ -187,26 +179,24 @@ class NbDist(Magics):
             raise TraitError(f"The {name!r} trait: {error}") from None
         return value
 
-    def _set_deadline(self, change: Bunch) -> None:
-        if change.new is not None:
+    def _apply_default(self, change: Bunch) -> None:
+        """Apply a changed default to the current session, if a running session can change it."""
+        session = current_session()
+        if change.name == "python":
+            self.warm_up()
+        elif change.name == "deadline" and change.new is not None:
             at = datetime.fromtimestamp(parse_deadline(change.new)).astimezone()
             print(f"nbdist: before {at:%Y-%m-%d %H:%M:%S} the ranks stop and save a checkpoint")
-        if (session := current_session()) is not None:
+        if session is None:
+            return
+        if change.name == "deadline":
             session.set_deadline(change.new)
-
-    def _change_tracker(self, change: Bunch) -> None:
-        session = current_session()
-        if session is not None:
+        elif change.name == "track":
             session.track_to(change.new)
-
-    def _move_checkpoints(self, change: Bunch) -> None:
-        session = current_session()
-        if session is not None:
+        elif change.name == "checkpoints":
             session.save_to(change.new)
             print(f"nbdist: checkpoints are now saved to {session.checkpoints.root}")
-
-    def _warn_on_restart_options(self, change: Bunch) -> None:
-        if current_session() is not None:
+        else:
             print(
                 f"nbdist: {change.name} = {change.new!r} applies to the next session; use an"
                 " option of %%distribute to change this one"
