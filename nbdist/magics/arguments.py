@@ -371,10 +371,13 @@ def make_matcher(
 
     @completer.context_matcher()
     def complete(context: CompletionContext) -> SimpleMatcherResult:
-        line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+        lines = context.full_text.split("\n")
+        first = next((i for i, text in enumerate(lines) if text.strip()), 0)
+        line = lines[context.cursor_line][: context.cursor_position]
         magic, *words = DISTRIBUTE_COMMENT.sub("%%distribute", line.lstrip()).split(" ")
+        fragment = words[-1] if words else ""
         choices: Sequence[str] = ()
-        if magic == "%%distribute" and context.cursor_line == first_line_index(context.full_text):
+        if magic == "%%distribute" and context.cursor_line == first:
             before = words[-2] if words[1:] else ""
             choices = (
                 OPTION_VALUES.get(before, () if before in valued else options) if words else ()
@@ -383,24 +386,16 @@ def make_matcher(
             choices = commands
         elif magic == "%nbdist" and words[1:] and words[0] in of_commands:
             choices = OPTION_VALUES.get(words[-2], of_commands[words[0]])
-        return _result(choices, words[-1] if words else "")
+        return {
+            "completions": [
+                completer.SimpleCompletion(text=word)
+                for word in choices
+                if word.startswith(fragment)
+            ],
+            "matched_fragment": fragment,
+            "suppress": bool(choices),
+            "ordered": True,
+        }
 
     matching: MatcherAPIv2 = complete
     return matching
-
-
-def first_line_index(text: str) -> int:
-    """Return the index of the first line that is not blank."""
-    return next((i for i, line in enumerate(text.split("\n")) if line.strip()), 0)
-
-
-def _result(choices: Sequence[str], fragment: str) -> SimpleMatcherResult:
-    completions = [
-        completer.SimpleCompletion(text=word) for word in choices if word.startswith(fragment)
-    ]
-    return {
-        "completions": completions,
-        "matched_fragment": fragment,
-        "suppress": bool(choices),
-        "ordered": True,
-    }

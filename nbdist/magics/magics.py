@@ -252,11 +252,14 @@ class NbDist(Magics):
         arguments.check_contradictory_options(options)
         # IPython 9.18 increments execution_count before the cell runs, older versions after it
         count = len(self.shell.user_ns["_ih"]) - 1
-        code = keep_line_numbers(line, cell)
+        # A comment in place of the magic's line: line numbers match the notebook's cell.
+        code = cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
         try:
             check_code(code)
         except SyntaxError as error:
-            raise CellSyntaxError(format_syntax_error(error, count)) from None
+            text = "".join(traceback.format_exception_only(error)).strip("\n")
+            message = text.replace(f'File "{CELL_FILE_NAME}"', f"Cell In[{count}]")
+            raise CellSyntaxError(message) from None
         session = self.get_or_start_session(options)
         if options.push:
             session.push(**self.notebook_values(options.push))
@@ -340,8 +343,17 @@ class NbDist(Magics):
         """Return the current session with the line's options; start or restart it as needed."""
         changes = arguments.session_options(options)
         session = current_session()
-        moved = [] if session is None else moved_options(session, options)
-        if session is not None and moved:
+        if session is None:
+            return self.new_session(changes).start()
+        places = {"on": (session.on, options.on)}
+        if options.python is not None:
+            places["python"] = (session.python, rank_python.find(options.python).executable)
+        moved = [
+            f"{name} {now} -> {new}"
+            for name, (now, new) in places.items()
+            if new not in {None, now}
+        ]
+        if moved:  # the ranks run elsewhere
             # Created first: if it fails, the current session keeps running.
             switched = self.new_session(changes)
             print(
@@ -350,8 +362,6 @@ class NbDist(Magics):
             )
             session.stop()
             return switched.start()
-        if session is None:
-            return self.new_session(changes).start()
         if options.fresh:
             session.restart(**changes)
         elif changed := apply_options(session, changes):
@@ -604,22 +614,6 @@ MATCHER = arguments.make_matcher(
 )
 
 
-def moved_options(session: Session, options: argparse.Namespace) -> list[str]:
-    """Return which options of the line move the ranks elsewhere: "on local -> ray"."""
-    moved = {"on": (session.on, options.on)}
-    if options.python is not None:
-        moved["python"] = (session.python, rank_python.find(options.python).executable)
-    return [
-        f"{name} {now} -> {new}" for name, (now, new) in moved.items() if new not in {None, now}
-    ]
-
-
-def format_syntax_error(error: SyntaxError, count: int) -> str:
-    """Format a syntax error with the notebook's name of the cell."""
-    text = "".join(traceback.format_exception_only(error))
-    return text.replace(f'File "{CELL_FILE_NAME}"', f"Cell In[{count}]").strip("\n")
-
-
 def parse_distribute_line(line: str) -> argparse.Namespace:
     """Parse the line of a `%%distribute` cell.
 
@@ -633,11 +627,6 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
     except ValueError as error:
         raise UsageError(f"%%distribute {line}: {error}.") from None
     return options
-
-
-def keep_line_numbers(line: str, cell: str) -> str:
-    """Replace the magic's line by a comment, so that line numbers match the notebook's cell."""
-    return cell if cell.lstrip().startswith("%%") else f"# %%distribute {line}\n{cell}"
 
 
 def transform_distribute_comment(lines: list[str]) -> list[str]:
