@@ -104,8 +104,12 @@ def calibrate(
     # The planner's default dtypes, then the session's own.
     own = _TYPES.get(options.precision or "no", options.precision or "no")
     usual = ("fp32", "bf16") if hardware.kind == "cpu" or hardware.bf16 else ("fp32",)
+    folder = options.offload_path if disk is None or disk is True else disk
+    if folder is None and disk is True:
+        folder = tempfile.gettempdir()
     request = CalibrateRequest(
-        kinds=[*(kind for kind in usual if kind != own), own], disk=_folder(disk, options)
+        kinds=[*(kind for kind in usual if kind != own), own],
+        disk=None if folder is None else str(expand_user(folder).absolute()),
     )
     with StatusLine() as line:
         reports = CollectiveRequest(
@@ -122,14 +126,6 @@ def calibrate(
         notes=tuple(_notes(figures)),
         figures=figures,
     )
-
-
-def _folder(disk: str | os.PathLike[str] | Literal[True] | None, options: Options) -> str | None:
-    """Return the folder whose disk is measured: the given one, or the session's offload folder."""
-    chosen = options.offload_path if disk is None or disk is True else disk
-    if chosen is not None:
-        return str(expand_user(chosen).absolute())
-    return tempfile.gettempdir() if disk is True else None
 
 
 def _check_disk(disk: str | os.PathLike[str]) -> None:
