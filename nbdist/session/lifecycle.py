@@ -37,7 +37,7 @@ from nbdist.session.config import FIXED_OPTIONS, SessionCluster, SessionConfig
 from nbdist.session.device_placement import check_usable, mixed_gpus_warning
 from nbdist.session.metrics import Metrics, TrainingEvent, TrainingEvents
 from nbdist.session.profiler import SessionProfiler
-from nbdist.session.progress import CurrentOperation, StatusLine, exclusive, show_wait_reason
+from nbdist.session.progress import CurrentOperation, StatusLine, show_wait_reason
 from nbdist.session.rank_activity import PreparedModelPoller, RankActivityPoller
 from nbdist.session.save_on_termination import RunTermination
 from nbdist.session.tracking import TrackedRun, Tracker
@@ -344,12 +344,15 @@ class SessionLifecycle:
         Raises:
             StartError: launcher or ranks failed to start; no process is left.
         """
-        return self if self.state in {"ready", "running"} else self._start()
-
-    @exclusive
-    def _start(self) -> Self:
-        if self.state in {"ready", "running"}:  # another thread started them meanwhile
+        if self.state in {"ready", "running"}:
             return self
+        show_wait_reason(self.operation)
+        with self.lock:
+            if self.state not in {"ready", "running"}:  # another thread may have started them
+                self._start()
+        return self
+
+    def _start(self) -> None:
         started, choice = time.monotonic(), self._choice
         notes: list[str] = []
         if not choice.placement.is_remote:
@@ -378,7 +381,6 @@ class SessionLifecycle:
         self._start_tracked_run()
         self.started_at = self.started_at or time.time()
         current[0] = self
-        return self
 
     def _mark_ready(self) -> None:
         self.state, self._death, self._ended_by_stop = "ready", None, False
@@ -454,28 +456,26 @@ class SessionLifecycle:
         interrupt ends the wait for that command.
         """
         self._end_others()
-        self._stop()
-
-    @exclusive
-    def _stop(self) -> None:
-        self._saves.wait_for_running()
-        self._profiler.abort("the session was stopped.")
-        self._cells.fail_all(
-            RankDied("The session was stopped. Run a %%distribute cell to start a new one.")
-        )
-        self._termination.close()
-        self._workers.close()
-        if self._run is not None:
-            self._run.close()
-            self._run = None
-        self._fail_running_saves("the session was stopped")
-        self._where.close()
-        self.state = "stopped"
-        if current[0] is self:
-            current[0] = None
-        callbacks, self._at_stop = self._at_stop, []
-        for callback in callbacks:
-            callback()
+        show_wait_reason(self.operation)
+        with self.lock:
+            self._saves.wait_for_running()
+            self._profiler.abort("the session was stopped.")
+            self._cells.fail_all(
+                RankDied("The session was stopped. Run a %%distribute cell to start a new one.")
+            )
+            self._termination.close()
+            self._workers.close()
+            if self._run is not None:
+                self._run.close()
+                self._run = None
+            self._fail_running_saves("the session was stopped")
+            self._where.close()
+            self.state = "stopped"
+            if current[0] is self:
+                current[0] = None
+            callbacks, self._at_stop = self._at_stop, []
+            for callback in callbacks:
+                callback()
 
     def at_stop(self, callback: Callable[[], object]) -> None:
         """Call `callback` once, when the session has been stopped."""
@@ -497,22 +497,20 @@ class SessionLifecycle:
         # Raises before the old ranks are ended.
         SessionConfig.from_options(self._options_with(changes), self._where)
         self._end_others()
-        return self._restart(**changes)
-
-    @exclusive
-    def _restart(self, **changes: Any) -> Self:
-        self.num_restarts += 1
-        self._configure(self._options_with(changes))
-        self._saves.wait_for_running()
-        self.abandon()
-        self._termination.close()
-        self._workers.stop_ranks()
-        self._fail_running_saves("the ranks were restarted")
-        self.state, self._cells.last_cell = "new", None
-        self._saving.clear()
-        self.history.clear()
-        self.events.reset(TrainingEvent(0, "restart", f"new ranks: {self.describe()}"))
-        return self.start()
+        show_wait_reason(self.operation)
+        with self.lock:
+            self.num_restarts += 1
+            self._configure(self._options_with(changes))
+            self._saves.wait_for_running()
+            self.abandon()
+            self._termination.close()
+            self._workers.stop_ranks()
+            self._fail_running_saves("the ranks were restarted")
+            self.state, self._cells.last_cell = "new", None
+            self._saving.clear()
+            self.history.clear()
+            self.events.reset(TrainingEvent(0, "restart", f"new ranks: {self.describe()}"))
+            return self.start()
 
     def abandon(self) -> None:
         """Fail the running cell, because its ranks are about to be restarted.

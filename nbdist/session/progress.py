@@ -4,9 +4,10 @@
 panel reads.
 
 Cells and the thread that runs the panel's commands take turns: methods that use the ranks are
-`exclusive`. A session's `lock` is a plain RLock. `with` on it is safe against KeyboardInterrupt,
-which may be raised between any two bytecodes: no Python code runs between acquiring it and entering
-the block (CPython 3.11 to 3.14).
+`exclusive_for_current_ranks`; those that start or end ranks acquire the lock themselves. A
+session's `lock` is a plain RLock. `with` on it is safe against KeyboardInterrupt, which may be
+raised between any two bytecodes: no Python code runs between acquiring it and entering the block
+(CPython 3.11 to 3.14).
 """
 
 from __future__ import annotations
@@ -152,27 +153,11 @@ class StatusLine:
 # -- turns
 
 
-def exclusive(method: _M) -> _M:
-    """Run a session method while no other thread uses the ranks.
-
-    For methods that start or end ranks; methods that use them have
-    `exclusive_for_current_ranks`. An interrupt ends the wait.
-    """
-
-    @functools.wraps(method)
-    def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        show_wait_reason(self.operation)
-        with self.lock:
-            return method(self, *args, **kwargs)
-
-    return cast("_M", wrapper)
-
-
 def exclusive_for_current_ranks(method: _M) -> _M:
-    """As `exclusive`, for methods that are meant for the current ranks.
+    """Run a session method on the current ranks while no other thread uses them.
 
     Without the check, a cell that waits during a restart would run on new ranks without its
-    variables.
+    variables. An interrupt ends the wait.
 
     Raises:
         RankDied: the ranks were restarted while waiting.
