@@ -227,11 +227,6 @@ class SessionConfig:
         alone = here and self.placement.devices is None and not self.has_gpus
         return self.placement.describe() + (" (no GPU found)" if alone else "")
 
-    @property
-    def visible_devices(self) -> tuple[str, ...] | None:
-        """UUIDs of the ranks' GPUs; None for CPU ranks."""
-        return None if self.placement.devices is None else self.placement.visible_devices
-
 
 def _placement_options(choice: SessionConfig) -> dict[str, object]:
     placement = choice.placement

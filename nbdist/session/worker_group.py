@@ -135,11 +135,11 @@ class WorkerGroup:
         self.startup_events, self.rank_exits, self.pids = SimpleQueue(), [], {}
         self.stopped_process_watch = StoppedProcessWatch()
         launchers.listener = self._from_launcher
-        devices, auto = config.visible_devices, config.auto if config.is_auto_pending else None
+        placement, auto = config.placement, config.auto if config.is_auto_pending else None
         launch = messages.LaunchRanksRequest(
             generation=self.generation,
-            world_size=config.placement.nproc,
-            devices=None if devices is None else list(devices),
+            world_size=placement.nproc,
+            devices=None if placement.devices is None else list(placement.visible_devices),
             options=config.options.to_json(),
             auto=None if auto is None else dict(auto),
             hardware=config.hardware.to_json(),
