@@ -175,12 +175,8 @@ def describe_exit(code: int | None, oom: OomKillCounter | None) -> str:
     """
     described = f"ended with {describe_exit_code(code)}"
     if code == -signal.SIGKILL:
-        reason = (
-            oom.describe()
-            if oom is not None and oom.has_grown()
-            else "maybe the OOM killer: see dmesg"
-        )
-        return f"{described}: {reason}"
+        reason = "" if oom is None else oom.describe_kill()
+        return f"{described}: {reason or 'maybe the OOM killer: see dmesg'}"
     hint = _HINTS.get(signal.Signals(-code)) if code is not None and code < 0 else None
     return f"{described}: {hint}" if hint else described
 
@@ -237,12 +233,10 @@ class OomKillCounter:
         self._events = events or discovery.find_memory_events_file()
         self._before = self._count()
 
-    def has_grown(self) -> bool:
-        """Return whether a process was killed since this counter was created."""
-        return self._count() > self._before
-
-    def describe(self) -> str:
-        """Describe the kill and its limit."""
+    def describe_kill(self) -> str:
+        """Describe a kill since this counter was created, with its limit; "" if there was none."""
+        if self._count() <= self._before:
+            return ""
         limit = min((limit for limit, _ in discovery.cgroup_limits(self._events)), default=None)
         cause = f"cgroup limit {format_bytes(limit)}" if limit else "the machine is out of memory"
         return f"killed by the kernel's OOM killer ({cause})"

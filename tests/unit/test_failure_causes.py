@@ -126,8 +126,7 @@ def test_version_1_counts_too(tmp_path: Path) -> None:
     events.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 0\n")
     counter = OomKillCounter(events)
     events.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert counter.has_grown()
-    assert counter.describe() == "killed by the kernel's OOM killer (cgroup limit 3.0 GiB)"
+    assert counter.describe_kill() == "killed by the kernel's OOM killer (cgroup limit 3.0 GiB)"
 
 
 @pytest.mark.fault("F1")
@@ -152,9 +151,11 @@ def test_the_cgroup_of_a_process_is_found(
 
 
 def test_a_machine_without_cgroups_counts_nothing(tmp_path: Path) -> None:
-    counter = OomKillCounter(tmp_path / "missing")
-    assert not counter.has_grown()
-    assert "the machine is out of memory" in counter.describe()
+    events = tmp_path / "missing"
+    counter = OomKillCounter(events)
+    assert not counter.describe_kill()
+    events.write_text("oom_kill 1\n")
+    assert "the machine is out of memory" in counter.describe_kill()
 
 
 @pytest.fixture
