@@ -81,8 +81,8 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
             self, workers, self._rank_activity, kind="request" if stoppable else "repair"
         )
         self._replies: dict[int, Any] = {}
-        self._pressed = self._taken = 0
-        """Number of interrupts on this thread, and how many of them were escalated."""
+        self._presses: list[bool] = []
+        """An item for each interrupt on this thread that was not escalated yet."""
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -101,7 +101,8 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         """
         self._workers.collective_request = self
         try:
-            with suppress_interrupt(self._count_interrupt):
+            # It may be called while this thread holds any lock: `_wait` escalates the interrupt.
+            with suppress_interrupt(lambda: self._presses.append(True)):
                 request = self._workers.send_request(
                     self.ranks,
                     "shell",
@@ -142,17 +143,13 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         if not self.detached:
             self._show(text)
 
-    def _count_interrupt(self) -> None:
-        """Count an interrupt; this may run while the waiting thread holds any lock."""
-        self._pressed += 1
-
     def _wait(self) -> None:
         """Return when all ranks have replied, or when a second interrupt returns the prompt."""
         shown = ""
         while not self.finished.wait(TICK_S):
             self._workers.cancel_unanswerable(self._operation.message_type)
-            while self._taken < self._pressed:
-                self._taken += 1
+            while self._presses:
+                self._presses.pop()
                 self.escalation.escalate()
             self._workers.wake()  # lets the reader thread tick
             if self.notice and self.notice != shown:
