@@ -170,8 +170,7 @@ class NodeChannels(RankChannels):
                 if not ranks or not all(rank in node.ranks for rank in ranks):
                     log.warning("node %d: dropped a message of other nodes' ranks", node.index)
                     continue
-                message = self._signer.verify_message(signed) if signed else None
-                self._deliver(tuple(ranks), cast("Channel", channel), message)
+                self._deliver(tuple(ranks), cast("Channel", channel), signed)
         except (ValueError, TypeError):
             log.exception("node %d: dropped malformed messages", node.index)
         return False

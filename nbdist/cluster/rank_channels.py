@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import zmq
 from jupyter_client.connect import write_connection_file
+from jupyter_client.session import DELIM
 
 from nbdist.protocol.signing import MessageSigner
 
@@ -156,9 +157,11 @@ class RankChannels(ABC):
             timeout_s = BUSY_POLL_S if busy else QUIET_POLL_S
             idle_due = time.monotonic() + timeout_s
 
-    def _deliver(self, ranks: Sequence[int], channel: Channel, message: Message | None) -> None:
-        """Pass a message to the reader, None for an unsigned one; log errors and continue."""
-        if message is None:
+    def _deliver(self, ranks: Sequence[int], channel: Channel, frames: list[bytes]) -> None:
+        """Verify a message and pass it to the reader; log errors and continue."""
+        try:
+            message = self._signer.deserialize(frames[frames.index(DELIM) + 1 :])
+        except Exception:  # noqa: BLE001 - unverified frames can raise anything
             if not self._unsigned_logged:
                 self._unsigned_logged = True
                 log.warning("rank %d, %s: dropped a message that is not signed", ranks[0], channel)
@@ -250,7 +253,7 @@ class LocalRankChannels(RankChannels):
             with contextlib.suppress(zmq.Again):  # nothing more to read
                 while True:
                     frames = readable.recv_multipart(zmq.DONTWAIT)
-                    self._deliver((rank,), channel, self._signer.verify_message(frames))
+                    self._deliver((rank,), channel, frames)
         return is_woken or not ready
 
     def _serve(self) -> None:

@@ -46,14 +46,6 @@ class MessageSigner(Session):
                 self.digest_history.discard(signature)
             raise
 
-    def verify_message(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """Return the message in `frames`; None if it is not signed with the key or is replayed."""
-        _, message = self.feed_identities(frames)
-        try:
-            return self.deserialize(message)
-        except Exception:  # noqa: BLE001 - unverified frames can raise anything
-            return None
-
 
 class RejectedMessageLogFilter(logging.Filter):
     """Passes one ipykernel log record per kind of rejected message.

@@ -44,8 +44,7 @@ class Node:
         """Ranks and text of what leaves now; of what is no text its kind."""
         found = []
         for ranks, frames in self.relay.pop_ready(self.now):
-            message = self.kernel.verify_message(frames)
-            assert message is not None
+            message = self.kernel.deserialize(frames[frames.index(DELIM) + 1 :])
             found.append((ranks, message["content"].get("text", message["msg_type"])))
         return found
 
