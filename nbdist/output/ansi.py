@@ -60,8 +60,6 @@ def close_colours(line: str, style: str) -> tuple[str, str]:
     Returns:
         The line, and the style that it leaves open for the next one.
     """
-    if not style and "\x1b" not in line:
-        return line, ""
     opened = style
     for match in COLOUR_SEQUENCE.finditer(line):
         style = add_style(style, match[0])

@@ -25,7 +25,6 @@ from nbdist.output.ansi import (
     RESET,
     add_style,
     close_colours,
-    replace_invalid_chars,
 )
 from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
 from nbdist.rank_sets import format_ranks
@@ -33,7 +32,7 @@ from nbdist.rank_sets import format_ranks
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from nbdist.output.dedup import StreamName
+    from nbdist.output.dedup import OutputMerger, StreamName
     from nbdist.output.sink import OutputSink
 
 MAX_LINE = 20_000
@@ -141,11 +140,6 @@ class TerminalEmulator:
             self.rows = [[]]
         return rows
 
-    @property
-    def is_full(self) -> bool:
-        """True if no more rows should be added."""
-        return len(self.rows) > _MAX_ROWS
-
     def _overwrite(self, text: str) -> None:
         cells = self.rows[self._row]
         if len(cells) < self._column:
@@ -186,81 +180,82 @@ class TerminalEmulator:
 
 
 class LineSplitter:
-    """Splits text into lines, the same for all ranks that write the same."""
+    """Splits text into lines and queues them for merging; the same for ranks that write the same.
 
-    def __init__(self) -> None:
-        self._assemblers: dict[tuple[int, StreamName], StreamLineBuffer] = {}
+    Args:
+        merger: gets the complete lines, and displays with a key and a delay.
+    """
 
-    def split(
-        self, ranks: Sequence[int], item: OutputItem[Any]
-    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
-        """Yield the complete lines of text; other items are yielded with a key and a delay."""
-        if isinstance(item.content, DisplayOutput | ClearOutput):
-            # end half lines, so that a display starts below them
-            for (rank, stream), assembler in self._assemblers.items():
-                lines = assembler.open_lines
-                if rank in ranks and lines is not None and not lines.is_progress_bar:
-                    yield (rank,), _line_items(assembler.close(), stream, item.arrived_at)
-        if isinstance(item.content, DisplayOutput):
-            yield ranks, _display_items(ranks, item)
-        elif isinstance(item.content, ClearOutput):
-            yield ranks, [replace(item, key="clear", merge_delay_s=_CLEAR_DELAY_S)]
-        elif isinstance(item.content, str):
-            yield from self._split_text(ranks, item)
-        else:
-            yield ranks, [item]
+    def __init__(self, merger: OutputMerger[Any]) -> None:
+        self._merger = merger
+        self._buffers: dict[tuple[int, StreamName], StreamLineBuffer] = {}
 
-    def _split_text(
-        self, ranks: Sequence[int], item: OutputItem[Any]
-    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
-        text, now = replace_invalid_chars(truncate_lines(item.content)), item.arrived_at
+    def split(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Queue an item of these ranks: of text the complete lines."""
+        if not isinstance(item.content, str):
+            self._queue_display(ranks, item)
+            return
+        text, now = item.content, item.arrived_at
+        if len(text) > MAX_LINE:
+            text = truncate_lines(text)
         stream: StreamName = item.stream or "stdout"
         ends_line = text.endswith("\n") and not _DRAWS.search(text)
         # where no line is open, the result depends only on the style in which the lines begin
         by_style: dict[str, dict[int, StreamLineBuffer]] = {}
         for rank in ranks:
-            assembler = self._assemblers.setdefault((rank, stream), StreamLineBuffer())
-            if ends_line and assembler.open_lines is None:
-                by_style.setdefault(assembler.style, {})[rank] = assembler
+            if (rank, stream) not in self._buffers:
+                self._buffers[rank, stream] = StreamLineBuffer(stream)
+            buffer = self._buffers[rank, stream]
+            if ends_line and buffer.open_lines is None:
+                by_style.setdefault(buffer.style, {})[rank] = buffer
             else:
-                yield (rank,), _line_items(assembler.feed(text, now=now), stream, now)
-        for assemblers in by_style.values():
-            first, *others = assemblers.values()
-            lines = first.feed(text, now=now)
+                self._merger.add_items((rank,), buffer.feed(text, now=now))
+        for buffers in by_style.values():
+            first, *others = buffers.values()
+            self._merger.add_items(tuple(buffers), first.feed(text, now=now))
             for other in others:
                 other.style = first.style
-            yield tuple(assemblers), _line_items(lines, stream, now)
 
-    def end_bars(
-        self, now: float, *, final: bool = False
-    ) -> Iterator[tuple[Sequence[int], list[OutputItem[Any]]]]:
-        """Yield the lines of bars that have ended; if `final`, all open lines."""
-        for (rank, stream), assembler in self._assemblers.items():
-            since = assembler.open_lines.empty_row_since if assembler.open_lines else None
+    def _queue_display(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Queue a display, a clearing or a note; displays start below the half lines of a rank."""
+        if isinstance(item.content, DisplayOutput | ClearOutput):
+            for (rank, _), buffer in self._buffers.items():
+                lines = buffer.open_lines
+                if rank in ranks and lines is not None and not lines.is_progress_bar:
+                    self._merger.add_items((rank,), buffer.close(item.arrived_at))
+        if isinstance(item.content, DisplayOutput):
+            self._merger.add_items(ranks, _display_items(ranks, item))
+        elif isinstance(item.content, ClearOutput):
+            self._merger.add_items(
+                ranks, [replace(item, key="clear", merge_delay_s=_CLEAR_DELAY_S)]
+            )
+        else:
+            self._merger.add_items(ranks, [item])
+
+    def end_bars(self, now: float, *, final: bool = False) -> None:
+        """Queue the lines of bars that have ended; if `final`, all open lines."""
+        for (rank, _), buffer in self._buffers.items():
+            since = buffer.open_lines.empty_row_since if buffer.open_lines else None
             if final or (since is not None and now - since >= _BAR_END_S):
-                yield (rank,), _line_items(assembler.close(), stream, now)
+                self._merger.add_items((rank,), buffer.close(now))
 
     def open_lines(self) -> Iterator[tuple[int, TerminalEmulator]]:
         """Yield the open lines, with their ranks."""
-        for (rank, _), assembler in self._assemblers.items():
-            if assembler.open_lines is not None:
-                yield rank, assembler.open_lines
-
-
-def _line_items(lines: list[str], stream: StreamName, now: float) -> list[OutputItem[Any]]:
-    return [OutputItem(line, now, stream, key=(stream, line)) for line in lines]
+        for (rank, _), buffer in self._buffers.items():
+            if buffer.open_lines is not None:
+                yield rank, buffer.open_lines
 
 
 def _display_items(ranks: Sequence[int], item: OutputItem[Any]) -> list[OutputItem[Any]]:
     bundle, display_id = item.content.bundle, item.content.display_id
     if display_id is None and bundle.keys() == {"text/plain"}:
         # a plain result is merged by line, as printed text is
-        style, lines = "", []
+        style, items = "", []
         for line in bundle["text/plain"].split("\n"):
-            closed, style = close_colours(line, style)
-            lines.append(closed)
-        items = _line_items(lines, "stdout", item.arrived_at)
-        return [replace(line, merge_delay_s=_DISPLAY_DELAY_S) for line in items]
+            text, style = close_colours(line, style)
+            key = "stdout", text
+            items.append(OutputItem(text, item.arrived_at, "stdout", key, _DISPLAY_DELAY_S))
+        return items
     if not bundle:
         return []
     if display_id is not None or _WIDGET in bundle:
@@ -275,14 +270,16 @@ def _display_items(ranks: Sequence[int], item: OutputItem[Any]) -> list[OutputIt
 class StreamLineBuffer:
     """One stream of one rank: returns its complete lines and keeps the open ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: StreamName) -> None:
+        self._stream: StreamName = stream
         self.open_lines: TerminalEmulator | None = None
         self.style = ""
         """Style in which the next line begins."""
 
-    def feed(self, text: str, *, now: float) -> list[str]:
+    def feed(self, text: str, *, now: float) -> list[OutputItem[str]]:
         """Add text. Returns the lines that are now complete, each with its colours closed."""
-        done: list[str] = []
+        done: list[OutputItem[str]] = []
+        stream = self._stream
         draws = _DRAWS.search(text) is not None
         *ended, rest = text.split("\n")
         for ended_line in ended:
@@ -290,28 +287,31 @@ class StreamLineBuffer:
             is_at_start = self.open_lines is None or self.open_lines.empty_row_since is not None
             if is_at_start and not (draws and _DRAWS.search(ended_line)):
                 if self.open_lines is not None:
-                    done += self.close()
+                    done += self.close(now)
                 if len(line) > MAX_LINE + _NOTE_CHARS:
                     line = line[:MAX_LINE] + truncation_note(len(line))
-                line, self.style = close_colours(line, self.style)
-                done.append(line)
+                if self.style or "\x1b" in line:
+                    line, self.style = close_colours(line, self.style)
+                done.append(OutputItem(line, now, stream, key=(stream, line)))
                 continue
             lines = self._write_open(line, now)
             lines.newline(now)
-            if lines.is_full or not (lines.is_progress_bar or lines.is_displayed):
-                done += self.close()
+            is_full = len(lines.rows) > _MAX_ROWS
+            if is_full or not (lines.is_progress_bar or lines.is_displayed):
+                done += self.close(now)
         if rest:
             self._write_open(rest, now)
         return done
 
-    def close(self) -> list[str]:
+    def close(self, now: float) -> list[OutputItem[str]]:
         """Close the open lines. Returns them unless a live display shows them already."""
         lines, self.open_lines = self.open_lines, None
         if lines is None:
             return []
         lines.is_closed = True
         self.style = lines.style
-        return [] if lines.is_displayed else lines.lines()
+        closed = [] if lines.is_displayed else lines.lines()
+        return [OutputItem(line, now, self._stream, key=(self._stream, line)) for line in closed]
 
     def _write_open(self, text: str, now: float) -> TerminalEmulator:
         if self.open_lines is None:
@@ -388,8 +388,6 @@ def truncation_note(num_chars: int) -> str:
 
 def truncate_lines(text: str) -> str:
     """Truncate long lines, with a note of their size; lines of progress bars are kept."""
-    if len(text) <= MAX_LINE:
-        return text
     parts: list[str] = []
     start = 0
     while (end := text.find("\n", start)) >= 0:

@@ -10,8 +10,6 @@ import threading
 from collections import deque
 from itertools import islice
 
-from nbdist.output.ansi import replace_invalid_chars
-
 MAX_CHARS = 1_000_000
 _OPEN_CHARS = 20_000
 _LAST_CHUNKS = 20
@@ -40,7 +38,7 @@ class RankLogTail:
             self.written += len(text)
             if newline:
                 head = self._open.pop(name, "")
-                lines = replace_invalid_chars(head + body[-self._limit :] + newline)
+                lines = head + body[-self._limit :] + newline
                 if "\r" in lines:
                     shown = (_overwritten(line.rstrip("\r")) for line in lines.split("\n"))
                     lines = "\n".join(shown)

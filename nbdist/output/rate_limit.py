@@ -16,15 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist.number_formatting import format_bytes
-from nbdist.output.dedup import ClearOutput, DisplayOutput, OutputItem
+from nbdist.output.dedup import OutputItem
 from nbdist.output.line_splitter import MAX_LINE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from nbdist.output.dedup import ItemStream, MimeBundle
-
-    RankItems = Iterator[tuple[Sequence[int], OutputItem[Any]]]
 
 LINES_PER_DISPLAY = 10
 """Cost of one rich display, in lines."""
@@ -47,15 +45,6 @@ class OutputBudget:
     chars: int = 1_000_000
     lines_per_s: int = 200
     chars_per_s: int = 200_000
-
-    def per_rank(self, num_ranks: int) -> OutputBudget:
-        """Return the budget of one of several ranks, so that the total stays readable."""
-        if num_ranks <= 2:  # noqa: PLR2004 - two ranks may use the full budget each
-            return self
-        share = max(0.2, 2 / num_ranks)
-        return OutputBudget(
-            int(self.lines * share), int(self.chars * share), self.lines_per_s, self.chars_per_s
-        )
 
 
 def display_chars(bundle: MimeBundle) -> int:
@@ -96,10 +85,26 @@ class _RankOutputBudget:
 
 
 class OutputLimiter:
-    """Passes items on, cuts them, or counts them as omitted."""
+    """Passes items on, cuts them, or counts them as omitted.
 
-    def __init__(self, ranks: Sequence[int], *, budget: OutputBudget) -> None:
-        self._budget = budget.per_rank(len(ranks))
+    Args:
+        ranks: the ranks whose output is shown.
+        budget: limits of a rank, of which more than two ranks have a share only.
+        pass_on: called with what is shown and its ranks.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        budget: OutputBudget,
+        pass_on: Callable[[Sequence[int], OutputItem[Any]], None],
+    ) -> None:
+        share = min(1.0, max(0.2, 2 / max(len(ranks), 1)))  # so that the total stays readable
+        self._budget = replace(
+            budget, lines=int(budget.lines * share), chars=int(budget.chars * share)
+        )
+        self._pass_on = pass_on
         self._ranks = {
             rank: _RankOutputBudget(self._budget.lines, self._budget.chars) for rank in ranks
         }
@@ -120,65 +125,15 @@ class OutputLimiter:
         self._bars: dict[tuple[int, ItemStream], OutputItem[Any]] = {}
         """Last state of bars that change too fast."""
 
-    def admit(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
-        """Yield what is shown of an item, with the ranks, after notes about omitted output."""
-        content = item.content
-        if isinstance(content, str):
-            ranks_by_text: dict[str, list[int]] = {}
-            for rank in ranks:
-                is_rest = (rank, item.stream) in self._skipping
-                text = self._omit_rest_of_line(rank, item) if is_rest else content
-                ranks_by_text.setdefault(text, []).append(rank)
-            for text, same_ranks in ranks_by_text.items():
-                if "\n" in text:
-                    yield from self._admit_complete_lines(same_ranks, replace(item, content=text))
-                elif text:
-                    yield from self._admit_open_text(same_ranks, replace(item, content=text))
-        elif isinstance(content, DisplayOutput):
-            yield from self._admit_display(ranks, item)
-        else:
-            if isinstance(content, ClearOutput):
-                for rank in ranks:
-                    self._omitted.pop(rank, None)
-            yield ranks, item
-
-    def end_floods(self, now: float, *, final: bool = False) -> RankItems:
-        """Yield notes about floods that have ended with their last lines, and states of bars.
-
-        Args:
-            now: monotonic seconds.
-            final: True if the cell has ended.
-        """
-        ranks_by_end: dict[tuple[OmittedOutput, tuple[tuple[ItemStream, str], ...]], list[int]] = {}
-        for rank, state in self._ranks.items():
-            if rank in self._omitted and (final or now - state.last_at >= _IDLE_S):
-                counts, tail = self._omitted.pop(rank).split_tail()
-                ranks_by_end.setdefault((counts, tuple(tail)), []).append(rank)
-        for (counts, ending), ranks in ranks_by_end.items():
-            self._skipping = {place for place in self._skipping if place[0] not in ranks}
-            if counts.num_lines or counts.num_displays or counts.num_chars:
-                yield ranks, OutputItem(counts, now, key=counts)
-            for stream, text in ending:
-                yield from self._show(ranks, OutputItem(text, now, stream))
-        for (rank, stream), bar in list(self._bars.items()):
-            if final or self.admit_chars(rank, len(bar.content), now=now):
-                del self._bars[rank, stream]
-                yield from self._show((rank,), replace(bar, arrived_at=now))
-
-    def _admit_display(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
-        chars = display_chars(item.content.bundle)
-        cost = display_cost(item.content.bundle)
-        for rank in ranks:
-            ((shown, _),) = self.admit_lines(
-                rank, 1, cost, now=item.arrived_at, weight=LINES_PER_DISPLAY
-            )
-            if shown:
-                yield from self._show((rank,), item)
-            else:
-                self._omitted.setdefault(rank, OmittedOutputBuffer()).add_display(chars)
-
-    def _admit_complete_lines(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+    def admit_text(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Pass on what is shown of text that each of these ranks has printed."""
         text = item.content
+        if self._skipping and any((rank, item.stream) in self._skipping for rank in ranks):
+            self._omit_rest_of_line(ranks, item)
+            return
+        if "\n" not in text:
+            self._admit_open_text(ranks, item)
+            return
         lines = text.count("\n")
         cost = min(len(text), lines * MAX_LINE)
         ranks_by_runs: dict[tuple[tuple[bool, int], ...], list[int]] = {}
@@ -190,20 +145,61 @@ class OutputLimiter:
             start = 0
             for number, (shown, count) in enumerate(runs, 1):
                 end = start
-                for _ in range(count):
-                    end = text.find("\n", end) + 1
                 if number == len(runs):
                     end = len(text)  # the text after the last newline belongs to the last run
+                else:
+                    for _ in range(count):
+                        end = text.find("\n", end) + 1
                 piece = replace(item, content=text[start:end])
                 start = end
                 if shown:
-                    yield from self._show(same_ranks, piece)
+                    self._show(same_ranks, piece)
                 else:
-                    for rank in same_ranks:
-                        yield from self._omit(rank, piece, count)
+                    self._omit(same_ranks, piece, count)
 
-    def _admit_open_text(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
-        """Yield text without a newline, half a line or a progress bar, if it is within the budget.
+    def admit_display(self, rank: int, item: OutputItem[Any]) -> None:
+        """Pass on a display, or count it as omitted."""
+        bundle = item.content.bundle
+        ((shown, _),) = self.admit_lines(
+            rank, 1, display_cost(bundle), now=item.arrived_at, weight=LINES_PER_DISPLAY
+        )
+        if shown:
+            self._show((rank,), item)
+        else:
+            omitted = self._omitted.setdefault(rank, OmittedOutputBuffer())
+            omitted.num_displays += 1
+            omitted.num_chars += display_chars(bundle)
+
+    def admit_clear(self, rank: int, item: OutputItem[Any]) -> None:
+        """Pass on a rank's `clear_output`, after which its omitted output is not mentioned."""
+        self._omitted.pop(rank, None)
+        self._pass_on((rank,), item)
+
+    def end_floods(self, now: float, *, final: bool = False) -> None:
+        """Pass on notes about floods that have ended with their last lines, and states of bars.
+
+        Args:
+            now: monotonic seconds.
+            final: True if the cell has ended.
+        """
+        ranks_by_end: dict[tuple[OmittedOutput, tuple[tuple[ItemStream, str], ...]], list[int]] = {}
+        for rank in sorted(self._omitted):
+            if final or now - self._ranks[rank].last_at >= _IDLE_S:
+                counts, tail = self._omitted.pop(rank).split_tail()
+                ranks_by_end.setdefault((counts, tuple(tail)), []).append(rank)
+        for (counts, ending), ranks in ranks_by_end.items():
+            self._skipping = {place for place in self._skipping if place[0] not in ranks}
+            if counts.num_lines or counts.num_displays or counts.num_chars:
+                self._pass_on(ranks, OutputItem(counts, now, key=counts))
+            for stream, text in ending:
+                self._show(ranks, OutputItem(text, now, stream))
+        for (rank, stream), bar in list(self._bars.items()):
+            if final or self.admit_chars(rank, len(bar.content), now=now):
+                del self._bars[rank, stream]
+                self._show((rank,), replace(bar, arrived_at=now))
+
+    def _admit_open_text(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Pass on text without a newline, half a line or a progress bar, if within the budget.
 
         The open text of several ranks is not limited: live displays are.
         """
@@ -216,20 +212,21 @@ class OutputLimiter:
             ranks[0], min(len(text), MAX_LINE), now=item.arrived_at
         ):
             self._bars.pop(place, None)
-            yield from self._show(ranks, item)
+            self._show(ranks, item)
         elif "\r" in text:
             self._bars[place] = item
         else:
-            yield from self._omit(ranks[0], item, 0)
+            self._omit(ranks, item, 0)
 
-    def _show(self, ranks: Sequence[int], item: OutputItem[Any]) -> RankItems:
+    def _show(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Pass an item on, after notes about the output of its ranks that was omitted before."""
         ranks_by_omitted: dict[OmittedOutput, list[int]] = {}
         for rank in ranks:
             if rank in self._omitted:
                 counts = self._omitted.pop(rank).counts()
                 ranks_by_omitted.setdefault(counts, []).append(rank)
         for omitted, same_ranks in ranks_by_omitted.items():
-            yield same_ranks, OutputItem(omitted, item.arrived_at, key=omitted)
+            self._pass_on(same_ranks, OutputItem(omitted, item.arrived_at, key=omitted))
         if len(self._ranks) > 1:
             streams: tuple[ItemStream, ...] = ("stdout", "stderr")
             if isinstance(item.content, str):
@@ -239,28 +236,38 @@ class OutputLimiter:
                 self._mid_line |= places
             else:
                 self._mid_line -= places
-        yield ranks, item
+        self._pass_on(ranks, item)
 
-    def _omit(self, rank: int, item: OutputItem[Any], lines: int) -> RankItems:
-        text, place = item.content, (rank, item.stream)
-        if lines and place in self._mid_line:  # a line of which the beginning is shown
-            end = text.find("\n") + 1
-            self._mid_line.discard(place)
-            yield (rank,), replace(item, content=text[:end])
-            text, lines = text[end:], lines - 1
-        if text:
-            self._omitted.setdefault(rank, OmittedOutputBuffer()).add_text(item.stream, text, lines)
-            if not text.endswith("\n"):
-                self._skipping.add(place)
+    def _omit(self, ranks: Sequence[int], item: OutputItem[Any], lines: int) -> None:
+        for rank in ranks:
+            text, place = item.content, (rank, item.stream)
+            num_lines = lines
+            if lines and place in self._mid_line:  # a line of which the beginning is shown
+                end = text.find("\n") + 1
+                self._mid_line.discard(place)
+                self._pass_on((rank,), replace(item, content=text[:end]))
+                text, num_lines = text[end:], lines - 1
+            if text:
+                omitted = self._omitted.setdefault(rank, OmittedOutputBuffer())
+                omitted.add_text(item.stream, text, num_lines)
+                if not text.endswith("\n"):
+                    self._skipping.add(place)
 
-    def _omit_rest_of_line(self, rank: int, item: OutputItem[Any]) -> str:
-        """Omit the rest of an omitted line; return the text after it."""
-        rest, newline, text = item.content.partition("\n")
-        omitted = self._omitted.setdefault(rank, OmittedOutputBuffer())
-        omitted.add_text(item.stream, rest + newline, len(newline))
-        if newline:
-            self._skipping.discard((rank, item.stream))
-        return str(text)
+    def _omit_rest_of_line(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Omit the rest of lines of which the beginning was omitted; admit the text after it."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank in ranks:
+            text, place = item.content, (rank, item.stream)
+            if place in self._skipping:
+                rest, newline, text = text.partition("\n")
+                omitted = self._omitted.setdefault(rank, OmittedOutputBuffer())
+                omitted.add_text(item.stream, rest + newline, len(newline))
+                if newline:
+                    self._skipping.discard(place)
+            ranks_by_text.setdefault(text, []).append(rank)
+        for text, same_ranks in ranks_by_text.items():
+            if text:
+                self.admit_text(same_ranks, replace(item, content=text))
 
     def admit_lines(
         self, rank: int, lines: int, chars: int, *, now: float, weight: int = 1
@@ -379,11 +386,6 @@ class OmittedOutputBuffer:
                 line = self._tail.pop()[1] + line
             if line:
                 self._tail.append((name, line[-_TAIL_CHARS:]))
-
-    def add_display(self, chars: int) -> None:
-        """Count a display."""
-        self.num_displays += 1
-        self.num_chars += chars
 
     def split_tail(self) -> tuple[OmittedOutput, list[tuple[ItemStream, str]]]:
         """Return what was omitted before the last lines, and those lines as (stream, text)."""

@@ -30,6 +30,7 @@ from nbdist.output.dedup import (
     OutputMerger,
 )
 from nbdist.output.line_splitter import (
+    MAX_LINE,
     LineSplitter,
     OpenLinesDisplay,
     truncate_lines,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
     from nbdist.output.dedup import MimeBundle, StreamName
     from nbdist.output.line_splitter import TerminalEmulator
-    from nbdist.output.rate_limit import RankItems
     from nbdist.output.sink import OutputSink
     from nbdist.protocol.messages import RankError
 
@@ -82,11 +82,16 @@ class OutputRenderer:
         self._shown = [rank for rank in ranks if rank in chosen]
         self.rank_logs = {rank: (logs or {}).get(rank) or RankLogTail() for rank in ranks}
         self._clock = clock
-        self._limiter = OutputLimiter(self._shown, budget=budget or OutputBudget())
-        self._splitter = LineSplitter()
+        self.recorder = RecordingSink(screen)
+        """Keeps the output and passes it on to its `sink`, which may be replaced."""
         self._merger: OutputMerger[Any] = OutputMerger(self._shown)
-        self._recorder = RecordingSink(screen)
-        self._writer = CellWriter(self._recorder, self._shown)
+        self._splitter = LineSplitter(self._merger)
+        self._writer = CellWriter(self.recorder, self._shown)
+        self._limiter = OutputLimiter(
+            self._shown,
+            budget=budget or OutputBudget(),
+            pass_on=self._splitter.split if len(self._shown) > 1 else self._writer.write_now,
+        )
         self._comm_updates: dict[str, tuple[MimeBundle, MimeBundle]] = {}
         """By comm id the content and metadata of a widget's merged state update."""
         self._display_updates: dict[str, DisplayOutput] = {}
@@ -96,33 +101,14 @@ class OutputRenderer:
         self._status_id = f"nbdist-{uuid4().hex}"
         self._status_shown = False
 
-    @property
-    def sink(self) -> OutputSink:
-        """The output sink; may be replaced while the cell runs."""
-        return self._recorder
-
-    @sink.setter
-    def sink(self, screen: OutputSink) -> None:
-        self._recorder.sink = screen
-
-    @property
-    def marimo_displays(self) -> object:
-        """The displays of a cell in marimo, as one; None without any, and in other notebooks."""
-        return getattr(self._recorder.sink, "displays", None)
-
-    def replay(self, screen: OutputSink) -> None:
-        """Show the output so far on another sink."""
-        self._recorder.replay(screen)
-
     def write_text(self, ranks: Sequence[int], name: StreamName, text: str) -> None:
         """Add text that each of these ranks has printed."""
+        text = replace_invalid_chars(text)
         for rank in ranks:
             self.rank_logs[rank].append(text, name=name)
         shown = [rank for rank in ranks if rank in self._shown]
         if shown and text:
-            self._queue_limited_items(
-                self._limiter.admit(shown, OutputItem(text, self._clock(), name))
-            )
+            self._limiter.admit_text(shown, OutputItem(text, self._clock(), name))
 
     def display(
         self,
@@ -143,20 +129,19 @@ class OutputRenderer:
             return
         if own_id is not None:
             self._writer.pending_displays.add(own_id)
-        self._queue_limited_items(self._limiter.admit((rank,), OutputItem(display, self._clock())))
+        self._limiter.admit_display(rank, OutputItem(display, self._clock()))
 
     def result(self, rank: int, bundle: MimeBundle, metadata: MimeBundle) -> None:
         """Add the value of a cell's last expression."""
         plain = bundle.get("text/plain")
         if isinstance(plain, str):
-            self.rank_logs[rank].append(f"{plain}\n")
+            self.rank_logs[rank].append(f"{replace_invalid_chars(plain)}\n")
         self.display(rank, bundle, metadata)
 
     def clear_output(self, rank: int, *, wait: bool) -> None:
         """Add a rank's clear_output, which takes effect once all ranks have called it."""
         if rank in self._shown:
-            item = OutputItem(ClearOutput(wait), self._clock())
-            self._queue_limited_items(self._limiter.admit((rank,), item))
+            self._limiter.admit_clear(rank, OutputItem(ClearOutput(wait), self._clock()))
 
     def relay_comm(
         self,
@@ -185,7 +170,7 @@ class OutputRenderer:
         )
         if not is_state:
             self._send_comm_update(comm_id)
-            self.sink.relay_comm(msg_type, content, metadata, buffers)
+            self.recorder.relay_comm(msg_type, content, metadata, buffers)
             return
         earlier, _ = self._comm_updates.pop(comm_id, ({"data": {"state": {}}}, {}))
         state = {**earlier["data"]["state"], **content["data"]["state"]}
@@ -209,15 +194,15 @@ class OutputRenderer:
 
     def show_lines(self, lines: Sequence[str]) -> None:
         """Show lines of nbdist below the output of the ranks."""
-        self._write_ready(self._clock())
-        self.sink.write("stderr", "\n".join([*lines, ""]))
-        self.sink.flush()
+        self.tick()
+        self.recorder.write("stderr", "\n".join([*lines, ""]))
+        self.recorder.flush()
 
     def show_bundle(self, bundle: MimeBundle) -> None:
         """Show a display of nbdist below the output of the ranks."""
-        self._write_ready(self._clock())
-        self.sink.display(bundle, {})
-        self.sink.flush()
+        self.tick()
+        self.recorder.display(bundle, {})
+        self.recorder.flush()
 
     def set_status_line(self, text: str) -> None:
         """Show one line that changes in place below the output; "" removes it.
@@ -227,61 +212,48 @@ class OutputRenderer:
         if text == self._status_text:
             return
         first, self._status_text = not self._status_text, text
-        if not self.sink.can_update:
+        if not self.recorder.can_update:
             if first:
                 self.show_lines([text])
             return
         shown = {"text/plain": f"nbdist: {text}" if text else ""}
-        self.sink.display(shown, {}, display_id=self._status_id, update=self._status_shown)
+        self.recorder.display(shown, {}, display_id=self._status_id, update=self._status_shown)
         self._status_shown = True
 
-    def close(self) -> None:
-        """Show all pending output and notes about omitted output."""
-        self.tick(final=True)
-
     def tick(self, *, final: bool = False) -> None:
-        """Show output that is due. Call it every 50-100 ms and after each batch of messages."""
+        """Show output that is due. Call it every 50-100 ms and after each batch of messages.
+
+        Args:
+            final: also show output that is not due yet, with notes about omitted output.
+        """
         now = self._clock()
-        self._queue_limited_items(self._limiter.end_floods(now, final=final))
+        self._limiter.end_floods(now, final=final)
         for comm_id in list(self._comm_updates):
             self._send_comm_update(comm_id)
-        self._write_ready(now, final=final)
-        if final or now - self._updated_at >= _UPDATE_S:
-            self._updated_at = now
-            for display_id in self._display_updates.keys() - self._writer.pending_displays:
-                last = self._display_updates.pop(display_id)
-                self.sink.display(last.bundle, last.metadata, display_id=display_id, update=True)
-        if final or now - self._flushed_at >= _FLUSH_S:
-            self._flushed_at = now
-            self.sink.flush()
-
-    def _queue_limited_items(self, limited: RankItems) -> None:
-        """Split what has passed the limit into lines and queue it for merging."""
-        for ranks, item in limited:
-            if len(self._shown) == 1:
-                self._writer.write(ranks, item)
-                self._writer.flush_text()
-                continue
-            for same_ranks, items in self._splitter.split(ranks, item):
-                self._merger.add_items(same_ranks, items)
-
-    def _write_ready(self, now: float, *, final: bool = False) -> None:
-        """Write items that need not wait any longer, then draw the open lines."""
-        for ranks, items in self._splitter.end_bars(now, final=final):
-            self._merger.add_items(ranks, items)
+        self._splitter.end_bars(now, final=final)
         for ranks, item in self._merger.pop_ready(now, final=final):
             self._writer.write(ranks, item)
         self._writer.flush_text()
-        for rank, lines in self._splitter.open_lines() if self.sink.can_update else ():
+        for rank, lines in self._splitter.open_lines() if self.recorder.can_update else ():
             is_next = not lines.is_displayed and not self._merger.has_items(rank)
             if is_next and (lines.is_progress_bar or now - lines.began >= MERGE_DELAY_S):
                 self._writer.show_open_lines(rank, lines)
         self._writer.draw(now, final=final)
+        if final or now - self._updated_at >= _UPDATE_S:
+            self._updated_at = now
+            for display_id in self._display_updates.keys() - self._writer.pending_displays:
+                last = self._display_updates.pop(display_id)
+                self.recorder.display(
+                    last.bundle, last.metadata, display_id=display_id, update=True
+                )
+        if final or now - self._flushed_at >= _FLUSH_S:
+            self._flushed_at = now
+            self.recorder.flush()
 
     def _send_comm_update(self, comm_id: str) -> None:
         if comm_id in self._comm_updates:
             content, metadata = self._comm_updates.pop(comm_id)
-            self.sink.relay_comm("comm_msg", content, metadata, [])
+            self.recorder.relay_comm("comm_msg", content, metadata, [])
 
 
 class CellWriter:
@@ -306,42 +278,59 @@ class CellWriter:
         """Write an item; text is joined until the next `flush_text()`."""
         content = item.content
         label = f"[{_label(tuple(ranks))}]" if self._is_labelled else ""
-        if isinstance(content, str):
-            stream: StreamName = item.stream or "stdout"
-            if label:
-                self._write_text(stream, f"{label} {content}\n")
-            else:
-                self._write_text(
-                    stream, truncate_open_line(replace_invalid_chars(truncate_lines(content)))
-                )
+        stream: StreamName = item.stream or "stdout"
+        text = ""
+        if isinstance(content, str) and label:
+            text = f"{label} {content}\n"
+        elif isinstance(content, str):
+            text = content
+            if len(text) > MAX_LINE:
+                text = truncate_open_line(truncate_lines(text))
         elif isinstance(content, OmittedOutput):
             start = f"{label} " if label else "\n" if self._is_mid_line else ""
-            self._write_text("stderr", f"{start}{content.describe(ranks[0])}\n")
+            stream, text = "stderr", f"{start}{content.describe(ranks[0])}\n"
         elif isinstance(content, DisplayOutput):
-            if label and not self.sink.has_output_area:
-                self._write_text("stdout", f"{label}\n")
-            self.flush_text()
-            if label and self.sink.has_output_area:
-                self.sink.display({"text/plain": label}, {})
-            self.sink.display(content.bundle, content.metadata, display_id=content.display_id)
-            self.pending_displays.discard(content.display_id or "")
-            self._is_mid_line, self._has_output = False, True
+            self._display(content, label)
         elif len(ranks) == len(self._serials):  # of a clear, all ranks have called it
-            self.flush_text()
-            if self._has_output:
-                self.sink.clear(wait=content.wait)
-            self._is_mid_line = self._has_output = False
-            for live_display in self._live_displays:
-                live_display.release_lines()
-            self._live_displays.clear()
+            self._clear(content)
+        if text:
+            if stream != self._stream:
+                self.flush_text()
+                self._stream = stream
+            self._text.append(text)
+            self._is_mid_line, self._has_output = not text.endswith("\n"), True
         self._serial += 1
         self._serials.update(dict.fromkeys(ranks, self._serial))
+
+    def write_now(self, ranks: Sequence[int], item: OutputItem[Any]) -> None:
+        """Write an item at once."""
+        self.write(ranks, item)
+        self.flush_text()
 
     def flush_text(self) -> None:
         """Write the joined text."""
         if self._text:
             self.sink.write(self._stream, "".join(self._text))
             self._text.clear()
+
+    def _display(self, content: DisplayOutput, label: str) -> None:
+        self.flush_text()
+        if label and self.sink.has_output_area:
+            self.sink.display({"text/plain": label}, {})
+        elif label:
+            self.sink.write("stdout", f"{label}\n")
+        self.sink.display(content.bundle, content.metadata, display_id=content.display_id)
+        self.pending_displays.discard(content.display_id or "")
+        self._is_mid_line, self._has_output = False, True
+
+    def _clear(self, content: ClearOutput) -> None:
+        self.flush_text()
+        if self._has_output:
+            self.sink.clear(wait=content.wait)
+        self._is_mid_line = self._has_output = False
+        for live_display in self._live_displays:
+            live_display.release_lines()
+        self._live_displays.clear()
 
     def show_open_lines(self, rank: int, lines: TerminalEmulator) -> None:
         """Show open lines in the last live display, or a new one if the rank has written since."""
@@ -362,13 +351,6 @@ class CellWriter:
             for live_display in self._live_displays
             if live_display.has_open_lines or live_display is self._live_displays[-1]
         ]
-
-    def _write_text(self, stream: StreamName, text: str) -> None:
-        if stream != self._stream:
-            self.flush_text()
-            self._stream = stream
-        self._text.append(text)
-        self._is_mid_line, self._has_output = not text.endswith("\n"), True
 
 
 _label = functools.lru_cache(maxsize=64)(format_ranks)

@@ -46,8 +46,8 @@ class RecordingSink:
         self._items: deque[OutputItem[Any]] = deque()
         """Complete lines and displays."""
         self._open_lines: dict[StreamName, StreamLineBuffer] = {
-            "stdout": StreamLineBuffer(),
-            "stderr": StreamLineBuffer(),
+            "stdout": StreamLineBuffer("stdout"),
+            "stderr": StreamLineBuffer("stderr"),
         }
         self._displays: dict[str, DisplayOutput] = {}
         """The last state of each display with an id."""
@@ -69,9 +69,8 @@ class RecordingSink:
         """Write text to a stream of the cell."""
         self.sink.write(name, text)
         self._begin_output()
-        now = time.monotonic()
-        for line in self._open_lines[name].feed(text, now=now):
-            self._keep(OutputItem(line, now, name))
+        for line in self._open_lines[name].feed(text, now=time.monotonic()):
+            self._keep(line)
 
     def display(
         self,
@@ -90,10 +89,10 @@ class RecordingSink:
             return
         self._begin_output()
         now = time.monotonic()
-        for name, lines in self._open_lines.items():
+        for lines in self._open_lines.values():
             if lines.open_lines is not None and not lines.open_lines.is_progress_bar:
-                for line in lines.close():  # a half line ends above the display
-                    self._keep(OutputItem(line, now, name))
+                for line in lines.close(now):  # a half line ends above the display
+                    self._keep(line)
         if display_id is not None:
             self._displays[display_id] = content
         self._keep(OutputItem(content, now))
@@ -155,7 +154,7 @@ class RecordingSink:
             self._items.clear()
             self._displays.clear()
             for lines in self._open_lines.values():
-                lines.close()
+                lines.close(time.monotonic())
             self._lines = self._chars = self._num_dropped = 0
 
     def _keep(self, item: OutputItem[Any]) -> None:

@@ -210,15 +210,15 @@ class Cell:
     def detach(self, screen: OutputSink) -> None:
         """Have the reader thread show all further output on `screen`."""
         with self._lock:
-            self.renderer.sink = screen
+            self.renderer.recorder.sink = screen
             self.detached = True
 
     def replay(self, screen: OutputSink) -> None:
         """Show the output again on `screen`; a running cell continues there."""
         with self._lock:
-            self.renderer.replay(screen)
+            self.renderer.recorder.replay(screen)
             if not self.finished.is_set():
-                self.renderer.sink = screen
+                self.renderer.recorder.sink = screen
                 return
             lines = list(filter(None, [str(self.failure or ""), self.termination]))
             if not lines and self.errors and not self._ranks_with_shown_errors:
@@ -260,7 +260,7 @@ class Cell:
                 if self._has_own_error() if self.failure is not None else self.detached:
                     self.show_errors()
                 self.renderer.set_status_line("")
-                self.renderer.close()
+                self.renderer.tick(final=True)
                 self.finished.set()
                 self._on_done(self)
 
@@ -551,4 +551,4 @@ class CellResult:
 
     def _display_(self) -> object:
         """Return what marimo shows: in its notebooks the last value replaces all displays."""
-        return self._cell.renderer.marimo_displays or repr(self)
+        return getattr(self._cell.renderer.recorder.sink, "displays", None) or repr(self)

@@ -15,14 +15,14 @@ def shown(runs: list[tuple[bool, int]]) -> int:
 
 
 def test_runs_add_up_to_what_was_asked() -> None:
-    gate = OutputLimiter([0], budget=BUDGET)
+    gate = OutputLimiter([0], budget=BUDGET, pass_on=print)
     runs = gate.admit_lines(0, 1000, 10_000, now=0.0)
     assert sum(count for _, count in runs) == 1000
     assert shown(runs) == 120  # the burst, and a second's worth
 
 
 def test_ranks_in_step_are_cut_at_the_same_lines_whatever_their_batches() -> None:
-    gate = OutputLimiter([0, 1], budget=BUDGET)
+    gate = OutputLimiter([0, 1], budget=BUDGET, pass_on=print)
     seen: dict[int, list[bool]] = {0: [], 1: []}
     now = 0.0
     for _ in range(100):
@@ -35,7 +35,7 @@ def test_ranks_in_step_are_cut_at_the_same_lines_whatever_their_batches() -> Non
 
 
 def test_bursts_of_many_ranks_are_shared() -> None:
-    gate = OutputLimiter(range(8), budget=OutputBudget())
+    gate = OutputLimiter(range(8), budget=OutputBudget(), pass_on=print)
     total = sum(shown(gate.admit_lines(r, 100_000, 100_000, now=0.0)) for r in range(8))
     assert total <= 8 * (1250 + 200)
 

@@ -45,7 +45,7 @@ class Cell:
         return self.screen.text
 
     def close(self) -> str:
-        self.renderer.close()
+        self.renderer.tick(final=True)
         return self.screen.text
 
 
@@ -398,7 +398,7 @@ def test_a_live_row_continues_on_another_screen() -> None:
     bar(0, cell, 10)
     cell.pass_(0.2)
     later = FakeScreen()
-    cell.renderer.sink = later
+    cell.renderer.recorder.sink = later
     cell.out(1, "after\n")
     cell.close()
     assert later.text == "[1] after\n"
