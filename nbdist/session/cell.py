@@ -89,12 +89,6 @@ class RankCellState:
     value: object = None
     error: messages.RankError | None = None
 
-    def is_done(self, now: float) -> bool:
-        """Return whether reply and output have arrived, or the output has timed out."""
-        if self.replied_at is None:
-            return False
-        return self.is_idle or now - self.last_message_at > IDLE_DEADLINE_S
-
     def add_output(self, output: dict[str, Any]) -> None:
         """Store an output in nbformat; consecutive text is merged, and the total is bounded."""
         if output["output_type"] != "stream":
@@ -186,10 +180,10 @@ class Cell:
 
     def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         """Queue a message that these ranks sent; called on the reader thread."""
-        handle = self.HANDLERS.get((channel, message["header"]["msg_type"]))
-        if handle is not None:
+        kind = channel, message["header"]["msg_type"]
+        if kind in self.HANDLERS:
             self._heard_at = time.monotonic()
-            self._inbox.put(functools.partial(self._handle, handle, ranks, message))
+            self._inbox.put(functools.partial(self._handle, self.HANDLERS[kind], ranks, message))
 
     def _forward(self, rank: int, message: Message) -> None:
         self._heard_at = time.monotonic()  # the reader thread shows the answer soon
@@ -355,8 +349,14 @@ class Cell:
 
     def _ends(self) -> bool:
         """Return whether the cell has finished and the end was not handled yet."""
-        now = time.monotonic()
-        while self._unfinished and self._unfinished[-1].is_done(now):
+        while self._unfinished:
+            state = self._unfinished[-1]
+            if state.replied_at is None:
+                break
+            # reply and output have arrived, or the output has timed out
+            silent_s = time.monotonic() - state.last_message_at
+            if not state.is_idle and silent_s <= IDLE_DEADLINE_S:
+                break
             self._unfinished.pop()
         over = self.failure is not None or not self._unfinished
         return over and not self.finished.is_set()
@@ -378,14 +378,18 @@ class Cell:
 
     # -- messages of the ranks
 
-    def _handle(self, handle: Handler, ranks: Sequence[int], message: Message) -> None:
-        now = time.monotonic()
+    def _handle(self, handle: Handler | None, ranks: Sequence[int], message: Message) -> None:
+        """Handle a message of each rank; text, which has no handler, is rendered once for all."""
+        now, content = time.monotonic(), message["content"]
         try:
             for rank in ranks:
-                self.rank_states[rank].last_message_at = now
-                handle(self, rank, message)
-            if message["header"]["msg_type"] == "stream":  # rendered once for equal text
-                content = message["content"]
+                state = self.rank_states[rank]
+                state.last_message_at = now
+                if handle is None:
+                    state.add_output({"output_type": "stream", **content})
+                else:
+                    handle(self, rank, message)
+            if handle is None:
                 self.renderer.write_text(ranks, content["name"], content["text"])
         except Exception as error:  # noqa: BLE001 - a cell may send anything; keep reading
             kind, error_text = message["header"]["msg_type"], f"{type(error).__name__}: {error}"
@@ -420,9 +424,6 @@ class Cell:
         # After `idle` all output of the cell has arrived.
         if message["content"]["execution_state"] == "idle":
             self.rank_states[rank].is_idle = True
-
-    def _on_stream(self, rank: int, message: Message) -> None:
-        self.rank_states[rank].add_output({"output_type": "stream", **message["content"]})
 
     def _on_display(self, rank: int, message: Message) -> None:
         content = message["content"]
@@ -479,10 +480,10 @@ class Cell:
     def _on_input_request(self, rank: int, message: Message) -> None:
         self.input_requests[rank] = message["content"]
 
-    HANDLERS: ClassVar[dict[tuple[str, str], Handler]] = {
+    HANDLERS: ClassVar[dict[tuple[str, str], Handler | None]] = {
         ("shell", "execute_reply"): _on_reply,
         ("iopub", "status"): _on_status,
-        ("iopub", "stream"): _on_stream,
+        ("iopub", "stream"): None,
         ("iopub", "display_data"): _on_display,
         ("iopub", "update_display_data"): _on_display,
         ("iopub", "execute_result"): _on_result,
