@@ -82,7 +82,12 @@ class RunningCellWriter:
         if self._last not in (None, name):
             self.flush()  # ipykernel 7.4 flushes each stream on its own timer: keep the order
         self._last = name
-        _write(name, text)
+        stream = sys.stdout if name == "stdout" else sys.stderr
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:  # the encoding of the terminal or file lacks a character
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
     def display(
         self,
@@ -94,10 +99,11 @@ class RunningCellWriter:
     ) -> None:
         """Publish through IPython; without IPython print the plain text."""
         shell = get_shell()
-        if shell is None:
-            _print_plain(bundle)
-            return
-        shell.display_pub.publish(bundle, metadata, transient=_transient(display_id), update=update)
+        if shell is not None:
+            transient = _transient(display_id)
+            shell.display_pub.publish(bundle, metadata, transient=transient, update=update)
+        elif "text/plain" in bundle:
+            self.write("stdout", f"{bundle['text/plain']}\n")
 
     def clear(self, *, wait: bool) -> None:
         """Clear the running cell's output."""
@@ -136,6 +142,8 @@ class FinishedCellSink:
 
     def __init__(self) -> None:
         self._parent = parent_header()
+        self._terminal = RunningCellWriter()
+        """Prints where there is no kernel."""
         self._lock = threading.RLock()
         self._text: list[str] = []
         self._name: StreamName = "stdout"
@@ -148,7 +156,7 @@ class FinishedCellSink:
     def write(self, name: StreamName, text: str) -> None:
         """Write to the pinned cell. The text is buffered until the next flush."""
         if get_kernel() is None:
-            _write(name, text)
+            self._terminal.write(name, text)
             return
         with self._lock:
             if name != self._name:
@@ -166,7 +174,8 @@ class FinishedCellSink:
     ) -> None:
         """Send a display to the pinned cell, or update one."""
         if get_kernel() is None:
-            _print_plain(bundle)
+            if "text/plain" in bundle:
+                self._terminal.write("stdout", f"{bundle['text/plain']}\n")
             return
         content = {"data": bundle, "metadata": metadata, "transient": _transient(display_id)}
         self._send("update_display_data" if update else "display_data", content)
@@ -186,8 +195,7 @@ class FinishedCellSink:
     def flush(self) -> None:
         """Send the buffered text; in a terminal flush the streams."""
         if get_kernel() is None:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            self._terminal.flush()
             return
         with self._lock:
             text, self._text = "".join(self._text), []
@@ -318,21 +326,6 @@ def _send(
         metadata=metadata,
         buffers=buffers,
     )
-
-
-def _write(name: StreamName, text: str) -> None:
-    stream = sys.stdout if name == "stdout" else sys.stderr
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:  # the encoding of the terminal or file lacks a character
-        encoding = stream.encoding or "ascii"
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _print_plain(bundle: MimeBundle) -> None:
-    text = bundle.get("text/plain")
-    if text is not None:
-        _write("stdout", f"{text}\n")
 
 
 def _transient(display_id: str | None) -> MimeBundle:
