@@ -44,7 +44,7 @@ class BufferedOutStream(OutStream):
             string.encode()
         except UnicodeEncodeError:  # jupyter_client 8.10 would lose the whole batch
             string = string.encode(errors="backslashreplace").decode()
-        return super().write(truncate(string))
+        return super().write(string if len(string) <= MAX_CHARS else truncate(string))
 
     def flush(self) -> None:
         """Send the buffered text and wait until it is sent."""
