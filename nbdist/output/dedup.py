@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
@@ -112,14 +113,10 @@ class OutputMerger(Generic[T]):
     def _next(self, now: float, *, final: bool) -> dict[int, int]:
         """Ranks and positions of the next item that leaves; empty if all items have to wait."""
         heads = {rank: queue[0] for rank, queue in self._queues.items() if queue}
-        oldest = min((item.arrived_at for item in heads.values()), default=0.0)
-
-        def order(rank: int) -> tuple[float, int]:
-            return max(0.0, heads[rank].arrived_at - oldest - _REORDER_WINDOW_S), rank
-
+        until = min((item.arrived_at for item in heads.values()), default=0.0) + _REORDER_WINDOW_S
+        order = [(max(until, item.arrived_at), rank, item) for rank, item in heads.items()]
         seen: set[Hashable] = set()
-        for rank in sorted(heads, key=order):
-            item = heads[rank]
+        for _, rank, item in sorted(order, key=itemgetter(0, 1)):
             due = final or now >= item.arrived_at + item.merge_delay_s
             if not due and (item.key in seen or len(self._owners[item.key]) < len(self._queues)):
                 continue  # some rank does not have the item

@@ -45,7 +45,7 @@ LIVE_UPDATE_S = 0.125
 _NOTE_CHARS = 64
 """Room for the note that ``truncate_lines`` appends to a line."""
 _MAX_ROWS = 50
-_MAX_DISPLAY_ROWS = 64
+MAX_DISPLAY_ROWS = 64
 _BAR_END_S = 0.15
 """A bar is closed if it has ended with a newline and is not continued within this time."""
 _DISPLAY_DELAY_S = 1.0
@@ -326,30 +326,16 @@ class OpenLinesDisplay:
 
     output_serial: int
     """Serial number of the last output before it. A rank with later output needs a new display."""
-    _members: list[tuple[int, TerminalEmulator]] = field(default_factory=list)
+    members: list[tuple[int, TerminalEmulator]] = field(default_factory=list)
+    """Ranks and their open lines, at most ``MAX_DISPLAY_ROWS``."""
     _display_id: str = field(default_factory=lambda: f"nbdist-live-{uuid4().hex}")
     _sent: str | None = None
     _sent_at: float = float("-inf")
 
-    def add_lines(self, rank: int, lines: TerminalEmulator) -> None:
-        """Add open lines of a rank."""
-        lines.is_displayed = True
-        self._members.append((rank, lines))
-
     @property
     def has_open_lines(self) -> bool:
         """True if any of its lines is still open."""
-        return not all(lines.is_closed for _, lines in self._members)
-
-    @property
-    def is_full(self) -> bool:
-        """True if the next open line needs another live display."""
-        return len(self._members) >= _MAX_DISPLAY_ROWS
-
-    def release_lines(self) -> None:
-        """Release the open lines, which must be shown elsewhere because the display was cleared."""
-        for _, lines in self._members:
-            lines.is_displayed = False
+        return not all(lines.is_closed for _, lines in self.members)
 
     def draw(self, screen: OutputSink, *, now: float, final: bool = False) -> None:
         """Send the rows if they changed, at most once per ``LIVE_UPDATE_S``."""
@@ -358,13 +344,13 @@ class OpenLinesDisplay:
         # equal rows of several ranks are merged
         ranks_by_row: dict[tuple[str, int], list[int]] = {}
         seen: Counter[tuple[int, str]] = Counter()
-        for rank, lines in sorted(self._members, key=itemgetter(0)):
+        for rank, lines in sorted(self.members, key=itemgetter(0)):
             for line in filter(str.strip, lines.lines()):
                 seen[rank, line] += 1
                 ranks_by_row.setdefault((line, seen[rank, line]), []).append(rank)
         rows = [f"[{format_ranks(r)}] {line}" for (line, _), r in ranks_by_row.items()]
-        if len(rows) > _MAX_DISPLAY_ROWS:
-            rows[_MAX_DISPLAY_ROWS:] = [f"... {len(rows) - _MAX_DISPLAY_ROWS} more rows"]
+        if len(rows) > MAX_DISPLAY_ROWS:
+            rows[MAX_DISPLAY_ROWS:] = [f"... {len(rows) - MAX_DISPLAY_ROWS} more rows"]
         text = "\n".join(rows)
         if text == (self._sent or ""):
             return

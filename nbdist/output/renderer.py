@@ -30,6 +30,7 @@ from nbdist.output.dedup import (
     OutputMerger,
 )
 from nbdist.output.line_splitter import (
+    MAX_DISPLAY_ROWS,
     MAX_LINE,
     LineSplitter,
     OpenLinesDisplay,
@@ -328,18 +329,21 @@ class CellWriter:
         if self._has_output:
             self.sink.clear(wait=content.wait)
         self._is_mid_line = self._has_output = False
-        for live_display in self._live_displays:
-            live_display.release_lines()
+        for live_display in self._live_displays:  # their open lines must be shown again
+            for _, lines in live_display.members:
+                lines.is_displayed = False
         self._live_displays.clear()
 
     def show_open_lines(self, rank: int, lines: TerminalEmulator) -> None:
         """Show open lines in the last live display, or a new one if the rank has written since."""
         last = self._live_displays[-1] if self._live_displays else None
-        if last is None or last.is_full or last.output_serial < self._serials[rank]:
+        is_full = last is not None and len(last.members) >= MAX_DISPLAY_ROWS
+        if last is None or is_full or last.output_serial < self._serials[rank]:
             last = OpenLinesDisplay(output_serial=self._serial)
             self._live_displays.append(last)
             self._has_output = True
-        last.add_lines(rank, lines)
+        last.members.append((rank, lines))
+        lines.is_displayed = True
 
     def draw(self, now: float, *, final: bool = False) -> None:
         """Redraw the live displays; forget those that are complete, except the last one."""

@@ -226,17 +226,17 @@ class Cell:
         idle_s = time.monotonic() - self._heard_at
         return self.finished.is_set() and self._inbox.empty() and idle_s > QUIET_S
 
-    @property
-    def poll_timeout_s(self) -> float:
-        """Timeout for `render_pending`: short while output is held back, else long.
+    def render_pending(self, timeout_s: float | None = None) -> None:
+        """Render pending messages.
 
-        A long timeout saves CPU time, which CPU ranks need for the training.
+        Args:
+            timeout_s: how long to wait for the first one. Default: until output that is held back
+                may be due.
         """
-        lately = time.monotonic() - self._heard_at < QUIET_S
-        return TICK_S if lately else SLOW_TICK_S
-
-    def render_pending(self, timeout_s: float) -> None:
-        """Render pending messages; wait up to `timeout_s` for the first one."""
+        if timeout_s is None:
+            # A long timeout saves CPU time, which CPU ranks need for the training.
+            lately = time.monotonic() - self._heard_at < QUIET_S
+            timeout_s = TICK_S if lately else SLOW_TICK_S
         with self._lock:
             try:
                 act = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()

@@ -187,7 +187,7 @@ class CellRunner:
                     if pressed:
                         pressed = False
                         self.escalate_interrupt()
-                    cell.render_pending(cell.poll_timeout_s)
+                    cell.render_pending()
                     prompts.answer_next()
                 except KeyboardInterrupt:
                     pressed = not prompts.take_cancelled()
