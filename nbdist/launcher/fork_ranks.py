@@ -169,15 +169,11 @@ def fork_ranks(
         monitor_interval=POLL_S,
         start_method="fork",
     )
-    with patch_environment(**_nccl_for_one(shown)):
+    # NCCL needs these with RTX 40 GPUs and an old driver. accelerate 1.15 sets them in
+    # notebook_launcher only for several ranks, and its PartialState raises without them.
+    nccl = {}
+    if device_visibility.is_gpu(shown) and not check_cuda_p2p_ib_support():
+        names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+        nccl = {name: "1" for name in names if name not in os.environ}
+    with patch_environment(**nccl):
         elastic_launch(config, rank_main)(launch, link, watch, shown)
-
-
-def _nccl_for_one(shown: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that NCCL needs with RTX 40 GPUs and an old driver."""
-    # accelerate 1.15 sets them in notebook_launcher only for several ranks, and its PartialState
-    # raises without them.
-    if not device_visibility.is_gpu(shown) or check_cuda_p2p_ib_support():
-        return {}
-    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
-    return {name: "1" for name in names if name not in os.environ}

@@ -110,21 +110,18 @@ class RankExitWatch:
             return False
         number, pid = map(int, message.split())
         known = next((rank for rank in self._ranks.values() if rank.pid == pid), None)
-        if known is None:
-            self._watch_rank(number, pid)
-        else:
+        if known is not None:
             known.pipes, known.process = pipes, known.process or _process(pid)
-        return True
-
-    def _watch_rank(self, number: int, pid: int) -> None:
+            return True
         self._send(messages.RankForked(self._generation, number, pid))
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:  # ended, and reaped by torch elastic
             self._send(messages.RankExited(self._generation, number, None))
-            return
+            return True
         self._ranks[fd] = _WatchedRank(number, pid, process=_process(pid))
         self._poll.register(fd, select.POLLIN)
+        return True
 
     def _report_exit(self, fd: int) -> messages.RankExited:
         rank = self._ranks[fd]
