@@ -117,14 +117,14 @@ def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict
     texts = {name: _signal_error(pid, launcher, files[name]) for name, pid in pids.items()}
     able = [name for name, reason in texts.items() if not reason]
     files = {name: files[name] for name in able}
-    before = {name: _size(file) for name, file in files.items()}
+    before = {name: file.stat().st_size for name, file in files.items()}
     for name in able:
         os.kill(pids[name], messages.STACKS_SIGNAL)
     deadline = time.monotonic() + ANSWER_S
     sizes = before
     while able and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        earlier, sizes = sizes, {name: _size(file) for name, file in files.items()}
+        earlier, sizes = sizes, {name: file.stat().st_size for name, file in files.items()}
         if sizes == earlier and all(sizes[name] > before[name] for name in able):
             break
     for name in able:
@@ -151,12 +151,11 @@ def _signal_error(pid: int, launcher: int, file: Path) -> str:
     return ""
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size
-
-
 class ProcessLogTail:
-    """Keeps the end of the output written to `write_fd`."""
+    """Keeps the end of the output written to `write_fd`.
+
+    Close `write_fd` in this process once others have inherited it.
+    """
 
     def __init__(self, *, limit: int = MAX_LOG_BYTES) -> None:
         self._limit = limit
@@ -167,10 +166,6 @@ class ProcessLogTail:
         os.set_blocking(self._reading, False)
         self.thread = threading.Thread(target=self._read_until_end, name="nbdist-log", daemon=True)
         self.thread.start()
-
-    def close_write_end(self) -> None:
-        """Close `write_fd` in this process; the processes that inherited it keep it open."""
-        os.close(self.write_fd)
 
     def tail(self, max_bytes: int = MAX_LOG_BYTES) -> str:
         """Return the end of the output so far, limited to `max_bytes`."""

@@ -34,7 +34,7 @@ from nbdist.cluster.launcher_process import (
     remove_launch_variables,
 )
 from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
-from nbdist.cluster.run_dir import RunDir, make_private_folders
+from nbdist.cluster.run_dir import RunDir, make_private, payload_roots
 from nbdist.errors import StartError
 from nbdist.hardware import process_identity
 from nbdist.protocol import messages
@@ -106,7 +106,7 @@ class Launcher(LauncherGroup):
             self.run_dir.remove()
             raise StartError(f"Cannot start the launcher: {error}.") from error
         finally:
-            self.log.close_write_end()
+            os.close(self.log.write_fd)
             theirs.close()
         self._closing = False
         self._refusal = ""
@@ -235,7 +235,7 @@ class Launcher(LauncherGroup):
 
     def make_private_folders(self) -> list[Path]:
         """Create empty folders for files between ranks."""
-        return make_private_folders()
+        return [make_private([folder], "payload files") for folder in payload_roots()]
 
     def log_tail(self) -> str:
         """Return the end of the output of launcher and ranks outside of cells."""

@@ -106,7 +106,7 @@ class NodeBootstrap:
                 stderr=log.write_fd,
                 env=agent_environment(os.environ),
             )
-            log.close_write_end()
+            os.close(log.write_fd)
             if self._process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):  # its exit code is reported
                     self._process.stdin.write(ticket.encode() + b"\n")

@@ -126,21 +126,16 @@ class NodeChannels(RankChannels):
     ) -> None:
         super().__init__(key, reader)
         self._group, self._generation = group, generation
-        self._inbox: SimpleQueue[tuple[Node, protocol.MessagesFromRanks, list[bytes]] | None] = (
+        self.inbox: SimpleQueue[tuple[Node, protocol.MessagesFromRanks, list[bytes]] | None] = (
             SimpleQueue()
         )
+        """Messages of a node's ranks, from the agent server's thread; None wakes the reader."""
         self._thread.start()
-
-    def add_messages(
-        self, node: Node, messages: protocol.MessagesFromRanks, frames: list[bytes]
-    ) -> None:
-        """Queue messages of a node's ranks, on the agent server's thread."""
-        self._inbox.put((node, messages, frames))
 
     def wake(self) -> None:
         """Send queued messages and wake the reader thread to call the reader's `on_idle`."""
         self._group.agent_connections.wake()
-        self._inbox.put(None)
+        self.inbox.put(None)
 
     def close(self) -> None:
         """End the reader thread."""
@@ -157,7 +152,7 @@ class NodeChannels(RankChannels):
 
     def _transfer(self, within_s: float) -> bool:
         try:
-            item = self._inbox.get(timeout=max(within_s, 0.001))
+            item = self.inbox.get(timeout=max(within_s, 0.001))
         except Empty:
             return True
         if item is None:
@@ -637,7 +632,7 @@ class NodeGroup(LauncherGroup):
             case protocol.MessagesFromRanks(generation=self._generation):
                 channels = self._channels
                 if channels is not None:
-                    channels.add_messages(node, message, frames)
+                    channels.inbox.put((node, message, frames))
             case protocol.LauncherLinkMessage(text=text):
                 line = messages.decode_line(text.encode())
                 self._events.put(lambda: self._on_launcher_message(node, line))

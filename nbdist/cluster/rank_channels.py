@@ -61,10 +61,6 @@ class RankConnectionInfo:
     ports: dict[Channel, int]
     key: bytes
 
-    def address(self, channel: Channel) -> str:
-        """Return the ZMQ address of a channel."""
-        return f"ipc://{self.path}-{self.ports[channel]}"
-
 
 def write_connections(
     folder: Path, *, world_size: int, key: bytes, first: int = 0
@@ -183,7 +179,7 @@ def connect_socket(
     rank_socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     if channel == "iopub":
         rank_socket.subscribe(b"")
-    rank_socket.connect(connection.address(channel))
+    rank_socket.connect(f"ipc://{connection.path}-{connection.ports[channel]}")
     return rank_socket
 
 

@@ -46,7 +46,7 @@ class RunDir:
             StartError: no writable folder with a path short enough for a socket.
         """
         path = make_private(_socket_folders(), "sockets", max_bytes=MAX_SOCKET_PATH)
-        bulk = make_private(_bulk_folders(), "payload files")
+        bulk = make_private(payload_roots(), "payload files")
         # the next kernel may use another temp folder
         process_identity.record_linked_folder(bulk, path)
         return cls(path, bulk)
@@ -130,15 +130,6 @@ def shared_folder_error(path: str, text: str) -> str:
     return ""
 
 
-def make_private_folders() -> list[Path]:
-    """Create empty folders (0700) for payload files, preferred first; the caller removes them.
-
-    Raises:
-        StartError: no folder can be created.
-    """
-    return [make_private([folder], "payload files") for folder in _bulk_folders()]
-
-
 def private_folder_roots() -> list[Path]:
     """Return every folder that may contain private folders."""
     runtime = Path(f"/run/user/{os.getuid()}")
@@ -150,7 +141,8 @@ def _socket_folders() -> list[Path]:
     return [Path(name) for name in dict.fromkeys(named) if name]
 
 
-def _bulk_folders() -> list[Path]:
+def payload_roots() -> list[Path]:
+    """Return the folders that can contain payload files, preferred first."""
     has_shared_memory = (
         SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= MIN_PAYLOAD_BYTES
     )

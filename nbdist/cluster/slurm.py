@@ -186,7 +186,15 @@ class SlurmCluster:
         self.close()
         avoided = self._unresponsive_nodes(spread.num_nodes, progress)
         try:
-            self._srun = SrunProcess(self._command(spread, avoided), self._environ())
+            # without this notebook's own job step, whose settings srun would use
+            inherited = {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("SLURM_")
+                and (not self._allocation or name in _ALLOCATION_VARIABLES)
+            }
+            environ = node_bootstrap.agent_environment(os.environ) | inherited
+            self._srun = SrunProcess(self._command(spread, avoided), environ)
             self._places = self._number_nodes(spread, self._srun, progress)
         except BaseException:
             self.close()
@@ -219,14 +227,6 @@ class SlurmCluster:
             "-m",
             "nbdist.cluster.node_bootstrap",
         ]
-
-    def _environ(self) -> dict[str, str]:
-        """Environment without this notebook's own job step, whose settings srun would use."""
-        environ = node_bootstrap.agent_environment(os.environ)
-        slurms = {name: v for name, v in os.environ.items() if name.startswith("SLURM_")}
-        if self._allocation:
-            slurms = {name: v for name, v in slurms.items() if name in _ALLOCATION_VARIABLES}
-        return environ | slurms
 
     def _number_nodes(
         self, spread: RankDistribution, srun: SrunProcess, progress: Callable[[str], None]

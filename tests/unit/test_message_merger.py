@@ -194,10 +194,10 @@ def test_the_kernel_takes_what_is_a_nodes_own() -> None:
     ]:
         index = [(ranks, "iopub", len(frames)) for ranks, frames in sent]
         joined = [frame for _, frames in sent for frame in frames]
-        channels.add_messages(kernel.nodes[node], MessagesFromRanks(1, index), joined)
+        channels.inbox.put((kernel.nodes[node], MessagesFromRanks(1, index), joined))
     eventually(lambda: kernel.received[-1:] == [((0,), "c")], within_s=10)
-    channels.add_messages(kernel.nodes[0], MessagesFromRanks(1, [([[]], "iopub", 1)]), [b"x"])  # type: ignore[list-item]
-    channels.add_messages(kernel.nodes[0], MessagesFromRanks(1, [((0,), "iopub", 6)]), printed("d"))
+    channels.inbox.put((kernel.nodes[0], MessagesFromRanks(1, [([[]], "iopub", 1)]), [b"x"]))  # type: ignore[list-item]
+    channels.inbox.put((kernel.nodes[0], MessagesFromRanks(1, [((0,), "iopub", 6)]), printed("d")))
     eventually(lambda: kernel.received[-1:] == [((0,), "d")], within_s=10)
     channels.close()
     assert kernel.received == [((0,), "a"), ((1,), "b"), ((0,), "c"), ((0,), "d")]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def log(limit: int = 1000) -> Iterator[ProcessLogTail]:
     made = ProcessLogTail(limit=limit)
     yield made
-    made.close_write_end()
+    os.close(made.write_fd)
     made.close()
 
 
@@ -46,7 +46,7 @@ def test_it_ends_although_somebody_may_still_write() -> None:
     one = ProcessLogTail()
     other = os.dup(one.write_fd)
     os.write(other, b"last words")
-    one.close_write_end()
+    os.close(one.write_fd)
     one.close()
     one.close()
     assert one.tail() == "last words"
