@@ -43,8 +43,8 @@ class RecordingSink:
     def __init__(self, sink: OutputSink) -> None:
         self.sink = sink
         self._budget = OutputBudget()
-        self._items: deque[OutputItem[Any]] = deque()
-        """Complete lines and displays."""
+        self._items: deque[tuple[OutputItem[Any], int, int]] = deque()
+        """Complete lines and displays, each with its cost in lines and in characters."""
         self._open_lines: dict[StreamName, StreamLineBuffer] = {
             "stdout": StreamLineBuffer("stdout"),
             "stderr": StreamLineBuffer("stderr"),
@@ -134,7 +134,7 @@ class RecordingSink:
                 f"nbdist: the first {self._num_dropped:,} lines and displays are not kept;"
                 " `%nbdist log RANK` shows the last of a rank\n",
             )
-        for item in self._items:
+        for item, _, _ in self._items:
             if isinstance(item.content, DisplayOutput):
                 display_id = item.content.display_id
                 last = self._displays.get(display_id or "", item.content)
@@ -159,18 +159,17 @@ class RecordingSink:
 
     def _keep(self, item: OutputItem[Any]) -> None:
         """Append an item; drop the oldest ones beyond the budget."""
-        self._items.append(item)
-        self._count(item, 1)
+        if isinstance(item.content, DisplayOutput):
+            lines, chars = LINES_PER_DISPLAY, display_cost(item.content.bundle)
+        else:
+            lines, chars = 1, len(item.content)
+        self._items.append((item, lines, chars))
+        self._lines += lines
+        self._chars += chars
         while self._lines > self._budget.lines or self._chars > self._budget.chars:
-            dropped = self._items.popleft()
-            self._count(dropped, -1)
+            dropped, lines, chars = self._items.popleft()
+            self._lines -= lines
+            self._chars -= chars
             self._num_dropped += 1
             if isinstance(dropped.content, DisplayOutput):
                 self._displays.pop(dropped.content.display_id or "", None)
-
-    def _count(self, item: OutputItem[Any], sign: int) -> None:
-        is_display = isinstance(item.content, DisplayOutput)
-        self._lines += sign * (LINES_PER_DISPLAY if is_display else 1)
-        self._chars += sign * (
-            display_cost(item.content.bundle) if is_display else len(item.content)
-        )

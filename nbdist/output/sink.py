@@ -100,7 +100,7 @@ class RunningCellWriter:
         """Publish through IPython; without IPython print the plain text."""
         shell = get_shell()
         if shell is not None:
-            transient = _transient(display_id)
+            transient = {} if display_id is None else {"display_id": display_id}
             shell.display_pub.publish(bundle, metadata, transient=transient, update=update)
         elif "text/plain" in bundle:
             self.write("stdout", f"{bundle['text/plain']}\n")
@@ -177,7 +177,8 @@ class FinishedCellSink:
             if "text/plain" in bundle:
                 self._terminal.write("stdout", f"{bundle['text/plain']}\n")
             return
-        content = {"data": bundle, "metadata": metadata, "transient": _transient(display_id)}
+        transient = {} if display_id is None else {"display_id": display_id}
+        content = {"data": bundle, "metadata": metadata, "transient": transient}
         self._send("update_display_data" if update else "display_data", content)
 
     def clear(self, *, wait: bool) -> None:
@@ -326,7 +327,3 @@ def _send(
         metadata=metadata,
         buffers=buffers,
     )
-
-
-def _transient(display_id: str | None) -> MimeBundle:
-    return {} if display_id is None else {"display_id": display_id}

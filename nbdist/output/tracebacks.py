@@ -137,8 +137,18 @@ def format_tracebacks(groups: Sequence[ErrorGroup], *, ranks: Sequence[int] = ()
     failed = {rank for group in groups for rank in group.ranks}
     finished = tuple(rank for rank in ranks if rank not in failed)
     note = f" ({describe_ranks(finished)} finished)" if finished else ""
-    for index, group in enumerate(full):
-        lines += _format_group(group, shown, note="" if index else note)
+    for group in full:
+        frames = _user_frames(group.error.traceback)
+        # exception type and frames without the message: where the error occurred
+        place = (group.error.ename, *map(_normalize, frames[:-1]))
+        earlier = shown.get(place)
+        lines += [""] if shown else []
+        if earlier is not None or len(shown) >= MAX_TRACEBACKS:
+            location = f", at the same place as {earlier.label}" if earlier else ""
+            lines.append(f"{_BOLD}{group.label}{location}:{_RESET} {_message(group.error)}")
+            continue
+        lines += [f"{_BOLD}{group.label}{'' if shown else note}:{_RESET}", *frames]
+        shown[place] = group
     folded = [_one_line_summary(group, first) for group in groups if group.kind != first.kind]
     return [*lines, *([""] if folded else []), *folded]
 
@@ -148,22 +158,6 @@ def format_reminder(groups: Sequence[ErrorGroup]) -> list[str]:
     first = groups[0]
     folded = [_one_line_summary(group, first) for group in groups if group.kind != first.kind]
     return [f"{summarize_errors(groups)}: shown above", *folded]
-
-
-def _format_group(
-    group: ErrorGroup, shown: dict[tuple[str, ...], ErrorGroup], *, note: str
-) -> list[str]:
-    """A group in full, or in one line if its frames were already shown."""
-    label, frames = group.label, _user_frames(group.error.traceback)
-    # exception type and frames without the message: where the error occurred
-    place = (group.error.ename, *map(_normalize, frames[:-1]))
-    earlier = shown.get(place)
-    space = [""] if shown else []
-    if earlier is not None or len(shown) >= MAX_TRACEBACKS:
-        location = f", at the same place as {earlier.label}" if earlier else ""
-        return [*space, f"{_BOLD}{label}{location}:{_RESET} {_message(group.error)}"]
-    shown[place] = group
-    return [*space, f"{_BOLD}{label}{note}:{_RESET}", *frames]
 
 
 def _one_line_summary(group: ErrorGroup, first: ErrorGroup) -> str:
