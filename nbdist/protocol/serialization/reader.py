@@ -236,7 +236,7 @@ class _PayloadDecoder:
     def numpy_scalar(self, body: Any) -> Any:
         """Decode a NumPy scalar that is stored in the tree."""
         dtype, text = body
-        kind, octets = _numpy_dtype(dtype), _decode_base64(text)
+        kind, octets = _numpy_dtype(dtype), base64.b64decode(text, validate=True)
         if kind.itemsize != len(octets):
             raise corrupt_file_error("has a scalar whose size does not match its dtype")
         return _package("numpy").ndarray((), kind, buffer=octets)[()]
@@ -258,7 +258,7 @@ _TAGS: dict[str, Callable[[_PayloadDecoder, Any], Any]] = {
     "float": lambda _, body: _float(body),
     "int": lambda _, body: int(body, 16),
     "complex": lambda reader, body: complex(*_floats(reader.items(body))),
-    "bytes": lambda _, body: _decode_base64(body),
+    "bytes": lambda _, body: base64.b64decode(body, validate=True),
     "raw": _PayloadDecoder.raw,
     "tuple": lambda reader, body: tuple(reader.items(body)),
     "dict": lambda reader, body: dict(reader.pairs(body)),
@@ -318,10 +318,6 @@ def _floats(parts: list[Any]) -> tuple[float, float]:
     if type(real) is not float or type(imag) is not float:
         raise corrupt_file_error("contains a malformed value")
     return real, imag
-
-
-def _decode_base64(body: Any) -> bytes:
-    return base64.b64decode(body, validate=True)
 
 
 def _package(name: Literal["torch", "numpy"]) -> Any:

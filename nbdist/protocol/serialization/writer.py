@@ -76,7 +76,14 @@ class _PayloadEncoder:
         if is_package_instance("torch", "Tensor", value):
             return self._tensor(value, where)
         if is_package_instance("numpy", "ndarray", value):
-            return self._array(value, where)
+            if type(value) is not sys.modules["numpy"].ndarray:
+                advice = "send numpy.asarray(value)"
+                raise unsupported_value_error(
+                    where, f"is {type_with_article(value)}", advice=advice
+                )
+            dtype = _numpy_dtype_node(value.dtype, where)
+            number = self._buffer(id(value), value, value.nbytes, where)
+            return {"array": [number, dtype, list(value.shape)]}
         if is_package_instance("numpy", "generic", value):
             dtype = _numpy_dtype_node(value.dtype, where)
             return {"numpy": [dtype, base64.b64encode(value.tobytes()).decode()]}
@@ -128,15 +135,6 @@ class _PayloadEncoder:
                 advice="use its name or its number",
             )
         return self.node(key, where)
-
-    def _array(self, value: Any, where: ValuePath) -> Any:
-        if type(value) is not sys.modules["numpy"].ndarray:
-            raise unsupported_value_error(
-                where, f"is {type_with_article(value)}", advice="send numpy.asarray(value)"
-            )
-        dtype = _numpy_dtype_node(value.dtype, where)
-        number = self._buffer(id(value), value, value.nbytes, where)
-        return {"array": [number, dtype, list(value.shape)]}
 
     def _tensor(self, value: Any, where: ValuePath) -> Any:
         advice = next((advice for test, advice in _NOT_DENSE if test(value)), None)
