@@ -263,7 +263,8 @@ class SlurmCluster:
                 )
             if srun.job and now - polled_at >= ASK_QUEUE_S:
                 polled_at = now
-                state, reason = srun.queue_state()
+                query = ("--noheader", "--jobs", srun.job, "--format", "%T|%r")
+                state, _, reason = run_slurm_command("squeue", *query).partition("|")
                 is_queued = state in {"PENDING", "CONFIGURING"}
                 if is_queued and reason in UNSATISFIABLE_REASONS:
                     raise StartError(self._slurm_error(f"the request exceeds {reason}"))
@@ -378,12 +379,6 @@ class SrunProcess:
             print(json.dumps(what), file=self._process.stdin, flush=True)
         except OSError as error:
             raise StartError(f"Slurm ended the job. {self.last_output()}") from error
-
-    def queue_state(self) -> tuple[str, str]:
-        """Return the state of the queued job, and why it is pending, in Slurm's words."""
-        command = ("squeue", "--noheader", "--jobs", self.job, "--format", "%T|%r")
-        state, _, reason = run_slurm_command(*command).partition("|")
-        return state, reason
 
     def last_output(self) -> str:
         """Return the last messages of srun as one line; complete once srun has ended."""
