@@ -398,19 +398,21 @@ class NodeGroup(LauncherGroup):
 
     def process_statuses(self, members: Mapping[int, RankProcess]) -> dict[str, ProcessStatus]:
         """Return the status of ranks and launchers, as last reported by the agents."""
-
-        def status(node: Node, name: str, pid: int) -> ProcessStatus:
+        processes = [
+            (f"rank {rank}", self.node_by_rank[rank], f"rank {rank}", member.pid)
+            for rank, member in members.items()
+        ]
+        processes += [
+            (node.launcher_name, node, LAUNCHER_NAME, node.hello.launcher)
+            for node in self.nodes
+            if node.hello is not None
+        ]
+        statuses = {}
+        for name, node, name_on_node, pid in processes:
             has_ended = node.lost is not None or self._closing.is_set()
-            return ProcessStatus(pid, EXITED if has_ended else node.states.get(name, RUNNING))
-
-        found = {}
-        for rank, member in members.items():
-            name = f"rank {rank}"
-            found[name] = status(self.node_by_rank[rank], name, member.pid)
-        for node in self.nodes:
-            if node.hello is not None:
-                found[node.launcher_name] = status(node, LAUNCHER_NAME, node.hello.launcher)
-        return found
+            state = EXITED if has_ended else node.states.get(name_on_node, RUNNING)
+            statuses[name] = ProcessStatus(pid, state)
+        return statuses
 
     def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
         """Dump Python stacks by signal, on all nodes in parallel."""
