@@ -34,13 +34,6 @@ def strip_ansi(text: str) -> str:
     return ESCAPE_SEQUENCE.sub("", text) if "\x1b" in text else text
 
 
-def keep_only_colours(text: str) -> str:
-    """Remove escape sequences except colours."""
-    return ESCAPE_SEQUENCE.sub(
-        lambda match: match[0] if COLOUR_SEQUENCE.fullmatch(match[0]) else "", text
-    )
-
-
 def add_style(style: str, sequence: str) -> str:
     """Return the open style after one more colour sequence; "" after a reset."""
     codes = sequence[2:-1].split(";")
@@ -51,7 +44,7 @@ def add_style(style: str, sequence: str) -> str:
 
 
 def close_colours(line: str, style: str) -> tuple[str, str]:
-    """Return one line with its colours opened and closed inside it.
+    """Return one line with its colours opened and closed inside it, without other sequences.
 
     Args:
         line: text without a newline.
@@ -63,5 +56,7 @@ def close_colours(line: str, style: str) -> tuple[str, str]:
     opened = style
     for match in COLOUR_SEQUENCE.finditer(line):
         style = add_style(style, match[0])
-    text = opened + keep_only_colours(line)
+    text = opened + ESCAPE_SEQUENCE.sub(
+        lambda match: match[0] if COLOUR_SEQUENCE.fullmatch(match[0]) else "", line
+    )
     return (text + RESET if style else text), style

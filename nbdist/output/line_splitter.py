@@ -332,11 +332,6 @@ class OpenLinesDisplay:
     _sent: str | None = None
     _sent_at: float = float("-inf")
 
-    @property
-    def has_open_lines(self) -> bool:
-        """True if any of its lines is still open."""
-        return not all(lines.is_closed for _, lines in self.members)
-
     def draw(self, screen: OutputSink, *, now: float, final: bool = False) -> None:
         """Send the rows if they changed, at most once per ``LIVE_UPDATE_S``."""
         if not final and now - self._sent_at < LIVE_UPDATE_S:

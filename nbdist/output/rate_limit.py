@@ -290,13 +290,12 @@ class OutputLimiter:
         allowance.chars -= free * mean
         runs = [(True, free)] if free else []
         if begin < end:
-            runs += self._admitted_line_runs(begin, end, mean=mean, weight=weight, now=now)
+            runs += self._admitted_line_runs(begin, end, mean=mean, weight=weight)
         return runs
 
     def admit_chars(self, rank: int, chars: int, *, now: float) -> bool:
         """Return whether text without a newline may be shown, and charge it to the budget."""
         allowance = self._recovered(rank, now)
-        self._refill(now)
         if chars <= allowance.chars:
             allowance.chars -= chars
             return True
@@ -306,25 +305,19 @@ class OutputLimiter:
         return False
 
     def _recovered(self, rank: int, now: float) -> _RankOutputBudget:
-        """Return the budget of a rank that prints now; an idle one has recovered."""
-        allowance = self._ranks[rank]
-        idle = now - allowance.last_at
-        allowance.last_at = now
+        """Return the budget of a rank that prints now; an idle one has recovered, as the rate."""
+        budget, allowance = self._budget, self._ranks[rank]
+        passed, self._refilled_at = now - self._refilled_at, now
+        self._lines = min(budget.lines_per_s, self._lines + passed * budget.lines_per_s)
+        self._chars = min(budget.chars_per_s, self._chars + passed * budget.chars_per_s)
+        idle, allowance.last_at = now - allowance.last_at, now
         if idle >= _IDLE_S:
-            budget = self._budget
             allowance.lines = min(budget.lines, allowance.lines + idle * budget.lines_per_s)
             allowance.chars = min(budget.chars, allowance.chars + idle * budget.chars_per_s)
         return allowance
 
-    def _refill(self, now: float) -> None:
-        budget = self._budget
-        passed = now - self._refilled_at
-        self._refilled_at = now
-        self._lines = min(budget.lines_per_s, self._lines + passed * budget.lines_per_s)
-        self._chars = min(budget.chars_per_s, self._chars + passed * budget.chars_per_s)
-
     def _admitted_line_runs(
-        self, begin: int, end: int, *, mean: float, weight: int, now: float
+        self, begin: int, end: int, *, mean: float, weight: int
     ) -> Iterator[tuple[bool, int]]:
         """Runs of the lines begin..end-1, which are beyond the rank's budget."""
         # lines that another rank has already reached: decided as for that rank
@@ -341,7 +334,6 @@ class OutputLimiter:
             begin = known
         if begin == end:
             return
-        self._refill(now)
         count = min(end - begin, int(self._lines // weight), int(self._chars // mean))
         # after a gap wait until half of the rate has recovered: at most two notes per second
         budget = self._budget

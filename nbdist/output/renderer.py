@@ -347,14 +347,13 @@ class CellWriter:
 
     def draw(self, now: float, *, final: bool = False) -> None:
         """Redraw the live displays; forget those that are complete, except the last one."""
+        kept = []
         for live_display in self._live_displays:
-            is_complete = not live_display.has_open_lines
+            is_complete = all(lines.is_closed for _, lines in live_display.members)
             live_display.draw(self.sink, now=now, final=final or is_complete)
-        self._live_displays = [
-            live_display
-            for live_display in self._live_displays
-            if live_display.has_open_lines or live_display is self._live_displays[-1]
-        ]
+            if not is_complete or live_display is self._live_displays[-1]:
+                kept.append(live_display)
+        self._live_displays = kept
 
 
 _label = functools.lru_cache(maxsize=64)(format_ranks)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from nbdist.output.ansi import close_colours, keep_only_colours, replace_invalid_chars, strip_ansi
+from nbdist.output.ansi import close_colours, replace_invalid_chars, strip_ansi
 
 
 def test_only_colours_are_left() -> None:
     text = "\x1b]0;title\x07a\x1b[2K\x1b[31mb\x1b[Hc\x1b[0m\x1b(Bd\x1b7\x1b"
-    assert keep_only_colours(text) == "a\x1b[31mbc\x1b[0md"
+    assert close_colours(text, "") == ("a\x1b[31mbc\x1b[0md", "")
     assert strip_ansi(text) == "abcd"
 
 
