@@ -267,19 +267,18 @@ def _display_items(ranks: Sequence[int], item: OutputItem[Any]) -> list[OutputIt
     return [replace(item, key=digest, merge_delay_s=_DISPLAY_DELAY_S)]
 
 
+@dataclass(slots=True)
 class StreamLineBuffer:
     """One stream of one rank: returns its complete lines and keeps the open ones."""
 
-    def __init__(self, stream: StreamName) -> None:
-        self._stream: StreamName = stream
-        self.open_lines: TerminalEmulator | None = None
-        self.style = ""
-        """Style in which the next line begins."""
+    stream: StreamName
+    open_lines: TerminalEmulator | None = None
+    style: str = ""
+    """Style in which the next line begins."""
 
     def feed(self, text: str, *, now: float) -> list[OutputItem[str]]:
         """Add text. Returns the lines that are now complete, each with its colours closed."""
         done: list[OutputItem[str]] = []
-        stream = self._stream
         draws = _DRAWS.search(text) is not None
         *ended, rest = text.split("\n")
         for ended_line in ended:
@@ -292,7 +291,7 @@ class StreamLineBuffer:
                     line = line[:MAX_LINE] + truncation_note(len(line))
                 if self.style or "\x1b" in line:
                     line, self.style = close_colours(line, self.style)
-                done.append(OutputItem(line, now, stream, key=(stream, line)))
+                done.append(OutputItem(line, now, self.stream, key=(self.stream, line)))
                 continue
             lines = self._write_open(line, now)
             lines.newline(now)
@@ -311,7 +310,7 @@ class StreamLineBuffer:
         lines.is_closed = True
         self.style = lines.style
         closed = [] if lines.is_displayed else lines.lines()
-        return [OutputItem(line, now, self._stream, key=(self._stream, line)) for line in closed]
+        return [OutputItem(line, now, self.stream, key=(self.stream, line)) for line in closed]
 
     def _write_open(self, text: str, now: float) -> TerminalEmulator:
         if self.open_lines is None:
