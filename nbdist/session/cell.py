@@ -20,6 +20,7 @@ from nbdist import rank_sets
 from nbdist.errors import CellError, OptionError, RankDied
 from nbdist.output import tracebacks
 from nbdist.output.ansi import strip_ansi
+from nbdist.output.rate_limit import display_chars
 from nbdist.output.sink import RankComms
 from nbdist.protocol import messages, serialization
 
@@ -93,9 +94,7 @@ class RankCellState:
         """Store an output in nbformat; consecutive text is merged, and the total is bounded."""
         if output["output_type"] != "stream":
             if len(self.outputs) < MAX_OUTPUTS and self.num_output_chars < MAX_OUTPUT_CHARS:
-                self.num_output_chars += sum(
-                    len(part) for part in output.get("data", {}).values() if isinstance(part, str)
-                )
+                self.num_output_chars += display_chars(output.get("data", {}))
                 self.outputs.append(output)
             return
         text = output["text"][: max(0, MAX_STREAM_CHARS - self.num_stream_chars)]
