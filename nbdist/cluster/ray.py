@@ -285,10 +285,12 @@ class RayCluster:
                 raise
             return self._places
 
-    def _reserve(self, spread: RankDistribution, progress: Callable[[str], None]) -> None:
+    def _reserve(
+        self, spread: RankDistribution, cpus: int, gpus: int, progress: Callable[[str], None]
+    ) -> None:
+        """Reserve nodes with these CPUs and GPUs on each; wait while they are in use."""
         from ray.util.placement_group import placement_group
 
-        cpus, gpus = _node_resources(spread)
         bundle: dict[str, float] = {name: n for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
         bundles: list[dict[str, float]] = [bundle] * spread.num_nodes
         self._find_unreachable_nodes()
@@ -315,9 +317,10 @@ class RayCluster:
         """Reserve nodes, start the actors and number their nodes: Ray's order is undefined."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Bundle
 
-        self._reserve(spread, progress)
+        each = spread.ranks_per_node
+        cpus, gpus = (each, 0) if spread.kind == "cpu" else (1, each)
+        self._reserve(spread, cpus, gpus, progress)
         progress(f"starting {spread.num_nodes} Ray actors")
-        cpus, gpus = _node_resources(spread)
         node = _ray().remote(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -407,12 +410,6 @@ class RayCluster:
         with self._lock:
             self.close()
             self._disconnect()
-
-
-def _node_resources(distribution: RankDistribution) -> tuple[int, int]:
-    """Return the CPUs and GPUs to reserve on each node."""
-    each = distribution.ranks_per_node
-    return (each, 0) if distribution.kind == "cpu" else (1, each)
 
 
 def error_cause(error: Exception) -> str:
