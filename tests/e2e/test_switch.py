@@ -244,3 +244,29 @@ def test_page_locked_memory_is_given_back_when_no_copy_of_the_state_lives(
         trained.run("save.__self__.wait()")
         assert one(trained, "len(copies) > 0 and left[-1] == 0"), take
     trained.run("shards.copy_to_host, shards.empty_pinned_cache = genuine")
+
+
+def test_a_scheduler_prepared_after_its_optimizer_is_the_same_under_every_backend(
+    trained: Session,
+) -> None:
+    """It was built from the prepared optimizer, in a call of its own."""
+    start = (
+        "torch.manual_seed(0); m = nn.Linear(64, 64)\n"
+        "m, o = accelerator.prepare(m, torch.optim.AdamW(m.parameters(), lr=1.0))\n"
+        "s = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=20))\n"
+        "rates = []"
+    )
+    step = (
+        "accelerator.backward(m(torch.ones(1, 64)).sum()); o.step(); s.step(); o.zero_grad()\n"
+        "rates.append(s.get_last_lr()[0]); rates"
+    )
+    trained.switch("ddp")
+    trained.run(f"from torch import nn\n{start}")
+    expected = [one(trained, step) for _ in range(3)][-1]
+    trained.switch("zero2")
+    trained.run(start)
+    one(trained, step)
+    trained.switch("fsdp")
+    one(trained, step)
+    trained.switch("ddp")
+    assert one(trained, step) == pytest.approx(expected)

@@ -31,6 +31,7 @@ from accelerate.utils.deepspeed import (
 )
 from torch import nn
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
@@ -318,7 +319,14 @@ def prepare(
         # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and then do this.
         accelerator.gradient_accumulation_steps = steps
     if model is None:
-        return original(accelerator, *args)
+        # accelerate 1.15 returns schedulers without a model as they are: with N ranks they would
+        # be N times too slow.
+        result = original(accelerator, *args)
+        prepared = [
+            accelerator.prepare_scheduler(each) if isinstance(each, LRScheduler) else each
+            for each in (result if len(args) > 1 else [result])
+        ]
+        return tuple(prepared) if len(args) > 1 else prepared[0]
     before = accelerator.deepspeed_engine_wrapped
     # accelerate 1.15 would keep the first engine for backward() when a second one is prepared.
     accelerator.deepspeed_engine_wrapped = None

@@ -195,8 +195,9 @@ class EngineSwitch:
     def _build(self, number: int, old: PreparedModel, recipe: ModelRecipe) -> None:
         model, raws = recipe.build()
         for place, raw in enumerate(raws):
+            # A scheduler may refer to the prepared optimizer, too. prepare() needs the raw one.
             self._replaced.add_replacements(
-                {(number, kind, place): raw for kind in ("raw", "given")}
+                {(number, kind, place): raw for kind in ("raw", "given", "optimizer")}
             )
             # Schedulers refer to it from here on: needed to restore the old engine.
             self._replaced.add_old((number, "given", place), raw)

@@ -84,6 +84,8 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
             or self is not _bare(prepared.model)
         ):
             return original(self, *args, **kwargs)
+        if "state_dict" in kwargs and not kwargs.get("is_main_process", True):
+            return None  # accelerator.get_state_dict() has returned None: rank 0 writes
         process_group.require_all_ranks("save_pretrained() of a model with sharded parameters")
         weights = prepared.owner.get_state_dict(prepared.model)
         if distributed.get_rank() == 0:
