@@ -112,6 +112,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "step() does nothing",
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
+    "torch.nn.utils:clip_grad_norm_": LibraryPatch(
+        "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
+    ),
+    "deepspeed.runtime.engine:DeepSpeedEngine.train": LibraryPatch("does not return the engine"),
+    "deepspeed.runtime.engine:DeepSpeedEngine.eval": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(
         "gradient hooks keep an engine alive, because torch hides them from garbage collection",
         "https://github.com/deepspeedai/DeepSpeed/issues/4856",

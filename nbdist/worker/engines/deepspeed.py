@@ -127,6 +127,33 @@ def _patch_deepspeed() -> None:
         _keep_gradients_in_memory,
     )
 
+    patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
+    for name in ("train", "eval"):
+        patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
+
+
+def _return_self(original: Callable[..., object]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        return self
+
+    return method
+
+
+def _check_clipping(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engines = filter(None, (reference() for reference in _engines.values()))
+        owned = {id(each) for engine in engines for each in engine.module.parameters()}
+        if any(each.grad is None and id(each) in owned for each in given):
+            raise OptionError(
+                "torch.nn.utils.clip_grad_norm_ cannot clip gradients that a DeepSpeed engine"
+                " keeps. Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
+            )
+        return original(given, *args, **kwargs)
+
+    return clip_grad_norm_
+
 
 class EngineBoundHook:
     """Gradient hook of DeepSpeed that lives as long as its engine.
