@@ -6,6 +6,7 @@ these declarations.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 def parse_clip_norm(text: str) -> float | str:
     """Parse the value of --clip: a number, or "none"."""
-    return "none" if text == "none" else float(text)
+    if text == "none":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"needs a number or none, got {text!r}") from None
 
 
 def strip_quotes(text: str) -> str:

@@ -153,6 +153,17 @@ def test_an_optimizer_alone_under_deepspeed_is_one_sentence(under_zero2: Session
         under_zero2.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
 
 
+def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) -> None:
+    with pytest.raises(CellError, match=r"Use accelerator\.clip_grad_norm_\(model\.parameters"):
+        under_zero2.run(
+            "model = torch.nn.Linear(4, 1)\n"
+            "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
+            "model = model.eval().train()\n"
+            "accelerator.backward(model(torch.ones(2, 4)).sum())\n"
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+        )
+
+
 def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     losses = under_zero2.run(TRAINER.format(steps=5, arguments="use_cpu=True, bf16=True")).values[0]
     exact = under_zero2.run(TRAINER.format(steps=5, arguments="")).values[0]

@@ -64,6 +64,12 @@ def test_every_engine_exports_what_save_pretrained_would(
         assert report.gathered_bytes == 0
     trained.run("step()")
     trained.export(tmp_path / "stepped")
+    trained.run(
+        "accelerator.unwrap_model(model).save_pretrained("
+        f"{str(tmp_path / 'documented')!r}, is_main_process=accelerator.is_main_process,"
+        " save_function=accelerator.save, state_dict=accelerator.get_state_dict(model))"
+    )
+    assert_same(tensors(tmp_path / "documented"), tensors(tmp_path / "stepped"))
     code = (
         f"again = type(before).from_pretrained({str(tmp_path / 'stepped')!r}).eval();"
         "model.eval(); ids = torch.arange(20)[None];"
