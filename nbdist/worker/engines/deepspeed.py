@@ -314,9 +314,10 @@ def _cast_inputs(engine: Any) -> None:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    engine.register_forward_pre_hook(
-        lambda _, args, kwargs: recursively_apply(cast, (args, kwargs)), with_kwargs=True
-    )
+    def before_forward(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return recursively_apply(cast, (args, kwargs))
+
+    engine.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def prepare(
@@ -385,15 +386,15 @@ def _skip_weight_broadcast() -> Iterator[None]:
     deepspeed 0.19.8 broadcasts each parameter from rank 0, as bytes, when it partitions it, and
     all-gathers each partitioned parameter again to register a hook on it.
     """
+
+    def without_bytes(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+        def broadcast_others(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return None if tensor.dtype == torch.uint8 else broadcast(tensor, *args, **kwargs)
+
+        return broadcast_others
+
     with (
-        patched(
-            "deepspeed.comm:broadcast",
-            lambda broadcast: (
-                lambda tensor, *args, **kwargs: (
-                    None if tensor.dtype == torch.uint8 else broadcast(tensor, *args, **kwargs)
-                )
-            ),
-        ),
+        patched("deepspeed.comm:broadcast", without_bytes),
         patched(
             "deepspeed.runtime.zero.partition_parameters:Init._all_gather",
             lambda _: lambda *_args, **_kwargs: None,

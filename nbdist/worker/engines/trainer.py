@@ -59,14 +59,7 @@ def _patch_trainer(reporter: Reporter) -> None:
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
     patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
-    patch(
-        f"{MODULE}:get_fsdp_ckpt_kwargs",
-        lambda original: (
-            lambda: (
-                {} if accelerator_patch.current_config().options.strategy.is_flat else original()
-            )
-        ),
-    )
+    patch(f"{MODULE}:get_fsdp_ckpt_kwargs", _save_base_under_fsdp1)
     patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
         f"{MODULE}:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -149,6 +142,13 @@ def _with_state_to_load(load: Callable[..., None]) -> Callable[..., None]:
         load(fsdp_plugin, owner, optimizer, *args, **kwargs)
 
     return load_fsdp_optimizer
+
+
+def _save_base_under_fsdp1(original: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def get_fsdp_ckpt_kwargs() -> dict[str, Any]:
+        return {} if accelerator_patch.current_config().options.strategy.is_flat else original()
+
+    return get_fsdp_ckpt_kwargs
 
 
 def _keep_optimizer(init: Callable[..., Any]) -> Callable[..., Any]:
