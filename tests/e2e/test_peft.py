@@ -263,10 +263,15 @@ def test_weights_without_collectives_are_refused_in_one_sentence(folder: str) ->
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_merge_into_partitioned_parameters_is_refused(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"backend": "zero3", "deepspeed_config": SHARD_ALL}, {"backend": "fsdp2"}]
+)
+def test_a_merge_into_partitioned_parameters_is_refused(
+    folder: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
     from tests import fine_tuning
 
-    with Session(nproc=2, backend="zero3", deepspeed_config=SHARD_ALL) as session:
+    with Session(nproc=2, **options) as session:
         session.run(
             "from peft import PeftModel\n"
             "from transformers import AutoModelForCausalLM\n"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
 from nbdist.strategies import STRATEGIES
@@ -315,10 +316,13 @@ def _without_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(hasattr(p, "ds_id") and not p.numel() for p in self.model.parameters()):
+        if any(
+            isinstance(each, DTensor) or (hasattr(each, "ds_id") and not each.numel())
+            for each in self.model.parameters()
+        ):
             raise OptionError(
-                "peft cannot merge or unload an adapter whose base is partitioned by ZeRO-3. Save"
-                " the adapter, and merge it into a new copy of the base:"
+                "peft cannot merge or unload an adapter whose base is partitioned. Save the"
+                " adapter, and merge it into a new copy of the base:"
                 " PeftModel.from_pretrained(base, folder).merge_and_unload()."
             )
         return original(self, *args, **kwargs)
