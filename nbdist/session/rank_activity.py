@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from nbdist.protocol.messages import RankActivityReply, RankError
     from nbdist.session.worker_group import State, WorkerGroup
 
-LINE_TIMEOUT_S, MODEL_TIMEOUT_S = 10.0, 30.0
+LINE_TIMEOUT_S = 10.0
+MODEL_TIMEOUT_S = 30.0
 ReplyT = TypeVar("ReplyT")
 HANG_AFTER_S = 3.0
 """Minimum waiting time before a hang is reported."""

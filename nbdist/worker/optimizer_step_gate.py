@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,14 +28,26 @@ counters. The next forward or backward ends it earlier."""
 _NAP_S = 0.002
 
 
+class StepListener(Protocol):
+    """Profile that is notified of optimizer steps, on the main thread."""
+
+    def on_step_begin(self) -> None:
+        """Called before the optimizer steps."""
+
+    def on_step_end(self, optimizer: Any) -> None:
+        """Called after the optimizer has stepped."""
+
+    def on_cell_end(self) -> None:
+        """Called at the end of a cell."""
+
+
 class OptimizerStepGate:
     """Gate around the optimizer steps of this rank."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self.listener: Any = None
-        """Active profile of this rank: a `worker.profiling.profile_window.ProfileWindow`, whose
-        type cannot be imported here. Without one, a step costs one attribute access."""
+        self.listener: StepListener | None = None
+        """Active profile of this rank. Without one, a step costs one attribute access."""
         self.before_step: Callable[[], object] = lambda: None
         """Called on the main thread before each step."""
         self.capture_state: Callable[[], Any] = lambda: None
