@@ -109,11 +109,21 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
     "accelerate.accelerator:DeepSpeedOptimizerWrapper": LibraryPatch(
-        "step() does nothing",
+        "step() and zero_grad() do nothing",
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+    ".independent_gradient_partition_epilogue": LibraryPatch(
+        "each backward() replaces the gradients of the one before"
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition": (
+        LibraryPatch("each backward() replaces the offloaded gradients of the one before")
+    ),
+    "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad": LibraryPatch(
+        "does not drop the gradients that the optimizer keeps, and has no set_to_none"
     ),
     "deepspeed.runtime.engine:DeepSpeedEngine.train": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.engine:DeepSpeedEngine.eval": LibraryPatch("does not return the engine"),

@@ -13,6 +13,7 @@ from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.e2e.cells import TRAINER
 from tests.e2e.training import WRAPPED
+from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,6 +163,55 @@ def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) ->
             "accelerator.backward(model(torch.ones(2, 4)).sum())\n"
             "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
         )
+
+
+BY_HAND = """
+for step in range(3):
+    backward(100 * loss(step)); optimizer.zero_grad()  # a batch that is dropped
+    optimizer.step()  # without gradients
+    backward(loss(step + 10) / 2); backward(loss(step + 20) / 2)
+    first, second = loss(step + 30), loss(step + 40)
+    backward(first); backward(second)
+    optimizer.step(); optimizer.zero_grad()
+"""
+LINEAR = """
+def loss(number):
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+    return model(rows[share]).square().mean()
+
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+WEIGHTS = "with nbdist.full_parameters(model) as bare: found = bare.weight.tolist()"
+
+
+@pytest.mark.parametrize(
+    ("backend", "offload"),
+    [
+        ("zero1", "none"),
+        ("zero2", "cpu"),
+        ("zero3", "none"),
+        nightly("zero1", "cpu"),
+        nightly("zero2", "none"),
+        nightly("zero3", "cpu"),
+    ],
+)
+def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) -> None:
+    plain: dict[str, Any] = {
+        "torch": torch,
+        "share": slice(None),
+        "backward": torch.Tensor.backward,
+    }
+    exec(LINEAR + BY_HAND, plain)  # noqa: S102 - on all rows, without ranks
+    with Session(nproc=2, backend=backend, offload=offload) as session:
+        session.run("import nbdist; share = slice(rank, None, 2); backward = accelerator.backward")
+        prepare = "model, optimizer = accelerator.prepare(model, optimizer)"
+        session.run(LINEAR + prepare + BY_HAND)
+        found = torch.tensor(session.run(WEIGHTS + "\nfound").values[0])
+        assert torch.allclose(found, plain["model"].weight, atol=1e-6)
+        session.run("backward(loss(50)); model.zero_grad(set_to_none=True); optimizer.step()")
+        assert session.run(WEIGHTS + "\nfound").values[0] == found.tolist()
 
 
 def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:

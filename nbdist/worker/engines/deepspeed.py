@@ -69,6 +69,9 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """Accumulate gradients, and reduce them across ranks if a step follows."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        if getattr(self.engine.optimizer, "_epilogue_ran_this_backward", False):
+            # A second backward() after one forward: stage 3 would replace the gradients.
+            self.engine.optimizer.clear_backward_seen_flag()
         config = vars(self.engine).get(_SHOWN)
         _show_zero3(config)
         try:
@@ -78,23 +81,27 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
-    """Accelerate's wrapper of a ZeRO optimizer, with a `step()` that steps.
-
-    `zero_grad()` still has no effect: the engine clears gradients when it steps.
-    """
+    """Accelerate's wrapper of a ZeRO optimizer, whose `step()` and `zero_grad()` do nothing."""
 
     engine: Any = None
-    zero_grad = prepared_models.wrap_zero_grad(DeepSpeedOptimizerWrapper.zero_grad)
+
+    @prepared_models.wrap_zero_grad
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: ARG002, FBT001
+        """Drop the gradients that the engine keeps for the next step."""
+        if self.gradient_state.sync_gradients:
+            _drop_gradients(self.optimizer)
 
     @prepared_models.wrap_step
     def step(self, closure: Callable[[], object] | None = None) -> None:
-        """Step if gradients are complete, as Accelerate's other optimizers do."""
+        """Step if there are gradients and they are complete, as under the other engines."""
         if closure is not None:
             raise OptionError(
                 "DeepSpeed does not support a closure in optimizer.step()."
                 " Compute the loss before the step."
             )
         if self.engine is None or not self.gradient_state.sync_gradients:
+            return
+        if not _has_gradients(self.optimizer):
             return
         try:
             self.engine.step()
@@ -127,9 +134,89 @@ def _patch_deepspeed() -> None:
         _keep_gradients_in_memory,
     )
 
+    stage_1_and_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+    patch(f"{stage_1_and_2}.independent_gradient_partition_epilogue", _add_to_earlier_gradients)
+    patch(f"{stage_1_and_2}.copy_grads_in_partition", _add_to_offloaded_gradients)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", _drop_gradients_too)
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     for name in ("train", "eval"):
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
+
+
+def _has_gradients(zero: Any) -> bool:
+    """Return whether there was a `backward()` since the last `step()` or `zero_grad()`."""
+    if (flags := getattr(zero, "fp32_groups_has_gradients", None)) is not None:  # BF16_Optimizer
+        return any(map(any, flags))
+    if hasattr(zero, "grad_partitions_flat_buffer"):  # stage 3 counts in the next forward
+        return bool(zero.micro_step_id > 0 or zero._epilogue_ran_this_backward)  # noqa: SLF001
+    return bool(getattr(zero, "micro_step_id", 0) >= 0)  # unknown in stage 0
+
+
+def _drop_gradients(zero: Any) -> None:
+    """Drop the gradients that a ZeRO optimizer keeps; its own `zero_grad()` drops part of them."""
+    had_gradients = _has_gradients(zero)
+    zero.zero_grad()
+    if not had_gradients or not hasattr(zero, "averaged_gradients"):
+        return
+    zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+    zero.reset_cpu_buffers()
+    if hasattr(zero, "grad_partitions_flat_buffer"):
+        zero.grad_partitions_flat_buffer.zero_()
+    else:
+        zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+        zero.micro_step_id = -1
+
+
+def _drop_gradients_too(zero_grad: Callable[[Any], None]) -> Callable[..., None]:
+    def drop(self: Any, set_to_none: bool = True) -> None:  # noqa: ARG001, FBT001, FBT002
+        zero_grad(self)
+        if hasattr(self.optimizer, "zero_grad"):
+            _drop_gradients(self.optimizer)
+
+    return drop
+
+
+def _add_to_earlier_gradients(epilogue: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Add the gradients of a backward to those of the ones before, as all other engines do.
+
+    deepspeed 0.19.8 replaces them (stage_1_and_2.py:1047) unless the ones before were within
+    `accumulate()`, or the buffer is a single tensor to which it adds.
+    """
+
+    def adding(self: Any) -> None:
+        earlier = dict(self.averaged_gradients)
+        epilogue(self)
+        for group, pieces in self.averaged_gradients.items():
+            if earlier.get(group) is not None and pieces is not earlier[group]:
+                for piece, before in zip(pieces, earlier[group], strict=True):
+                    piece.add_(before)
+
+    return adding
+
+
+def _add_to_offloaded_gradients(copy_gradient: Callable[..., None]) -> Callable[..., None]:
+    """Add a gradient to the one that an earlier backward has moved to the CPU, or to its partition.
+
+    deepspeed 0.19.8 would replace it, or add what an earlier step has left (stage_1_and_2.py:2166).
+    """
+
+    def adding(self: Any, param: torch.Tensor, group_idx: int | None = None) -> None:
+        number = self.get_param_id(param)
+        moved = self.cpu_offload and number in self.norm_for_param_grads
+        if not moved or number in self._offload_accumulated_param_ids:
+            copy_gradient(self, param, group_idx)
+            return
+        group, start, offset, count = self.grad_position[number]
+        before = self.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count)
+        gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, count)
+        gradient.add_(before.to(gradient))
+        micro_step, self.micro_step_id = self.micro_step_id, 0
+        try:
+            copy_gradient(self, param, group_idx)
+        finally:
+            self.micro_step_id = micro_step
+
+    return adding
 
 
 def _return_self(original: Callable[..., object]) -> Callable[..., Any]:
