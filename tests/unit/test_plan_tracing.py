@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import nbdist
 from nbdist.errors import PlanError
@@ -89,23 +91,50 @@ def test_a_way_of_computing_that_fails_refuses_the_rows_of_its_engines_alone() -
     assert "Upcasting" in plan._repr_html_()
 
 
-def test_a_convolution_on_a_cpu_needs_a_copy_of_its_weight() -> None:
-    layer = nn.Conv1d(4, 512, 3)
-    model = traced.from_json(figures(layer, ("full",), ("cpu", "cuda")))
-    peaks = [
-        model.micro_batch_activations(Workload(batch_size=2, seq_len=1, compute="full", kind=kind))
-        .layers[0]
-        .forward_peaks[-1]
-        for kind in ("cpu", "cuda")
-    ]
-    assert peaks[0] - peaks[1] == 4 * layer.weight.numel()
+def test_a_convolution_on_a_cpu_needs_the_copies_that_this_processor_makes() -> None:
+    batch, runs = 2, figures(nn.Conv1d(4, 512, 16), ("full",), ("cpu", "cuda"))["passes"]
+    planned = [runs[f"{kind} full"]["loss"][0][0] for kind in ("cpu", "cuda")]
+    at_batch = [constant + slope * batch for constant, slope in planned]
+    image, weight, gradient = torch.ones(2, 4, 16), torch.ones(512, 4, 16), torch.ones(2, 512, 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        how = ([512], [1], [0], [1], False, [0], 1, [False, True, True])
+        result = torch.ops.aten.convolution_backward(gradient, image, weight, *how)
+    assert result[0] is None
+    events = recorded.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    assert at_batch[0] - at_batch[1] == max(itertools.accumulate(sizes)) - sum(sizes) > 0
 
 
-def test_the_gradient_of_a_wide_kernel_on_a_cpu_needs_four_copies_of_it() -> None:
-    layer = nn.Conv1d(4, 512, 16)
-    runs = figures(layer, ("full",), ("cpu", "cuda"))["passes"]
-    peaks = [runs[f"{kind} full"]["loss"][0][0][0] for kind in ("cpu", "cuda")]
-    assert peaks[0] - peaks[1] == 4 * (4 * layer.weight.numel() + 4 * 16)
+def test_gradients_after_the_blocks_count_once() -> None:
+    class Block(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            wide = super().forward(x).repeat(1, 1, 2000).tanh()
+            return x + wide.mean(-1, keepdim=True)
+
+    class Classifier(nn.Module):
+        _no_split_modules = ("Block",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(16, 16) for _ in range(3))
+            self.classes = nn.Linear(16, 4096, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.classes(x.mean((0, 1)))  # type: ignore[no-any-return]
+
+    model = traced.from_json(figures(Classifier(), ("full",), ("cpu",)))
+    late = 4 * 16 * 4096
+    assert model.groups[0].num_late_tensors == 1
+    assert all(at[0] < late for at, _ in model.passes["cpu full"]["groups"][1]["backward"])
+    given: dict[str, Any] = {"devices": "2xcpu", "precision": "no", "optimizer": "sgd"}
+    for backend in ("ddp", "fsdp2", "zero1"):
+        for accumulate, gradients in ((1, late), (2, late + 3 * 4 * (16 * 16 + 16))):
+            given |= {"backend": backend, "accumulate": accumulate}
+            row = nbdist.plan(model, batch_size=2, **given).rows[0]
+            assert row.peak_moment == "backward of last block"
+            assert row.memory["gradients"] == gradients
 
 
 def test_a_gradient_of_several_uses_is_summed_in_place() -> None:

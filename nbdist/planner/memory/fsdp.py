@@ -141,17 +141,19 @@ class FsdpTimeline(StepTimeline):
         few: dict[int, tuple[MicroBatchPosition, ...]] = {1: ("only",), 2: ("first", "last")}
         for micro in few.get(self.setup.options.accumulate, ("first", "middle", "last")):
             for at, step in enumerate(steps):
+                own = self.compute_width * self.num_own_gradients(micro, step)
                 if step.phase in {"before", "after"}:
                     for transient in self.edge_memory(micro, step):
-                        yield at, self._allocation(transient)
+                        yield at, self._allocation(transient, own)
                 else:
                     transient = self._transient_memory(micro, step._replace(num_grads=0))
-                    own = self.compute_width * self.num_own_gradients(micro, step)
                     yield at, self._allocation(transient, own)
 
     def num_own_gradients(self, _: MicroBatchPosition, step: MicroBatchStep) -> int:
-        """Return the gradient elements that a unit's backward has made and still holds."""
-        return step.num_grads
+        """Return the gradient elements of this backward in its unit, and late ones of the root."""
+        is_late = step.phase in {"backward", "after"} and step.group_index
+        late = zero_partitioning.late_trainable_sizes(self.model.groups) if is_late else ()
+        return step.num_grads + sum(late)
 
     def other_allocations(
         self,
@@ -478,10 +480,10 @@ class Fsdp2Timeline(FsdpTimeline):
         return micro in {"middle", "last"} and self.reduce_width == self.compute_width
 
     def num_own_gradients(self, micro: MicroBatchPosition, step: MicroBatchStep) -> int:
-        """Return the gradient elements that a unit's backward has made and still holds."""
-        if not self._adds_at_once(micro):
-            return step.num_grads
-        return step.new_grads
+        """Return the gradient elements of this backward that exist besides accumulated ones."""
+        return (
+            step.new_grads if self._adds_at_once(micro) else super().num_own_gradients(micro, step)
+        )
 
     def transient_memory(self, micro: MicroBatchPosition, step: MicroBatchStep) -> TransientMemory:
         """Return gathered units and buffers, finished gradients, and the reduction in flight."""

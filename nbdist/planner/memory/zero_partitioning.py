@@ -111,7 +111,8 @@ def num_finished_gradients(model: ModelSpec, step: MicroBatchStep) -> int:
     own = model.groups[step.group_index]
     later = model.groups[step.group_index + 1 :]
     rest = (own.count - 1 - step.block_index) * own.trainable
-    return rest + sum(group.count * group.trainable for group in later)
+    late = sum(late_trainable_sizes(model.groups)) if step.group_index else 0
+    return rest + late + sum(group.count * group.trainable for group in later)
 
 
 def tied_head_size(model: ModelSpec) -> int:

@@ -1,24 +1,26 @@
 """Records the bytes that one micro-batch of a fake module holds at every moment.
 
 Forward, loss and backward run on fake tensors under a `MemoryTracker`; nothing is computed and no
-memory is allocated. Hooks at the groups split the time: a group's forward lasts until the next
-group begins, its backward from the gradient of its output to that of its input. Everything before
-the first group belongs to the root. A group saves what its part of the forward has allocated and
-still holds when the forward ends.
+memory is allocated, except for small convolutions on a CPU. Hooks at the groups split the time: a
+group's forward lasts until the next group begins, its backward from the gradient of its output to
+that of its input. Everything before the first group belongs to the root. A group saves what its
+part of the forward has allocated and still holds when the forward ends.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch._C import _autograd, _profiler
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nbdist.planner.models.autograd_tape import FULL_BYTES
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ class MemoryTracePoint(NamedTuple):
     """Bytes held after one allocation."""
 
     held_bytes: int
-    """Bytes without parameters and the gradients of groups whose backward has begun."""
+    """Bytes without parameters, without gradients of groups whose backward has begun and, in any
+    backward, without those of the root."""
     num_done: int
     """Gradient elements of the current group; in the forward, matrices of it that are used."""
 
@@ -129,7 +132,7 @@ class _RecordingTracker(MemoryTracker):
         self._at = _part_of_forward(0)
         self._at_exit: Counter[str] = Counter()
         self._place = 0
-        self._uncounted_parts = [PARAMETERS]
+        self._uncounted_parts = {PARAMETERS}
         self._grads: dict[int, int] = {}
         self._num_used = 0
         self._hooked = WeakIdKeyDictionary()
@@ -276,7 +279,8 @@ class _RecordingTracker(MemoryTracker):
     def _start_backward(self, place: int) -> None:
         if not self.in_forward and not self._has_begun("backward", place):
             self._place = place
-            self._uncounted_parts.append(_part_of_gradients(place))
+            # Those of the root's parameters after the last block already exist.
+            self._uncounted_parts |= {_part_of_gradients(0), _part_of_gradients(place)}
             self.mark("backward", place)
 
     def _has_begun(self, kind: str, place: int) -> bool:
@@ -315,22 +319,67 @@ def _attention_backward_flops(
     return 2.5 * _attention_flops(query, key, value)
 
 
-def _convolution_gradient_bytes(_: Any, image: torch.Tensor, weight: torch.Tensor, *__: Any) -> int:
-    """Bytes of the weight's gradient, and of wide kernels laid out for matrix products."""
-    is_wide = weight.shape[-1] > (14 if weight.element_size() == FULL_BYTES else 20)
-    size = 4 * weight.numel() + image[0].numel() if is_wide else weight.numel()
-    return FULL_BYTES * size
+def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
+    """Return the bytes that a convolution needs on this processor besides its result.
+
+    oneDNN copies weights, inputs and results into layouts that depend on the processor. Real
+    convolutions of one and of two images measure them; more images need proportionally more.
+
+    Args:
+        num_batched: number of leading arguments whose first dimension is that of the images.
+    """
+    described = tuple(
+        (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else _hashable(arg)
+        for arg in args
+    )
+    one, two = (_measure_workspace(operation, num_batched, n, described) for n in (1, 2))
+    return one + (len(args[0]) - 1) * (two - one)
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _measure_workspace(
+    operation: Any, num_batched: int, batch_size: int, described: tuple[Any, ...]
+) -> int:
+    with _disable_current_modes():  # those of fake tensors and of the tracker
+        args = list(described)
+        for position, each in enumerate(described):
+            if isinstance(each, tuple) and isinstance(each[-1], torch.dtype):
+                shape, stride, dtype = each
+                shape = (batch_size, *shape[1:]) if position < num_batched else shape
+                args[position] = torch.empty_strided(shape, stride, dtype=dtype).zero_()
+        # It records every allocation of the CPU, as Kineto does, whose only session may be in use.
+        _autograd._enable_profiler_legacy(_ALLOCATIONS)  # noqa: SLF001
+        try:
+            result = operation(*args)
+        finally:
+            threads: Any = _autograd._disable_profiler_legacy()  # noqa: SLF001
+    events = [event for thread in threads for event in thread if event.kind() == "memory_alloc"]
+    sizes: list[int] = [event.cpu_memory_usage() for event in events]
+    del result
+    return max(accumulate(sizes)) - sum(sizes)
+
+
+_ALLOCATIONS = _profiler.ProfilerConfig(
+    _profiler.ProfilerState.CPU,
+    report_input_shapes=False,
+    profile_memory=True,
+    with_stack=False,
+    with_flops=False,
+    with_modules=False,
+    experimental_config=_profiler._ExperimentalConfig(),  # noqa: SLF001
+)
 _CPU_WORKSPACE: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.convolution: lambda _, weight, *__: weight.numel() * weight.element_size(),
-    torch.ops.aten.convolution_backward: _convolution_gradient_bytes,
+    operation: partial(_convolution_workspace, operation, num_batched)
+    for operation, num_batched in (
+        (torch.ops.aten.convolution, 1),
+        (torch.ops.aten.convolution_backward, 2),
+    )
 }
-"""Bytes that an operation of one thread needs besides its result.
-
-oneDNN's convolutions copy the weight into a layout of their own and collect its gradient in fp32;
-other copies of input and output depend on the processor (measured with torch 2.13).
-"""
+"""Bytes that an operation needs besides its result."""
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> int:
