@@ -332,8 +332,8 @@ def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
         (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else _hashable(arg)
         for arg in args
     )
-    one, two = (_measure_workspace(operation, num_batched, n, described) for n in (1, 2))
-    return one + (len(args[0]) - 1) * (two - one)
+    small, large = (_measure_workspace(operation, num_batched, n, described) for n in (1, 2))
+    return small + (len(args[0]) - 1) * (large - small)
 
 
 def _hashable(value: Any) -> Any:
