@@ -9,6 +9,7 @@ import pytest
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import (
+    Workload,
     num_frozen_params,
     num_quantized_params,
     num_trainable_params,
@@ -68,6 +69,14 @@ def test_what_int8_adapters_hold_in_a_forward(
     quantized = {"lora": 16, "quantize": "int8", "optimizer": "sgd", "backend": "ddp"}
     row = plan(LLAMA | config, keep_outputs=False, **quantized, **given).row("ddp")
     assert row.allocated_bytes / 2**20 == pytest.approx(mib, rel=0.002)
+
+
+def test_the_embeddings_of_a_frozen_model_live_until_its_blocks_have_run() -> None:
+    model = plan(lora=4, quantize="nf4").question.model
+    run = model.micro_batch_activations(Workload(batch_size=2, seq_len=64, compute="half"))
+    _, first, block, _ = run.layers
+    embedded = 2 * 2 * 64 * 256
+    assert (first.input_bytes, block.input_bytes) == (embedded, 2 * embedded)
 
 
 def test_zero3_gathers_frozen_weights_again_after_a_checkpointed_forward() -> None:

@@ -161,9 +161,10 @@ class AutogradTape:
         if method == "nf4":
             restored += FULL_BYTES * (weight // NF4_BLOCK)
         out = TapeTensor(tokens * wide, x.width)
+        in_forward = restored
         if method == "int8" and self.device == "cpu" and x.width == HALF_BYTES:
             restored += 2 * FULL_BYTES * weight  # mul_ with the fp32 scales makes two fp32 copies
-        in_forward = restored
+            in_forward = max(in_forward, restored - out.size_bytes)  # before the product
         if method == "int8" and self.device == "cuda":
             in_forward = (HALF_BYTES + 1) * x.elements + FULL_BYTES * tokens * wide
         keeps = (x,) if method == "int8" else ()

@@ -460,7 +460,10 @@ class DecoderSpec(ABC):
         counts = [group.count for group in self.groups if group.role == "block"]
         # The first block of a frozen model gets an input without a gradient.
         inputs = [x] if self.trains_base else [stream, x]
-        blocks = [self._block_activations(work, x) for x, _ in zip(inputs, counts, strict=False)]
+        blocks = [
+            self._block_activations(work, block_input, is_first=number == 0 and count == 1)
+            for number, (block_input, count) in enumerate(zip(inputs, counts, strict=False))
+        ]
         tail, loss_bytes, output_bytes = self._tail_activations(work, x)
         kept_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
         if not self.trains_base and stream.needs_grad:
@@ -472,7 +475,9 @@ class DecoderSpec(ABC):
             kept_bytes=kept_bytes,
         )
 
-    def _block_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int]:
+    def _block_activations(
+        self, work: Workload, x: TapeTensor, *, is_first: bool
+    ) -> tuple[LayerActivations, int]:
         """A block, and the bytes that live as long as the graph."""
         tape = self._new_tape(work)
         out = self.record_block(tape, work, x)
@@ -480,6 +485,8 @@ class DecoderSpec(ABC):
         held = 0  # embeddings of tokens and positions, which the model's forward holds in variables
         if self.position_weights():
             held = tape.element_bytes * self.hidden * (work.num_tokens + work.seq_len)
+        elif not is_first and not work.activation_checkpointing:
+            held = 0 if self.trains_base and tape.is_saved(x) else x.size_bytes
         if not work.activation_checkpointing:
             block = LayerActivations(
                 saved_bytes=tape.saved_bytes(),
