@@ -62,6 +62,22 @@ def hidden(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
 
 
+def test_a_scheduler_that_was_not_prepared_is_named(trained: Session) -> None:
+    def notes() -> tuple[str, ...]:
+        save = trained.save("alone", overwrite=True)
+        save.wait(60)
+        return save.notes
+
+    trained.run(START.format(""))
+    trained.run("alone = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer)")
+    (note,) = notes()
+    assert (
+        note == "not saved: the scheduler alone: ConstantLR that accelerator.prepare() did not get"
+    )
+    trained.run("alone = accelerator.prepare(alone)")
+    assert notes() == ()
+
+
 @pytest.mark.nightly
 def test_every_backend_loads_what_every_backend_wrote(trained: Session) -> None:
     expected = {}

@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from IPython import get_ipython
+
 from nbdist import checkpoint, rank_python
 from nbdist._version import __version__
 from nbdist.checkpoint import Manifest, TensorMetadata, location_with_password, parse_location
@@ -536,6 +538,8 @@ def _take_snapshot(
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
+    if (shell := get_ipython()) is not None:
+        snapshot.not_saved += prepared_models.unprepared_schedulers(shell.user_ns)
     places = _copy_generators(snapshot, collectives.rank(), is_ended=bool(ended))
     options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")

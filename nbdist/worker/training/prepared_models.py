@@ -142,6 +142,21 @@ def all_models() -> list[PreparedModel]:
     return list(_trained)
 
 
+def unprepared_schedulers(variables: Mapping[str, Any]) -> list[str]:
+    """Describe the variables with a scheduler of a prepared optimizer that was not prepared."""
+    wrappers = [wrapper for model in all_models() for wrapper in model.live_schedulers]
+    prepared = {
+        id(part)
+        for wrapper in wrappers
+        for part in optimizer_recipes.nested_schedulers(wrapper.scheduler)
+    }
+    return [
+        f"the scheduler {name}: {type(value).__name__} that accelerator.prepare() did not get"
+        for name, value in variables.items()
+        if isinstance(value, LRScheduler) and id(value) not in prepared and any(_owners(value))
+    ]
+
+
 def models_in_use(variables: Mapping[str, Any]) -> list[PreparedModel]:
     """Forget models that lost their optimizers and are not in a variable; return the others.
 
