@@ -154,6 +154,15 @@ def test_an_optimizer_alone_under_deepspeed_is_one_sentence(under_zero2: Session
         under_zero2.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
 
 
+def test_a_scalar_parameter_under_deepspeed_is_one_sentence(under_zero2: Session) -> None:
+    under_zero2.run(
+        "model = torch.nn.Linear(4, 1)\nmodel.scale = torch.nn.Parameter(torch.ones(()))"
+    )
+    prepare = "accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
+    with pytest.raises(CellError, match=r"scalar parameters, and the model has scale\. Change it"):
+        under_zero2.run(prepare)
+
+
 def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) -> None:
     with pytest.raises(CellError, match=r"Use accelerator\.clip_grad_norm_\(model\.parameters"):
         under_zero2.run(

@@ -428,7 +428,7 @@ def prepare(
     if find_engine(model) is not None:
         return _prepare_for_engine(accelerator, original, args, model, optimizer)
     used = accelerator.state.deepspeed_plugin
-    _check_prepared_together(used.zero_stage, model, optimizer)
+    _check_supported(used.zero_stage, model, optimizer)
     steps = used.deepspeed_config["gradient_accumulation_steps"]
     if isinstance(steps, int) and options is not None:
         # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and then do this.
@@ -528,11 +528,17 @@ def _prepare_for_engine(
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _check_prepared_together(stage: int, model: nn.Module | None, optimizer: object) -> None:
-    """Raise OptionError unless model and optimizer are prepared in one call.
+def _check_supported(stage: int, model: nn.Module | None, optimizer: object) -> None:
+    """Raise OptionError unless model and optimizer are prepared in one call, without scalars.
 
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
     """
+    named = () if model is None else model.named_parameters()
+    if scalars := [name for name, parameter in named if not parameter.dim()]:
+        raise OptionError(
+            f"DeepSpeed does not support scalar parameters, and the model has {', '.join(scalars)}."
+            " Change it to a 1D tensor with one element, or use ddp."
+        )
     alone = "model" if optimizer is None else "optimizer"
     if (model is None) == (optimizer is None) or (model is not None and stage == CUTS_PARAMETERS):
         return
