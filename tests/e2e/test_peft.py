@@ -264,7 +264,12 @@ def test_weights_without_collectives_are_refused_in_one_sentence(folder: str) ->
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "options", [{"backend": "zero3", "deepspeed_config": SHARD_ALL}, {"backend": "fsdp2"}]
+    "options",
+    [
+        {"backend": "zero3", "deepspeed_config": SHARD_ALL},
+        {"backend": "fsdp2"},
+        {"backend": "fsdp1"},
+    ],
 )
 def test_a_merge_into_partitioned_parameters_is_refused(
     folder: str, tmp_path: Path, options: dict[str, Any]

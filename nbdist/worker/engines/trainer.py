@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
@@ -316,7 +316,8 @@ def _without_fsdp1(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_merge(original: Callable[..., Any]) -> Callable[..., Any]:
     def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(
+        is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in self.model.modules())
+        if is_fsdp1 or any(
             isinstance(each, DTensor) or (hasattr(each, "ds_id") and not each.numel())
             for each in self.model.parameters()
         ):

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nbdist.errors import SwitchError
+from nbdist.errors import OptionError, SwitchError
 from nbdist.state import layouts, meta_model, optimizer_recipes
 from nbdist.state.layouts.base import (
     innermost_optimizer,
@@ -84,6 +84,8 @@ class PreparedModel:
     """The interrupted pass, which may leave the engine in an inconsistent state."""
     has_forward: bool = False
     """There was a forward with gradients since the last optimizer step."""
+    frozen: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    """Parameters that an engine does not train if they are unfrozen after `prepare()`."""
     has_evaluated: bool = False
     """There was a forward, which may leave parameters gathered, after the last backward."""
 
@@ -266,6 +268,7 @@ class PrepareCall:
                 model = self._new[id(before)]
                 model.wrapper = weakref.ref(after)
                 _trained.append(model)
+                model.frozen = _frozen_for_good(after)
             elif isinstance(after, DataLoader) and not any(
                 after is known for known in all_loaders()
             ):
@@ -287,6 +290,13 @@ class PrepareCall:
                 for owner in _owners(before):
                     owner.schedulers.append(weakref.ref(after))
         return [model for model in self._new.values() if model.is_alive]
+
+
+def _frozen_for_good(model: nn.Module) -> list[weakref.ref[nn.Parameter]]:
+    engine = unwrap_compiled(model)
+    if isinstance(engine, DistributedDataParallel) or is_deepspeed_engine(engine):
+        return [weakref.ref(each) for each in model.parameters() if not each.requires_grad]
+    return []
 
 
 class ModelReference(NamedTuple):
@@ -421,6 +431,13 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if not self.gradient_state.sync_gradients:  # gradient accumulation
             return original(self, *args, **kwargs)
         for model in _models_of(self):
+            frozen = [parameter for each in model.frozen if (parameter := each()) is not None]
+            if any(parameter.requires_grad for parameter in frozen):
+                raise OptionError(
+                    "Parameters that were frozen at accelerator.prepare() are not any more. DDP"
+                    " would not average their gradients, and DeepSpeed would not train them."
+                    " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1."
+                )
             if model.has_evaluated:
                 # torch 2.13: units that stay gathered after an evaluation between backward and
                 # step would be used in the next forward as they were before the step.
