@@ -434,7 +434,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
             frozen = [parameter for each in model.frozen if (parameter := each()) is not None]
             if any(parameter.requires_grad for parameter in frozen):
                 raise OptionError(
-                    "Parameters that were frozen at accelerator.prepare() are not any more. DDP"
+                    "Parameters that were frozen at accelerator.prepare() have been unfrozen. DDP"
                     " would not average their gradients, and DeepSpeed would not train them."
                     " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1."
                 )
