@@ -213,7 +213,7 @@ class Zero12Timeline(ZeroTimeline):
         if not self.is_offloaded:
             return 0
         largest_piece = max(share.largest_piece for share in self._shares)
-        return NORM_BYTES * min(reduction.num_in_bucket, largest_piece)
+        return NORM_BYTES * min(reduction.largest, largest_piece)
 
     def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """Gradient norm, flat fp32 gradients, optimizer step."""

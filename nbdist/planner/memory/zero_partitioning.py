@@ -37,6 +37,8 @@ class BucketReduction(NamedTuple):
     """Elements of that gradient's group that are done, including itself."""
     num_in_bucket: int
     """Elements in the bucket."""
+    largest: int
+    """Elements of the largest gradient in it."""
     num_reduced: int
     """Elements reduced so far, including the bucket's."""
     num_copied: int
@@ -218,17 +220,18 @@ def bucket_reductions(
     reduced: list[BucketReduction] = []
     done: Counter[tuple[int, int] | None] = Counter()
     """Elements of each instance of a group."""
-    moved = filled = 0
+    moved = filled = largest = 0
     for slot in (*(reversed(row) if backward else row), None):
         place = None if slot is None else (slot.group_index, slot.block_index)
         done[place] += 0 if slot is None else slot.num_elements
         if filled and (slot is None or filled + slot.num_elements > bucket):
             low = total - moved if backward else moved - filled
             copied = _largest_copy(low, low + filled, each, bucket)
-            reduced.append(BucketReduction(slot, done[place], filled, moved, copied))
-            filled = 0
+            reduced.append(BucketReduction(slot, done[place], filled, largest, moved, copied))
+            filled = largest = 0
         if slot is not None:
             filled += slot.num_elements
+            largest = max(largest, slot.num_elements)
             moved += slot.num_elements
     return tuple(reduced)
 
