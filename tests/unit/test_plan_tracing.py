@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -135,6 +136,35 @@ def test_gradients_after_the_blocks_count_once() -> None:
             row = nbdist.plan(model, batch_size=2, **given).rows[0]
             assert row.peak_moment == "backward of last block"
             assert row.memory["gradients"] == gradients
+
+
+def test_zero3_has_two_gradients_of_a_tied_embedding_and_gathers_it_alone() -> None:
+    # Measured by benchmarks/footprint.py: autograd adds the second gradient in place, and the
+    # message with which the embedding was gathered is free by then.
+    config = transformers.BertConfig(
+        vocab_size=4237, hidden_size=320, intermediate_size=1280, num_hidden_layers=3,
+        num_attention_heads=10,
+    )  # fmt: skip
+    zero = {
+        "reduce_bucket_size": 252_431,
+        "stage3_param_persistence_threshold": 1000,
+        "stage3_max_live_parameters": 680_647,
+        "stage3_max_reuse_distance": 1_816_660,
+        "stage3_prefetch_bucket_size": 476_730,
+    }
+    row = nbdist.plan(
+        transformers.BertForMaskedLM(config),
+        devices="64xcpu",
+        batch_size=1,
+        seq_len=64,
+        precision="no",
+        optimizer="adamw",
+        keep_outputs=False,
+        clip=1.0,
+        backend="zero3",
+        deepspeed_config={"zero_optimization": zero},
+    ).rows[0]
+    assert row.allocated_bytes / 2**20 == pytest.approx(21.26, rel=0.05)
 
 
 def test_a_gradient_of_several_uses_is_summed_in_place() -> None:

@@ -85,7 +85,8 @@ def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
 
     The kind of linear layer also matters to a tied weight.
     """
-    if not (num_frozen_params(model) or model.tied):
+    is_tied = model.tied or model.groups[0].tied_tensor is not None
+    if not (num_frozen_params(model) or is_tied):
         return "nothing"
     # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
     ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}

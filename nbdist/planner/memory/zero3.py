@@ -184,7 +184,8 @@ class Zero3Timeline(ZeroTimeline):
             if step.phase == "loss":
                 yield at, self.allocation_with(self._gathered_parts(self._gathered.num_at_loss))
             elif step.phase == "backward":
-                new = step.new_grads if self.model.depth == "closed form" else None
+                is_block = self.model.groups[step.group_index].role == "block"
+                new = None if self.model.depth == "traced" and is_block else step.new_grads
                 gathered = self._gathered.during_backward(*place, step.num_grads, new)
                 pending = self.pending_gradient_parts(step)
                 yield at, self.allocation_with(self._gathered_parts(gathered), pending)
@@ -515,6 +516,8 @@ class GatheredParameters:
             return 0
         if num_new == 0 and num_grads:
             same = [use for use in uses if use.num_grads == num_grads]
+            if same and group not in self._blocks and same[-1] is uses[-2]:
+                return uses[-1].held  # an embedding, whose gradient is made as a whole
             if same:
                 return max([same[0].held_after, *(use.held for use in same[1:])])
         now = next(

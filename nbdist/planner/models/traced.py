@@ -32,6 +32,7 @@ from nbdist.errors import PlanError
 from nbdist.planner import user_cache
 from nbdist.planner.model_spec import (
     COMPUTE_MODES,
+    HALF_MODES,
     BackwardPeakCandidate,
     LayerActivations,
     LayerGroup,
@@ -39,7 +40,7 @@ from nbdist.planner.model_spec import (
     WeightShape,
 )
 from nbdist.planner.models import analytic, fused_loss
-from nbdist.planner.models.autograd_tape import worst_moments
+from nbdist.planner.models.autograd_tape import HALF_BYTES, worst_moments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,7 +93,24 @@ class TracedModel:
                 compute mode in which the model fails.
         """
         run = _activations(self._run(workload), workload.batch_size)
+        root, *others = run.layers
+        if workload.frozen_saves == "linear" and (tied := self._tied_size):
+            # To the gradient of ZeRO-3's linear layer autograd adds in place, see `AutogradTape`.
+            less = tied * (HALF_BYTES if workload.compute in HALF_MODES else self.element)
+            before = self.groups[0].trainable - tied
+            moments = tuple(
+                moment._replace(held_bytes=moment.held_bytes - less * (moment.num_grads == before))
+                for moment in root.backward_moments
+            )
+            run = replace(run, layers=(replace(root, backward_moments=moments), *others))
         return run if workload.keep_outputs else replace(run, output_bytes=0)
+
+    @property
+    def _tied_size(self) -> int:
+        """Elements of a trainable tensor of the root that a head uses too, or 0."""
+        root = self.groups[0]
+        tied = None if root.tied_tensor is None else root.tensors[root.tied_tensor]
+        return tied.num_elements if tied is not None and tied.trainable else 0
 
     def flops(self, workload: Workload) -> float:
         """Return the floating point operations of one micro-batch, forward and backward."""
