@@ -517,7 +517,7 @@ class GatheredParameters:
         if num_new == 0 and num_grads:
             same = [use for use in uses if use.num_grads == num_grads]
             if same and group not in self._blocks and same[-1:] == uses[-2:-1]:
-                return uses[-1].held  # an embedding, whose gradient is made as a whole
+                return uses[-1].held  # an embedding makes its gradient as a whole
             if same:
                 return max([same[0].held_after, *(use.held for use in same[1:])])
         now = next(

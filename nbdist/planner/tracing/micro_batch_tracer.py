@@ -352,7 +352,17 @@ def _measure_workspace(
                 shape = (batch_size, *shape[1:]) if position < num_batched else shape
                 args[position] = torch.empty_strided(shape, stride, dtype=dtype).zero_()
         # It records every allocation of the CPU, as Kineto does, whose only session may be in use.
-        _autograd._enable_profiler_legacy(_ALLOCATIONS)  # noqa: SLF001
+        _autograd._enable_profiler_legacy(  # noqa: SLF001
+            _profiler.ProfilerConfig(
+                _profiler.ProfilerState.CPU,
+                report_input_shapes=False,
+                profile_memory=True,
+                with_stack=False,
+                with_flops=False,
+                with_modules=False,
+                experimental_config=_profiler._ExperimentalConfig(),  # noqa: SLF001
+            )
+        )
         try:
             result = operation(*args)
         finally:
@@ -363,15 +373,6 @@ def _measure_workspace(
     return max(accumulate(sizes)) - sum(sizes)
 
 
-_ALLOCATIONS = _profiler.ProfilerConfig(
-    _profiler.ProfilerState.CPU,
-    report_input_shapes=False,
-    profile_memory=True,
-    with_stack=False,
-    with_flops=False,
-    with_modules=False,
-    experimental_config=_profiler._ExperimentalConfig(),  # noqa: SLF001
-)
 _CPU_WORKSPACE: dict[Any, Callable[..., int]] = {
     operation: partial(_convolution_workspace, operation, num_batched)
     for operation, num_batched in (
