@@ -155,7 +155,10 @@ def unprepared_schedulers(variables: Mapping[str, Any]) -> list[str]:
     return [
         f"the scheduler {name}: {type(value).__name__} that accelerator.prepare() did not get"
         for name, value in variables.items()
-        if isinstance(value, LRScheduler) and id(value) not in prepared and any(_owners(value))
+        # isinstance() would read `__class__`, which an object of the user may compute.
+        if issubclass(type(value), LRScheduler)
+        and id(value) not in prepared
+        and any(_owners(value))
     ]
 
 
