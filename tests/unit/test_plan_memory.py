@@ -327,9 +327,8 @@ def llama(hidden: int, wide: int, blocks: int, words: int, **more: Any) -> dict[
     return model_configs.llama(hidden, wide, blocks, heads, heads, words, **more)
 
 
-def gpt2(hidden: int, words: int) -> dict[str, Any]:
+def gpt2(hidden: int, words: int, *, dropout: float = 0.0) -> dict[str, Any]:
     """A GPT-2 of five blocks, whose head is the embedding."""
-    dropout = 0.1 if hidden == 128 else 0.0
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return model_configs.gpt2(hidden, 5, hidden // 32, words, n_positions=256, **rates)
 
@@ -347,6 +346,34 @@ class Measured:
 
 
 RULES = {
+    # The gradient of the tied head is complete at the end, so nothing is in the bucket yet.
+    "the bucket appears with the first complete gradient": Measured(
+        gpt2(256, 5547, dropout=0.1),
+        setup_of(
+            "zero1",
+            world_size=2,
+            precision="no",
+            zero={"reduce_bucket_size": 2_382_884, "overlap_comm": False},
+        ),
+        4,
+        64,
+        120.03,
+    ),
+    # The tied head is larger than all that is in this bucket.
+    "the norm is taken of one gradient of the bucket": Measured(
+        llama(384, 1152, 2, 2321, num_key_value_heads=3, head_dim=64)
+        | {"model_type": "qwen3", "tie_word_embeddings": True},
+        setup_of(
+            "zero2",
+            world_size=3,
+            offload="cpu",
+            activation_checkpointing=True,
+            zero={"reduce_bucket_size": 1_246_144, "overlap_comm": False},
+        ),
+        3,
+        128,
+        55.57,
+    ),
     # DDP: the head's gradient, the embedding's and their sum, beside all earlier gradients.
     "a tied head's gradient is added to earlier ones": Measured(
         gpt2(192, 8241),
@@ -391,7 +418,7 @@ RULES = {
     ),
     # Rank 1 of 2: what is in the bucket is no gradient of its own any more.
     "the last micro-batch empties stage 1's gradients": Measured(
-        gpt2(128, 1719),
+        gpt2(128, 1719, dropout=0.1),
         setup_of(
             "zero1",
             world_size=2,
@@ -419,7 +446,7 @@ RULES = {
     ),
     # The next gradient of 65536 elements and the head's of 220032 are both outside the bucket.
     "a tied head's gradient waits beside the next one": Measured(
-        gpt2(128, 1719),
+        gpt2(128, 1719, dropout=0.1),
         setup_of("zero2", precision="no", optimizer="sgd", zero={"reduce_bucket_size": 700_000}),
         1,
         32,

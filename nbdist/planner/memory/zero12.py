@@ -141,9 +141,11 @@ class Zero12Timeline(ZeroTimeline):
             return self._bucket | {"gradients": gradients} | self.pending_gradient_parts(step)
         if step.phase != "backward" or not finished:
             return {"gradients": reduced_bytes}
+        # The gradient of a tied head is not complete, so the bucket does not exist yet.
+        bucket = self._bucket if finished > self.tied_head_size else {}
         if not self._reduces_in_backward:
-            return self._bucket | {"gradients": self.element_bytes * finished}
-        return self._bucket | {"gradients": reduced_bytes} | self.pending_gradient_parts(step)
+            return bucket | {"gradients": self.element_bytes * finished}
+        return bucket | {"gradients": reduced_bytes} | self.pending_gradient_parts(step)
 
     @cached_property
     def _retained_gradients(self) -> tuple[RetainedGradients, ...]:
