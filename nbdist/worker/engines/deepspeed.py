@@ -68,10 +68,12 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """Accumulate gradients, and reduce them across ranks if a step follows."""
-        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
-        if getattr(self.engine.optimizer, "_epilogue_ran_this_backward", False):
-            # A second backward() after one forward: stage 3 would replace the gradients.
-            self.engine.optimizer.clear_backward_seen_flag()
+        for engine in {self.engine, *_living_engines()}:  # the loss may be of several models
+            if engine.optimizer is not None:
+                engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+            if getattr(engine.optimizer, "_epilogue_ran_this_backward", False):
+                # A second backward() after one forward: stage 3 would replace the gradients.
+                engine.optimizer.clear_backward_seen_flag()
         config = vars(self.engine).get(_SHOWN)
         _show_zero3(config)
         try:
@@ -103,10 +105,14 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
             return
         if not _has_gradients(self.optimizer):
             return
+        _drop_earlier_offloaded(self.optimizer)
         try:
             self.engine.step()
         finally:
             self.optimizer.clip_grad = self.engine.gradient_clipping()
+            if hasattr(self.optimizer, "grad_partitions_flat_buffer"):
+                # Stage 3 would step again with the gradient of a parameter that is not used next.
+                self.optimizer.grad_partitions_flat_buffer.zero_()
 
 
 def patch_accelerate() -> None:
@@ -143,6 +149,10 @@ def _patch_deepspeed() -> None:
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
 
 
+def _living_engines() -> list[Any]:
+    return [engine for reference in _engines.values() if (engine := reference()) is not None]
+
+
 def _has_gradients(zero: Any) -> bool:
     """Return whether there was a `backward()` since the last `step()` or `zero_grad()`."""
     if (flags := getattr(zero, "fp32_groups_has_gradients", None)) is not None:  # BF16_Optimizer
@@ -164,7 +174,24 @@ def _drop_gradients(zero: Any) -> None:
         zero.grad_partitions_flat_buffer.zero_()
     else:
         zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
-        zero.micro_step_id = -1
+        zero.micro_step_id, zero.ready_for_gradients = -1, False
+
+
+def _drop_earlier_offloaded(zero: Any) -> None:
+    """Zero offloaded gradients of parameters that have none in this step, but had one before."""
+    if getattr(zero, "cpu_offload", False):
+        groups, partitions = zero.params_in_partition, zero.single_partition_of_fp32_groups
+    elif getattr(zero, "offload_optimizer", False):
+        groups, partitions = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+    else:
+        return
+    for parameter in (each for group in groups for each in group):
+        number = zero.get_param_id(parameter)
+        if number in zero.norm_for_param_grads or number not in zero.grad_position:
+            continue
+        index, *_, offset, count = zero.grad_position[number]
+        if (gradient := partitions[index].grad) is not None:  # None if it is on NVMe
+            gradient.view(-1).narrow(0, offset, count).zero_()
 
 
 def _drop_gradients_too(zero_grad: Callable[[Any], None]) -> Callable[..., None]:
@@ -172,6 +199,7 @@ def _drop_gradients_too(zero_grad: Callable[[Any], None]) -> Callable[..., None]
         zero_grad(self)
         if hasattr(self.optimizer, "zero_grad"):
             _drop_gradients(self.optimizer)
+            prepared_models.reset_micro_batches(self)
 
     return drop
 
@@ -202,14 +230,14 @@ def _add_to_offloaded_gradients(copy_gradient: Callable[..., None]) -> Callable[
 
     def adding(self: Any, param: torch.Tensor, group_idx: int | None = None) -> None:
         number = self.get_param_id(param)
-        moved = self.cpu_offload and number in self.norm_for_param_grads
-        if not moved or number in self._offload_accumulated_param_ids:
+        if not self.cpu_offload or number in self._offload_accumulated_param_ids:
             copy_gradient(self, param, group_idx)
             return
-        group, start, offset, count = self.grad_position[number]
-        before = self.single_partition_of_fp32_groups[group].grad.view(-1).narrow(0, offset, count)
-        gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, count)
-        gradient.add_(before.to(gradient))
+        if number in self.norm_for_param_grads:
+            group, start, offset, count = self.grad_position[number]
+            partition = self.single_partition_of_fp32_groups[group].grad.view(-1)
+            gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, start, count)
+            gradient.add_(partition.narrow(0, offset, count).to(gradient))
         micro_step, self.micro_step_id = self.micro_step_id, 0
         try:
             copy_gradient(self, param, group_idx)
@@ -230,8 +258,7 @@ def _return_self(original: Callable[..., object]) -> Callable[..., Any]:
 def _check_clipping(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        engines = filter(None, (reference() for reference in _engines.values()))
-        owned = {id(each) for engine in engines for each in engine.module.parameters()}
+        owned = {id(each) for engine in _living_engines() for each in engine.module.parameters()}
         if any(each.grad is None and id(each) in owned for each in given):
             raise OptionError(
                 "torch.nn.utils.clip_grad_norm_ cannot clip gradients that a DeepSpeed engine"

@@ -472,6 +472,13 @@ def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     return zero_grad
 
 
+def reset_micro_batches(model: nn.Module) -> None:
+    """Reset the micro-batch count of a prepared model whose gradients were dropped."""
+    for prepared in all_models():
+        if unwrap_compiled(prepared.model) is model:
+            prepared.num_pending_micro_batches = 0
+
+
 def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
     return [
         model
