@@ -112,6 +112,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "step() and zero_grad() do nothing",
         "https://github.com/huggingface/accelerate/issues/2951",
     ),
+    "torch.nn.modules.module:Module.zero_grad": LibraryPatch(
+        "does not see what FSDP2 keeps between a forward and its backward, or without a reduction"
+    ),
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
     ),

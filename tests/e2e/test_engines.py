@@ -178,6 +178,7 @@ BY_HAND = """
 for step in range(3):
     backward(100 * loss(step)); optimizer.zero_grad()  # a batch that is dropped
     optimizer.step()  # without gradients
+    backward(100 * loss(step)); later = loss(step + 50); model.zero_grad(); backward(later)
     backward(loss(step + 10) / 2); backward(loss(step + 20) / 2)
     first, second = loss(step + 30), loss(step + 40)
     backward(first); backward(second)
@@ -198,6 +199,7 @@ WEIGHTS = "with nbdist.full_parameters(model) as bare: found = bare.weight.tolis
 @pytest.mark.parametrize(
     ("backend", "offload"),
     [
+        ("fsdp2", "none"),
         ("zero1", "none"),
         ("zero2", "cpu"),
         ("zero3", "none"),
@@ -221,6 +223,40 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
         assert torch.allclose(found, plain["model"].weight, atol=1e-6)
         session.run("backward(loss(50)); model.zero_grad(set_to_none=True); optimizer.step()")
         assert session.run(WEIGHTS + "\nfound").values[0] == found.tolist()
+
+
+BRANCHES = """
+torch.manual_seed(0)
+models = [torch.nn.Linear(6, 4) for _ in "ab"]
+models = [accelerator.prepare(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in models]
+(first, one), (second, other) = models
+moved = []
+for used in ([first, second], [first], [second]):
+    before = [whole(first), whole(second)]
+    for _ in range(2):
+        with accelerator.accumulate(first, second):
+            outputs = torch.cat([model(torch.ones(2, 6)) for model in used])
+            accelerator.backward(outputs.square().mean())
+            for optimizer in (one, other): optimizer.step(); optimizer.zero_grad()
+    moved.append([now != then for now, then in zip([whole(first), whole(second)], before)])
+moved
+"""
+WHOLE = """
+import nbdist
+def whole(model):
+    with nbdist.full_parameters(model) as bare: return bare.weight.tolist()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "offload"),
+    [("zero1", "none"), nightly("zero2", "cpu"), ("zero3", "none"), nightly("zero3", "cpu")],
+)
+def test_a_step_moves_what_its_micro_batches_have_used(backend: str, offload: str) -> None:
+    with Session(nproc=2, backend=backend, offload=offload, accumulate=2) as session:
+        session.run(WHOLE)
+        moved = session.run(BRANCHES).values[0]
+    assert moved == [[True, True], [True, False], [False, True]]
 
 
 @pytest.mark.parametrize("backend", [nightly("ddp"), "zero2"])

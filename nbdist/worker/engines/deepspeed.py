@@ -74,12 +74,18 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
             if getattr(engine.optimizer, "_epilogue_ran_this_backward", False):
                 # A second backward() after one forward: stage 3 would replace the gradients.
                 engine.optimizer.clear_backward_seen_flag()
-        config = vars(self.engine).get(_SHOWN)
-        _show_zero3(config)
+        engine = self._engine_of_loss()
+        _show_zero3(vars(engine).get(_SHOWN))
         try:
-            self.engine.backward(loss, **kwargs)
+            engine.backward(loss, **kwargs)
         finally:
             _show_zero3(None)
+
+    def _engine_of_loss(self) -> Any:
+        """Return this engine or, if its model had no forward since its last step, one that had."""
+        models = [each for each in prepared_models.all_models() if each.has_forward]
+        engines = [engine for each in models if is_deepspeed_engine(engine := each.model)]
+        return engines[-1] if engines and self.engine not in engines else self.engine
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]

@@ -36,7 +36,7 @@ from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -88,6 +88,7 @@ def build_plugin(
     # accelerate 1.15 accepts only its two named policies for FSDP2, and the size-based one would
     # wrap ModuleLists, which torch does not allow.
     patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
+    patch("torch.nn.modules.module:Module.zero_grad", _drop_gradients_too)
     return fsdp_plugin
 
 
@@ -226,6 +227,34 @@ def reset_iteration_state(model: nn.Module) -> None:
             state: Any = module._get_fsdp_state()  # noqa: SLF001 - torch 2.13 has no public name
             if state._is_root:  # noqa: SLF001
                 reset_iteration(module)
+
+
+def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> None:
+    """Drop gradients that FSDP2 keeps where `zero_grad()` does not see them.
+
+    These are gradients of shards between a forward and its backward, when the whole parameters are
+    registered, and those of micro-batches that were not reduced.
+
+    Args:
+        model: a prepared model.
+        shards: ids of the parameters whose gradients are dropped; all if None.
+    """
+    for module in model.modules():
+        group: Any = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
+        for parameter in group.fsdp_params if group else ():
+            if shards is None or id(parameter.sharded_param) in shards:
+                parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+
+
+def _drop_gradients_too(zero_grad: Callable[..., None]) -> Callable[..., None]:
+    def drop(self: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002
+        zero_grad(self, set_to_none)
+        if isinstance(self, FSDPModule):
+            drop_gradients(self)
+
+    return drop
 
 
 def clip_grad_norm(

@@ -459,14 +459,16 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `zero_grad()` of prepared optimizers to reset the micro-batch count."""
+    """Wrap `zero_grad()` of prepared optimizers: all their gradients, and the micro-batch count."""
 
     @functools.wraps(original)
     def zero_grad(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if self.gradient_state.sync_gradients:
+            own = {id(parameter) for parameter in optimizer_parameters(self)}
             for model in _models_of(self):
                 model.num_pending_micro_batches, model.has_forward = 0, False
+                fsdp.drop_gradients(model.model, own)
         return result
 
     return zero_grad
