@@ -167,6 +167,14 @@ def test_zero3_has_two_gradients_of_a_tied_embedding_and_gathers_it_alone() -> N
     assert row.allocated_bytes / 2**20 == pytest.approx(21.26, rel=0.05)
 
 
+def test_blocks_of_a_model_without_checkpointing_of_its_own_are_recomputed() -> None:
+    sizes = {"hidden_sizes": [16, 32], "depths": [1, 2], "num_stages": 2, "image_size": 32}
+    model = transformers.ConvNextForImageClassification(transformers.ConvNextConfig(**sizes))
+    inputs = {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
+    rows = nbdist.plan(model, devices="2x24GB", inputs=inputs, backend="ddp").rows
+    assert {row.options.activation_checkpointing for row in rows if row.cost} == {False, True}
+
+
 def test_a_gradient_of_several_uses_is_summed_in_place() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

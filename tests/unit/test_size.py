@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 69_653,
     "files in nbdist/": 273,
     "functions per 1,000 code lines": 80,
-    "lines in tests/ and benchmarks/": 50_890,
+    "lines in tests/ and benchmarks/": 50_898,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -285,9 +285,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Recompute the blocks in the backward; transformers models have their own method."""
+    """Recompute the blocks in the backward; most transformers models have their own method."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
+    if callable(enable) and getattr(model, "supports_gradient_checkpointing", True):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (

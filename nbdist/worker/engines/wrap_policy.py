@@ -32,13 +32,13 @@ class UnitWrapPolicy:
 def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]) -> bool:
     """Enable activation checkpointing; return whether anything will be recomputed.
 
-    A transformers model supports it itself; in other models, the units are wrapped in torch's
-    checkpoint wrapper.
+    Most transformers models support it themselves; in other models, the units are wrapped in
+    torch's checkpoint wrapper.
     """
     # transformers 5.23 renamed it; models of other libraries have the old name.
     names = ("activation_checkpointing", "gradient_checkpointing")
     name = next((name for name in names if hasattr(model, f"{name}_enable")), None)
-    if name is not None:
+    if name is not None and getattr(model, "supports_gradient_checkpointing", True):
         config: Any = getattr(model, "config", None)
         if getattr(config, "use_cache", False):
             # transformers 5.23 would disable it with a warning at the first forward.
