@@ -74,18 +74,29 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
             if getattr(engine.optimizer, "_epilogue_ran_this_backward", False):
                 # A second backward() after one forward: stage 3 would replace the gradients.
                 engine.optimizer.clear_backward_seen_flag()
-        engine = self._engine_of_loss()
+        engine = self._engine_of_loss(loss)
         _show_zero3(vars(engine).get(_SHOWN))
         try:
             engine.backward(loss, **kwargs)
         finally:
             _show_zero3(None)
 
-    def _engine_of_loss(self) -> Any:
-        """Return this engine or, if its model had no forward since its last step, one that had."""
-        models = [each for each in prepared_models.all_models() if each.has_forward]
-        engines = [engine for each in models if is_deepspeed_engine(engine := each.model)]
-        return engines[-1] if engines and self.engine not in engines else self.engine
+    def _engine_of_loss(self, loss: torch.Tensor) -> Any:
+        """Return an engine with parameters in the graph of a loss, if there are several engines."""
+        engines = _living_engines()
+        if len(engines) < 2:  # noqa: PLR2004
+            return self.engine
+        owners = {id(each): engine for engine in engines for each in engine.module.parameters()}
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (owner := owners.get(id(getattr(node, "variable", None)))) is not None:
+                return owner
+            nodes += [following for following, _ in node.next_functions]
+        return self.engine
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
