@@ -100,7 +100,7 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
 
 
 class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
-    """Accelerate's wrapper of a ZeRO optimizer, whose `step()` and `zero_grad()` do nothing."""
+    """Accelerate's wrapper of a ZeRO optimizer, with a `step()` and a `zero_grad()` that work."""
 
     engine: Any = None
 

@@ -459,7 +459,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `zero_grad()` of prepared optimizers: all their gradients, and the micro-batch count."""
+    """Wrap `zero_grad()` of prepared optimizers: it also resets the micro-batch count."""
 
     @functools.wraps(original)
     def zero_grad(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
