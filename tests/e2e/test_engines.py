@@ -184,6 +184,16 @@ for step in range(3):
     backward(first); backward(second)
     optimizer.step(); optimizer.zero_grad()
 """
+IN_PAIRS = """
+for step in (0, 2):
+    backward((loss(step) + loss(step + 1)) / 2); optimizer.step(); optimizer.zero_grad()
+"""
+ACCUMULATED = """
+accelerator.gradient_accumulation_steps = 2
+for step in range(4):
+    with accelerator.accumulate(model):
+        backward(loss(step)); optimizer.step(); optimizer.zero_grad()
+"""
 LINEAR = """
 def loss(number):
     rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
@@ -199,6 +209,7 @@ WEIGHTS = "with nbdist.full_parameters(model) as bare: found = bare.weight.tolis
 @pytest.mark.parametrize(
     ("backend", "offload"),
     [
+        ("ddp", "none"),
         ("fsdp2", "none"),
         ("zero1", "none"),
         ("zero2", "cpu"),
@@ -214,15 +225,43 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
         "share": slice(None),
         "backward": torch.Tensor.backward,
     }
-    exec(LINEAR + BY_HAND, plain)  # noqa: S102 - on all rows, without ranks
+    exec(LINEAR + BY_HAND + IN_PAIRS, plain)  # noqa: S102 - on all rows, without ranks
     with Session(nproc=2, backend=backend, offload=offload) as session:
         session.run("import nbdist; share = slice(rank, None, 2); backward = accelerator.backward")
         prepare = "model, optimizer = accelerator.prepare(model, optimizer)"
         session.run(LINEAR + prepare + BY_HAND)
+        session.run(ACCUMULATED)
         found = torch.tensor(session.run(WEIGHTS + "\nfound").values[0])
         assert torch.allclose(found, plain["model"].weight, atol=1e-6)
         session.run("backward(loss(50)); model.zero_grad(set_to_none=True); optimizer.step()")
         assert session.run(WEIGHTS + "\nfound").values[0] == found.tolist()
+
+
+def test_ddp_averages_what_a_skipped_micro_batch_leaves_and_names_unused_layers() -> None:
+    skip = ACCUMULATED.replace("backward(loss(step));", "step == 1 or backward(loss(step));")
+    with Session(nproc=2, backend="ddp") as session:
+        session.run("share = slice(rank, None, 2); backward = accelerator.backward")
+        session.run(LINEAR + "model, optimizer = accelerator.prepare(model, optimizer)" + skip)
+        session.run("with accelerator.accumulate(model): backward(loss(5))")  # one of two
+        session.run("optimizer.zero_grad(); backward(loss(6)); optimizer.step()")
+        weights = session.run("model.module.weight.tolist()").values
+        plain: dict[str, Any] = {"torch": torch, "share": slice(None)}
+        exec(LINEAR, plain)  # noqa: S102 - on all rows, without ranks
+        for losses in ("loss(0)", "loss(2) + loss(3)", "loss(6)"):
+            exec(f"optimizer.zero_grad(); (({losses}) / 2).backward(); optimizer.step()", plain)  # noqa: S102
+        for found in weights.values():
+            assert torch.allclose(torch.tensor(found), plain["model"].weight, atol=1e-6)
+        session.switch("fsdp")
+        assert session.run("accelerator.gradient_accumulation_steps").values[0] == 2
+
+        session.switch("ddp")
+        session.run(
+            LINEAR + "model.spare = torch.nn.Linear(6, 4); model = accelerator.prepare(model)"
+        )
+        with pytest.raises(
+            CellError, match=r"does not use spare\.weight, spare\.bias, but ddp waits"
+        ):
+            session.run("backward(loss(0))")
 
 
 BRANCHES = """

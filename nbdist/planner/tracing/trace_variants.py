@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from nbdist.errors import PlanError
 from nbdist.number_formatting import format_count
 from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES
-from nbdist.planner.tracing import batch_size_fit, fake_tensors, fsdp_groups, micro_batch_tracer
+from nbdist.planner.tracing import (
+    batch_size_fit,
+    fake_tensors,
+    fsdp_groups,
+    micro_batch_tracer,
+    wrap_units,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +109,7 @@ def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, A
     modes = list(itertools.product(request.device_kinds, computes))
     for checkpointing in (False, True):
         if checkpointing:
-            checkpoint_activations(run.model, run.blocks)
+            wrap_units.add_activation_checkpointing(run.model, run.blocks)
         for mode in modes:
             name = f"{mode[0]} {mode[1]}{' checkpointing' * checkpointing}"
             if mode not in errors:  # modes that fail without checkpointing also fail with it
@@ -282,20 +288,6 @@ def loss_of(outputs: Any) -> torch.Tensor:
             " tensor that depends on its parameters."
         )
     return torch.stack(means).sum() if len(means) > 1 else means[0]
-
-
-def checkpoint_activations(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Recompute the blocks in the backward; most transformers models have their own method."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable) and getattr(model, "supports_gradient_checkpointing", True):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-    )
-
-    block_ids = frozenset(map(id, blocks))
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in block_ids)
 
 
 def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> dict[str, Any]:

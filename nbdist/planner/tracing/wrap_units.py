@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -147,3 +147,29 @@ def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
         inner = (child for child in module.modules() if child is not module)
         if module is not model and large(module) and not any(map(large, inner)):
             yield module
+
+
+def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]) -> bool:
+    """Enable activation checkpointing; return whether anything will be recomputed.
+
+    Most transformers models support it themselves; in other models, the units are wrapped in
+    torch's checkpoint wrapper.
+    """
+    # transformers 5.23 renamed it; models of other libraries have the old name.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    name = next((name for name in names if hasattr(model, f"{name}_enable")), None)
+    if name is not None and getattr(model, "supports_gradient_checkpointing", True):
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "use_cache", False):
+            # transformers 5.23 would disable it with a warning at the first forward.
+            config.use_cache = False
+        enable = getattr(model, f"{name}_enable")
+        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
+        return True
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    ids = frozenset(map(id, chosen))
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in ids)
+    return bool(ids)

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
+from nbdist.planner.tracing import wrap_units
 from nbdist.state import optimizer_recipes
 from nbdist.worker import process_group
 from nbdist.worker.engines import cpu_patches, deepspeed, fsdp, sharded_load, wrap_policy
@@ -295,12 +296,16 @@ def rebuild_in_place(accelerator: Accelerator) -> None:
     attributes.clear()
     if (built := before.get("_built")) is not None:
         accelerator._built = built  # noqa: SLF001
+    steps = GradientState().num_steps
     try:
         Accelerator.__init__(accelerator, **before["_nbdist_arguments"])
     except BaseException:
         attributes.clear()
         attributes.update(before)
         raise
+    is_same = before["_nbdist_session"].options.accumulate == current_config().options.accumulate
+    if is_same and "gradient_accumulation_plugin" not in before["_nbdist_arguments"]:
+        accelerator.gradient_accumulation_steps = steps  # a cell may have set it
     attributes.update({name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before})
 
 
@@ -340,11 +345,14 @@ def restore_shared_states() -> None:
     """Restore the shared state that a cell has reset, which accelerators of other cells use.
 
     Called after each cell, so that within a cell accelerate's `_reset_state()`, which
-    TrainingArguments of transformers 5.23 also calls, behaves as in a script.
+    TrainingArguments of transformers 5.23 also calls, behaves as in a script. A cell that ends
+    within `accumulate()` leaves a state in which `optimizer.step()` does nothing.
     """
     for cls, state in _shared_states.items():
         if not cls._shared_state:  # type: ignore[attr-defined]
             cls._shared_state.update(state)  # type: ignore[attr-defined]
+    if GradientState._shared_state:  # noqa: SLF001
+        GradientState().sync_gradients = True
 
 
 def _session_arguments(session: EngineConfig, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -439,7 +447,7 @@ def _prepare_with_engine(
         config = options.fsdp_config or {}
         for model in new:
             wrap_policy.check_weight_types(model)
-            if options.activation_checkpointing and not wrap_policy.add_activation_checkpointing(
+            if options.activation_checkpointing and not wrap_units.add_activation_checkpointing(
                 model, fsdp.find_units(model, config)
             ):
                 raise OptionError(
@@ -536,4 +544,7 @@ def _clip_grad_norm(
         return deepspeed.clip_grad_norm(self, max_norm, norm_type)
     if self.distributed_type == DistributedType.FSDP:
         return fsdp.clip_grad_norm(self, parameters, max_norm, norm_type)
+    if self.sync_gradients:
+        own = [each for each in prepared_models.all_models() if each.accelerator() is self]
+        prepared_models.average_gradients(own)
     return _original_clip(self, parameters, max_norm, norm_type)

@@ -20,6 +20,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
 
 # accelerate 1.15 exports them from accelerate.utils only if DeepSpeed is installed
@@ -59,6 +60,9 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakK
 _SHOWN = "_nbdist_shown"
 """Attribute of a ZeRO-3 engine with the config that transformers' global refers to in a pass."""
 
+_FIRST_CONFIG = "_nbdist_config"
+"""Attribute of an Accelerator with its DeepSpeed config as it was before the first `prepare()`."""
+
 CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
 
@@ -75,6 +79,10 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
                 # A second backward() after one forward: stage 3 would replace the gradients.
                 engine.optimizer.clear_backward_seen_flag()
         engine = self._engine_of_loss(loss)
+        if kwargs.get("scale_wrt_gas", True):  # a Trainer has divided the loss itself
+            # DeepSpeed divides by the number in its config, which a cell cannot change.
+            kwargs["scale_wrt_gas"] = False
+            loss = loss / GradientState().num_steps
         _show_zero3(vars(engine).get(_SHOWN))
         try:
             engine.backward(loss, **kwargs)
@@ -120,7 +128,7 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
             )
         if self.engine is None or not self.gradient_state.sync_gradients:
             return
-        if not _has_gradients(self.optimizer):
+        if not _has_gradients(self.optimizer) or not _are_reduced(self.optimizer):
             return
         _drop_earlier_offloaded(self.optimizer)
         try:
@@ -177,6 +185,13 @@ def _has_gradients(zero: Any) -> bool:
     if hasattr(zero, "grad_partitions_flat_buffer"):  # stage 3 counts in the next forward
         return bool(zero.micro_step_id > 0 or zero._epilogue_ran_this_backward)  # noqa: SLF001
     return bool(getattr(zero, "micro_step_id", 0) >= 0)  # unknown in stage 0
+
+
+def _are_reduced(zero: Any) -> bool:
+    """Return whether the last micro-batch had a `backward()`, which reduces those of all."""
+    if getattr(zero, "cpu_offload", True) or hasattr(zero, "grad_partitions_flat_buffer"):
+        return True
+    return any(gradients is not None for gradients in zero.averaged_gradients.values())
 
 
 def _drop_gradients(zero: Any) -> None:
@@ -469,14 +484,12 @@ def prepare(
     if model is None:
         # A Trainer's second train() passes only its prepared optimizer.
         model = getattr(optimizer, "engine", None)
+    used = accelerator.state.deepspeed_plugin
+    if options is not None:
+        _match_accumulation(accelerator, used.deepspeed_config)
     if find_engine(model) is not None:
         return _prepare_for_engine(accelerator, original, args, model, optimizer)
-    used = accelerator.state.deepspeed_plugin
     _check_supported(used.zero_stage, model, optimizer)
-    steps = used.deepspeed_config["gradient_accumulation_steps"]
-    if isinstance(steps, int) and options is not None:
-        # A Trainer counts by itself and keeps 1 here; accelerate 1.15 would warn and then do this.
-        accelerator.gradient_accumulation_steps = steps
     if model is None:
         # accelerate 1.15 returns schedulers without a model as they are: with N ranks they would
         # be N times too slow.
@@ -508,6 +521,19 @@ def prepare(
     if optimizer is None and before is not None:
         accelerator.deepspeed_engine_wrapped = before
     return result
+
+
+def _match_accumulation(accelerator: Accelerator, config: dict[str, Any]) -> None:
+    """Give the Accelerator and DeepSpeed's config one number of accumulation steps.
+
+    accelerate 1.15 would warn and take the config's, which is that of the first `prepare()`.
+    """
+    key = "gradient_accumulation_steps"
+    first = accelerator.__dict__.setdefault(_FIRST_CONFIG, copy.deepcopy(config))
+    if first[key] == "auto":
+        config[key] = accelerator.gradient_accumulation_steps
+    else:  # of the user's file, or of a Trainer, which counts by itself and keeps 1 here
+        accelerator.gradient_accumulation_steps = first[key]
 
 
 @contextlib.contextmanager
@@ -609,7 +635,7 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
         raise OptionError(f"norm_type must be 2 under DeepSpeed, got {norm_type}.")
     engine = accelerator.deepspeed_engine_wrapped.engine
     zero = engine.optimizer
-    if not accelerator.sync_gradients:
+    if not accelerator.sync_gradients or not _are_reduced(zero):
         return torch.as_tensor(engine.get_global_grad_norm() or 0.0)
     if math.isfinite(max_norm):
         zero.clip_grad = float(max_norm)
@@ -631,12 +657,12 @@ def _fill_auto_values(
     if ds_plugin.is_auto("gradient_clipping"):
         # accelerate 1.15 would set 1.0, while the other engines do not clip.
         config["gradient_clipping"] = 0.0
-    fresh = accelerator.__dict__.setdefault("_nbdist_config", copy.deepcopy(config))
+    first = vars(accelerator)[_FIRST_CONFIG]
     is_set = ds_plugin.is_auto("train_batch_size") is False
     if "train_micro_batch_size_per_gpu" in config and is_set:
         # A second model: reset the values that were set for the first one.
         for key in ("train_micro_batch_size_per_gpu", "train_batch_size"):
-            config[key] = copy.deepcopy(fresh.get(key))
+            config[key] = first.get(key)
     # Accelerate reads the batch size from a loader, if it has one.
     has_batch_size = any(
         isinstance(arg, DataLoader) and isinstance(arg.batch_size, int) for arg in args

@@ -1,8 +1,4 @@
-"""Applies FSDP wrapping and activation checkpointing to a model's units.
-
-`planner.tracing.wrap_units` determines which modules are units. DeepSpeed partitions parameters
-itself and uses units only for activation checkpointing.
-"""
+"""Wraps and compiles the units of a model, which `planner.tracing.wrap_units` determines."""
 
 from __future__ import annotations
 
@@ -27,32 +23,6 @@ class UnitWrapPolicy:
     def __call__(self, module: nn.Module, recurse: bool = False, **_: Any) -> bool:  # noqa: FBT001, FBT002
         """Return True for a unit; for FSDP1's question whether to recurse always True."""
         return recurse or id(module) in self._chosen
-
-
-def add_activation_checkpointing(model: nn.Module, chosen: Collection[nn.Module]) -> bool:
-    """Enable activation checkpointing; return whether anything will be recomputed.
-
-    Most transformers models support it themselves; in other models, the units are wrapped in
-    torch's checkpoint wrapper.
-    """
-    # transformers 5.23 renamed it; models of other libraries have the old name.
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    name = next((name for name in names if hasattr(model, f"{name}_enable")), None)
-    if name is not None and getattr(model, "supports_gradient_checkpointing", True):
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "use_cache", False):
-            # transformers 5.23 would disable it with a warning at the first forward.
-            config.use_cache = False
-        enable = getattr(model, f"{name}_enable")
-        enable(**{f"{name}_kwargs": {"use_reentrant": False}})
-        return True
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        apply_activation_checkpointing,
-    )
-
-    ids = frozenset(map(id, chosen))
-    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in ids)
-    return bool(ids)
 
 
 def compile_units(model: nn.Module, chosen: Collection[nn.Module]) -> None:

@@ -32,11 +32,12 @@ from nbdist.state.layouts.base import (
 from nbdist.state.optimizer_state_dict import optimizer_parameters
 from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
+from nbdist.worker.engines.ddp import LocalGradients
 from nbdist.worker.memory import memory_probe, tensor_categories
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
@@ -86,6 +87,8 @@ class PreparedModel:
     """There was a forward with gradients since the last optimizer step."""
     frozen: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     """Parameters that an engine does not train if they are unfrozen after `prepare()`."""
+    local_gradients: LocalGradients | None = None
+    """Of a DDP model."""
     has_evaluated: bool = False
     """There was a forward, which may leave parameters gathered, after the last backward."""
 
@@ -392,9 +395,11 @@ def hook_forward(prepared: PreparedModel) -> None:
     inner = model.module if gathers and is_deepspeed_engine(model) else None
     if isinstance(inner, nn.Module):  # as accelerator.unwrap_model() returns it
         inner.register_forward_pre_hook(require_all_ranks, prepend=True)
-    if isinstance(model, DistributedDataParallel) and hasattr(model.module, "generate"):
-        # The wrappers of the other engines pass on the attributes of the model.
-        vars(prepared.model)["generate"] = model.module.generate
+    if isinstance(model, DistributedDataParallel):
+        prepared.local_gradients = LocalGradients(model, prepared.model)
+        if hasattr(model.module, "generate"):
+            # The wrappers of the other engines pass on the attributes of the model.
+            vars(prepared.model)["generate"] = model.module.generate
 
 
 def clear() -> None:
@@ -421,6 +426,8 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         for model in models:
             model.interrupted_pass, model.has_evaluated = "", False
             model.num_pending_micro_batches += 1
+            if model.local_gradients is not None:
+                model.local_gradients.check_used()
         return result
 
     return backward
@@ -446,6 +453,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 # step would be used in the next forward as they were before the step.
                 layouts.layout_for(model.model)
                 model.has_evaluated = False
+        average_gradients(_models_of(self))
         with optimizer_step_gate.step(self):
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
@@ -456,6 +464,13 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return step
+
+
+def average_gradients(models: Iterable[PreparedModel]) -> None:
+    """Average the gradients that DDP has not averaged."""
+    for model in models:
+        if model.local_gradients is not None:
+            model.local_gradients.average()
 
 
 def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
