@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from IPython.core import completer
@@ -266,6 +267,24 @@ def split_line(line: str, command: str) -> list[str]:
         return shlex.split(line)
     except ValueError as error:
         raise UsageError(f"%nbdist {command} {line}: {error}.") from None
+
+
+def parse_words(parser: MagicArgumentParser, words: list[str], magic: str) -> argparse.Namespace:
+    """Parse the words of a line.
+
+    Raises:
+        UsageError: the magic has no such option, which is probably misspelled.
+    """
+    options, unknown = parser.parse_known_args(words)
+    if not unknown:
+        return options
+    if not unknown[0].startswith("-"):
+        raise UsageError(f"{magic} does not take {' '.join(unknown)!r}.")
+    flag = unknown[0].partition("=")[0]
+    close_flags = get_close_matches(flag, option_flags(parser), n=1)
+    listing = f"{magic}?" if magic.startswith("%%") else f"{magic} -h"
+    advice = f"Did you mean {close_flags[0]}?" if close_flags else f"{listing} lists its options."
+    raise UsageError(f"{magic} has no option {flag}. {advice}")
 
 
 def option_flags(parser: argparse.ArgumentParser, *, valued: bool = False) -> list[str]:

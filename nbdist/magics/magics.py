@@ -21,9 +21,10 @@ from IPython.core.magic import (
     needs_local_scope,
     no_var_expand,
 )
-from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.core.magics.execution import ExecutionMagics
 from IPython.display import display
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]
 from traitlets import Bool, Bunch, Enum, Int, TraitError, Unicode, validate
 
 from nbdist import rank_python, strategies
@@ -331,7 +332,8 @@ class NbDist(Magics):
             chosen.run(self, rest.strip())
             return
         parser = chosen.parser()
-        options = parser.parse_args(arguments.split_line(rest.strip(), name))
+        words = arguments.split_line(rest.strip(), name)
+        options = arguments.parse_words(parser, words, f"%nbdist {name}")
         if options.help or (chosen.required and not getattr(options, chosen.required)):
             print(parser.format_help())
         else:
@@ -621,12 +623,10 @@ def parse_distribute_line(line: str) -> argparse.Namespace:
         UsageError: an unknown option, or a quote that is not closed.
     """
     try:
-        options: argparse.Namespace = parse_argstring(
-            NbDist.distribute, arguments.without_comment(line)
-        )
+        words = arg_split(arguments.without_comment(line))
     except ValueError as error:
         raise UsageError(f"%%distribute {line}: {error}.") from None
-    return options
+    return arguments.parse_words(NbDist.distribute.parser, words, "%%distribute")
 
 
 def transform_distribute_comment(lines: list[str]) -> list[str]:

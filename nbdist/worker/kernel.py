@@ -296,7 +296,7 @@ class RankKernel(IPythonKernel):
             optimizer_step_gate.end_cell()
             process_group.set_cell_ranks(None)
             accelerator_patch.restore_shared_states()
-            memory_probe.on_cell_end()
+            memory_probe.stop_tracking()
             if optimizer_step_gate.listener is not None:
                 optimizer_step_gate.listener.on_cell_end()
         self.operation_context.reporter.flush(FLUSH_S)

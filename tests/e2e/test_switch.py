@@ -9,7 +9,7 @@ import pytest
 
 from nbdist import CellError, OptionError, Session, SwitchError
 from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
-from tests.nightly import with_core
+from tests.nightly import nightly, with_core
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,6 +208,36 @@ def test_a_trainer_switches_between_two_calls_of_train(trained: Session) -> None
         wrapped, steps, losses = one(trained, "again()")
         assert (wrapped, steps) == (WRAPPED[backend], {3.0 * (number + 1)})
         assert apart(losses, expected[number][2]) <= 1e-6
+
+
+@pytest.mark.parametrize("backend", ["zero2", "fsdp2", nightly("zero3")])
+def test_a_trainer_that_was_created_before_a_switch_trains(trained: Session, backend: str) -> None:
+    trained.switch("ddp")
+    trained.run(TRAINER)
+    _, _, expected = one(trained, "again()")
+    trained.switch("ddp")
+    trained.run(TRAINER)
+    trained.switch(backend)
+    wrapped, _, losses = one(trained, "again()")
+    assert wrapped == WRAPPED[backend]
+    assert apart(losses, expected) <= 1e-6
+
+
+def test_two_short_trainings_in_a_cell_switch(trained: Session) -> None:
+    """Of the first model, only the start of the measured step is in the cell."""
+    trained.switch("ddp")
+    trained.run("""
+        def short():
+            model = torch.nn.Linear(4, 4)
+            model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+            for _ in range(2):
+                accelerator.backward(model(torch.ones(1, 4)).sum()); sgd.step(); sgd.zero_grad()
+            return model, sgd
+
+        first, second = short(), short()
+    """)
+    trained.switch("fsdp2")
+    trained.run("del first, second")
 
 
 WATCHED = textwrap.dedent(

@@ -86,6 +86,11 @@ def test_a_line_may_end_with_a_comment() -> None:
     assert arguments.without_comment("load s3://bucket/a#b") == "load s3://bucket/a#b"
 
 
+def test_a_misspelled_option_names_the_close_one() -> None:
+    with pytest.raises(UsageError, match=r"no option --backnd\. Did you mean --backend\?"):
+        magics.parse_distribute_line("--backnd=fsdp")
+
+
 def test_what_needs_new_ranks_cannot_be_switched() -> None:
     with pytest.raises(UsageError, match="--auto"):
         arguments.switch_parser().parse_args(["--auto"])

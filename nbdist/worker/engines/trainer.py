@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import OptionError
+from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.strategies import STRATEGIES
 from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
@@ -234,10 +235,12 @@ def find_trainers(names: Mapping[str, Any]) -> list[Any]:
 
 
 def update_trainer_engine(trainer: Any) -> None:
-    """Update a Trainer's attributes after its model's engine has changed.
+    """Update a Trainer's attributes after the engine has changed.
 
     Its `model` is the user's model, but under FSDP the wrapped one (transformers 5.23).
     """
+    from transformers.integrations.deepspeed import propagate_args_to_deepspeed
+
     state = trainer.accelerator.state
     trainer.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
     trainer.is_fsdp_enabled = getattr(state, "fsdp_plugin", None) is not None
@@ -245,7 +248,10 @@ def update_trainer_engine(trainer: Any) -> None:
     if isinstance(wrapped, nn.Module):
         bare = trainer.accelerator.unwrap_model(wrapped)
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
-        trainer.deepspeed = wrapped if trainer.is_deepspeed_enabled else None
+        trainer.deepspeed = wrapped if is_deepspeed_engine(wrapped) else None
+    if trainer.is_deepspeed_enabled and trainer.deepspeed is None:  # train() creates the engine
+        propagate_args_to_deepspeed(trainer.accelerator, trainer.args)
+        deepspeed.reset_zero3_globals(state.deepspeed_plugin)
 
 
 # -- logged values

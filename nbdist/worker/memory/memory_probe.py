@@ -149,6 +149,7 @@ def reset_for_prepare(
     """
     if not models:
         return
+    stop_tracking()
     current_probe.probe = MemoryProbe(
         meta_model=meta_model, rss_before_bytes=psutil.Process().memory_info().rss
     )
@@ -203,8 +204,8 @@ def start_probe(accelerator: Accelerator, result: object, options: Options | Non
             probe.optimizer_description = probe.optimizer_description or describe_optimizer(inner)
 
 
-def on_cell_end() -> None:
-    """Stop tracking at the end of a cell; an incomplete step is measured again later."""
+def stop_tracking() -> None:
+    """Stop tracking, as at the end of a cell; an incomplete step is measured again later."""
     if current_probe.probe is not None and current_probe.probe.has_begun:
         _stop(current_probe.probe)
 
