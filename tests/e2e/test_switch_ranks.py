@@ -211,6 +211,21 @@ BOMB = textwrap.dedent(
 
 
 @pytest.mark.nightly
+def test_a_model_that_only_a_trainer_holds_is_not_lost(trained: Session, tmp_path: Path) -> None:
+    trained.switch("ddp", nproc=2)
+    trained.run(f"""
+        from tests.trainers import make
+        coach = make({str(tmp_path)!r}, gpt2(), max_steps=1, disable_tqdm=True)
+        coach.train()
+    """)
+    with pytest.raises(SwitchError, match=r"Trainer coach.* Run `model = coach\.model` in a cell"):
+        trained.switch("ddp", nproc=1)
+    trained.run("model = coach.model; mean = sum(p.mean() for p in model.parameters()).item()")
+    trained.switch("ddp", nproc=1)
+    assert one(trained, "sum(p.mean() for p in model.parameters()).item() == mean")
+    trained.run("del model")
+
+
 def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) -> None:
     build(trained)
     expected = one(trained, "train(6)")

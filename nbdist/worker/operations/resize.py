@@ -44,7 +44,7 @@ from nbdist.rank_sets import describe_ranks
 from nbdist.state import collectives, optimizer_recipes, reshard, shard_io, tensor_digest
 from nbdist.state.shards import Shard, total_bytes
 from nbdist.strategies import Options
-from nbdist.worker.engines import accelerator_patch, wrap_policy
+from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations import namespace_pickle, save, switch
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
@@ -120,6 +120,7 @@ class _ResizeSave:
         generators = rng_state.get_rng_state()
         try:
             with self._phase(CHECKING_PHASE):
+                self._check_trainers()
                 self.report.notes += switch.check_models(
                     Options.from_json(self._request.options),
                     self._request.world_size,
@@ -146,6 +147,19 @@ class _ResizeSave:
         self.report.sent_bytes = own_bytes
         self._report_not_carried()
         return self.report
+
+    def _check_trainers(self) -> None:
+        """Raise SwitchError if the model of a Trainer, which stays behind, is in no variable."""
+        variables = self._variables()
+        held = prepared_models.models_in(variables)
+        for name, value in variables.items():
+            for found in trainer.find_trainers({name: value}):
+                reference = prepared_models.find_model(found.model)
+                if reference is not None and reference.prepared not in held:
+                    raise SwitchError(
+                        f"New ranks cannot get the Trainer {name}, and no variable holds its model."
+                        f" Run `model = {name}.model` in a cell, then switch again."
+                    )
 
     def _pickle(self, generators: rng_state.RngState) -> namespace_pickle.PickledNamespace:
         """Pickle this rank's state except model shards; record variables that cannot be pickled."""
