@@ -170,6 +170,10 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "CPU ranks: bf16=True is refused without use_cpu=True; deepspeed= builds a plugin and"
         " makes from_pretrained() partition parameters before the session's backend is compared",
     ),
+    "transformers.trainer:Trainer.train": LibraryPatch(
+        "a resume from a checkpoint of another engine continues without the optimizer's state, or"
+        " fails with an internal error",
+    ),
     "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
         "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError; FSDP1 and"
         " ZeRO-3: a later train() has no optimizer",

@@ -80,6 +80,11 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     assert value(ranks, RESUMED) == pytest.approx(value(ranks, "logged(whole)"), abs=1e-6)
     folders = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert folders == {"checkpoint-6", "checkpoint-8"}
+    backend = ranks.backend
+    ranks.switch("ddp" if backend != "ddp" else "zero2")
+    with pytest.raises(CellError, match=rf"was saved under {backend[:4]}.*, but the session uses"):
+        ranks.run(RESUMED)
+    ranks.switch(backend)
 
 
 BEST = """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import numbers
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
@@ -58,6 +59,7 @@ def install(reporter: Reporter) -> None:
 
 def _patch_trainer(reporter: Reporter) -> None:
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
+    patch(f"{MODULE}:Trainer.train", _check_checkpoint)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
     patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
@@ -88,6 +90,42 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
             deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
 
     return create_accelerator_and_postprocess
+
+
+_STATE_FILES = {
+    ("zero3",): "global_step*/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    ("zero1", "zero2"): "global_step*/mp_rank_00_model_states.pt",
+    ("fsdp2", "fsdp1"): "optimizer_0",
+    ("ddp",): "optimizer.pt",
+}
+"""Backends -> file of a Trainer's checkpoint with state that only they can read."""
+
+
+def _check_checkpoint(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse to resume from a checkpoint of another backend.
+
+    transformers 5.23 would continue with a new optimizer, or fail with an internal error.
+    """
+
+    def checked(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir)
+        backend = accelerator_patch.current_config().options.strategy.name
+        for backends, pattern in _STATE_FILES.items() if path else ():
+            is_own_engine = accelerator_patch.has_user_plugin(self.accelerator)
+            if backend in backends or is_own_engine or not any(Path(path).glob(pattern)):
+                continue
+            raise OptionError(
+                f"{path} was saved under {' or '.join(backends)}, but the session uses {backend}."
+                f" Use `%nbdist switch {backends[0]}` before this cell; a checkpoint of"
+                " `%nbdist save` works under every backend."
+            )
+        return train(self, resume_from_checkpoint, *args, **kwargs)
+
+    return checked
 
 
 def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
