@@ -9,6 +9,7 @@ the engine unchanged.
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import OptionError
@@ -197,7 +198,11 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def _refuse_unsupported(content: Mapping[str, Any], zero: Mapping[str, Any]) -> None:
-    """Raise for settings whose training state nbdist can neither plan nor move."""
+    """Raise for misspelled settings, and for those that nbdist can neither plan nor move."""
+    for key in content:  # deepspeed 0.19.8 ignores unknown ones
+        close_keys = get_close_matches(str(key), DEEPSPEED_TYPES, n=1, cutoff=0.85)
+        if close_keys and key not in DEEPSPEED_TYPES:
+            raise OptionError(f"DeepSpeed has no setting {key}. Did you mean {close_keys[0]}?")
     found = [(key, "Remove it") for key in sorted(_SECTIONS_REFUSED & content.keys())]
     found += [
         (f"zero_optimization.{key}", action)

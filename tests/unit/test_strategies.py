@@ -386,6 +386,11 @@ def test_settings_that_change_the_training_state_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
+def test_a_misspelled_section_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"no setting zero_optimisation\. Did you mean zero_opt"):
+        checked(backend="zero2", deepspeed_config={"zero_optimisation": {"stage": 2}})
+
+
 def test_settings_of_zeropp_that_are_off_are_accepted() -> None:
     zero = {"zero_hpz_partition_size": 1, "zero_quantized_weights": False}
     assert checked(backend="zero3", deepspeed_config={"zero_optimization": zero})
