@@ -271,7 +271,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
     self._nbdist_clipped = False
-    release_models.accelerators[id(self)] = self
+    release_models.add_accelerator(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:

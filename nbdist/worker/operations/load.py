@@ -204,7 +204,7 @@ class _CheckpointLoad:
         if not trained:
             raise CheckpointError(
                 "No model is prepared to load into. Run the cell with accelerator.prepare(model,"
-                " optimizer, ...) first, with any backend."
+                " optimizer, ...) first, with any backend. A Trainer prepares its model in train()."
             )
         for prepared in trained:
             save.check_savable(prepared, optimizers=not self._weights_only)

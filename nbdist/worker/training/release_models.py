@@ -2,8 +2,8 @@
 
 In a notebook, the cell that prepares a model is often run again. Accelerate 1.15 keeps references
 to every prepared model, optimizer, scheduler and loader, and DeepSpeed 0.19 to every engine, so a
-GPU would be full after a few runs. `worker.engines.accelerator_patch` adds each Accelerator to
-``accelerators`` and calls ``release_unused_models`` before a new model is prepared.
+GPU would be full after a few runs. `worker.engines.accelerator_patch` adds each Accelerator and
+calls ``release_unused_models`` before a new model is prepared.
 
 Only references of the libraries are dropped. A variable with an output or a loss keeps the
 parameters of its model alive, as in any PyTorch program, until it is bound to another value.
@@ -37,6 +37,17 @@ def engine_registries() -> list[list[Any]]:
     """Return DeepSpeed's global lists, which hold modules of engines."""
     offload: Any = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     return [] if offload is None else [offload.FWD_MODULE_STACK]
+
+
+def add_accelerator(accelerator: Accelerator) -> None:
+    """Add an Accelerator; what it has prepared may be in reference cycles after it is gone."""
+    accelerators[id(accelerator)] = accelerator
+    weakref.finalize(accelerator, _repeat_cleanup).atexit = False
+
+
+def _repeat_cleanup() -> None:
+    global _is_pending  # noqa: PLW0603 - of this rank
+    _is_pending = True
 
 
 def release_remaining() -> None:

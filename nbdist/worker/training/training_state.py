@@ -243,7 +243,9 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
         CheckpointError: there is none, or there are several and no name is given.
     """
     if name is not None:
-        reference = prepared_models.find_model(names.get(name))
+        value = names.get(name)
+        held = getattr(value, "__dict__", {}).get("model")  # by a Trainer
+        reference = prepared_models.find_model(value) or prepared_models.find_model(held)
         if reference is None or reference.prefix:
             raise CheckpointError(
                 f"{name!r} is not a prepared model on the ranks. Use a variable that holds what"
@@ -255,7 +257,7 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
         release_models.release_unused_models()  # some may no longer be in use; takes 0.3 s
         models = prepared_models.all_models()
     if len(models) > 1:
-        models = prepared_models.models_in(names)
+        models = prepared_models.models_in(names) or models
     if not models:
         raise CheckpointError(
             "No model is prepared on the ranks. Run a cell with accelerator.prepare(model)."
@@ -263,6 +265,6 @@ def select_model(name: str | None, names: Mapping[str, Any]) -> PreparedModel:
     if len(models) > 1:
         raise CheckpointError(
             f"{len(models)} models are prepared. Choose one with --model NAME, the variable that"
-            " holds it."
+            " holds it or its Trainer."
         )
     return models[0]
