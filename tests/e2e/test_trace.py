@@ -121,7 +121,23 @@ class ByValue(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return y[y > 0]
+        return y[: int(y.sum())]
+
+
+class BySelection(nn.Linear):
+    """A module that selects by values, after a check of them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.isnan().any():
+            raise ValueError("NaN")
+        return y[y > 0] + y.masked_select(y > 0) + y.flatten()[(y > 0).nonzero().sum(1)]
+
+
+def test_conditions_on_values_are_false_and_selections_whole() -> None:
+    found = modules.trace_in_child(BySelection(4, 4), batch_size=2, inputs=torch.zeros(2, 4))
+    assert found["notes"][0].startswith("The model reads values of tensors")
+    assert found["passes"]["cpu full"]["groups"][0]["saved"][0] > 0
 
 
 @pytest.mark.parametrize(

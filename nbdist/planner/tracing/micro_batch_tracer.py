@@ -1,7 +1,8 @@
 """Records the bytes that one micro-batch of a fake module holds at every moment.
 
 Forward, loss and backward run on fake tensors under a `MemoryTracker`; nothing is computed and no
-memory is allocated, except for small convolutions on a CPU. Hooks at the groups split the time: a
+memory is allocated, except for small convolutions on a CPU. A condition on tensor values is false,
+and a selection by values selects all. Hooks at the groups split the time: a
 group's forward lasts until the next group begins, its backward from the gradient of its output to
 that of its input. Everything before the first group belongs to the root. A group saves what its
 part of the forward has allocated and still holds when the forward ends.
@@ -75,6 +76,8 @@ class MicroBatchMemoryTrace(NamedTuple):
     """Bytes of the model's output."""
     gradients: dict[int, list[MemoryTracePoint]]
     """Moments at which a gradient of a group is complete, by group index."""
+    depends_on_values: bool
+    """The model has read values of tensors, which fake tensors do not have."""
 
 
 def record_micro_batch(
@@ -114,7 +117,52 @@ def record_micro_batch(
         passing,
         sum(_sizes(outputs).values()),
         trace.gradients,
+        trace.depends_on_values,
     )
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
+def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
+
+
+def _ctc_loss(
+    log_probabilities: torch.Tensor, targets: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length, samples, _classes = log_probabilities.shape
+    states = 2 * (targets.shape[-1] if targets.dim() > 1 else targets.numel()) + 1
+    sizes = (samples, length, states)
+    return log_probabilities.new_empty(samples), log_probabilities.new_empty(sizes)
+
+
+_aten = torch.ops.aten
+_LARGEST_RESULTS: dict[Any, Callable[..., Any]] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten._ctc_loss.Tensor: _ctc_loss,  # noqa: SLF001
+    _aten._ctc_loss_backward.Tensor: lambda _, values, *_rest: torch.empty_like(values),  # noqa: SLF001
+}
+"""Operations whose result's size depends on values -> its largest result."""
+_INDEXING = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return indices in which masks are replaced by the positions that they select."""
+    positions: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            positions += _nonzero(index).unbind(1)
+        else:
+            positions.append(index)
+    return positions
 
 
 class _RecordingTracker(MemoryTracker):
@@ -127,6 +175,7 @@ class _RecordingTracker(MemoryTracker):
         self.marks: list[GroupBoundary] = []
         self.gradients: dict[int, list[MemoryTracePoint]] = {}
         self.in_forward = True
+        self.depends_on_values = False
         self.flops = 0.0
         self._formulas = _table()
         self._at = _part_of_forward(0)
@@ -189,6 +238,17 @@ class _RecordingTracker(MemoryTracker):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Count an operation's bytes and floating point operations."""
+        if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:  # noqa: SLF001
+            self.depends_on_values = True
+            return False
+        if func in _LARGEST_RESULTS:
+            self.depends_on_values = True
+            result = _LARGEST_RESULTS[func](*args)
+            for tensor in tree_leaves(result):
+                self._track_storage(tensor.untyped_storage())
+            return result
+        if func in _INDEXING:
+            args = (args[0], _without_masks(args[1]), *args[2:])
         replaced = None
         if func is torch.ops.aten.add.Tensor and not self.in_forward:
             replaced = self._only_use(args[0])

@@ -84,9 +84,8 @@ def trace_in_child(
         if any(fused_loss.find_loss(each) == "trl" for each in target.modules()):
             sample.batch[1]["fused_lm_head"] = True  # as TRL's trainers call the model
         options = trace_variants.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
-        return trace_variants.trace_module_fields(target, sample.batch, options, say) | {
-            "notes": list(sample.notes)
-        }
+        traced = trace_variants.trace_module_fields(target, sample.batch, options, say)
+        return traced | {"notes": [*sample.notes, *traced.get("notes", ())]}
 
     fields = call_in_fork(lambda say: work(say, copied=False), progress)
     if _NO_BACKWARD in str(fields.get("error")):

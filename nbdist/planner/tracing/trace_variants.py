@@ -48,6 +48,11 @@ class TraceRequest:
     device_kinds: Sequence[str] = DEVICE_KINDS
 
 
+_READS_VALUES = (
+    "The model reads values of tensors, which are not known before it runs: conditions on them are"
+    " taken as false, and selections as whole."
+)
+
 ForwardBatch = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 
@@ -94,6 +99,7 @@ def trace_module_fields(
         "trainable_element": run.trainable_element,
         "batch_size": request.batch_size,
         "seq_len": request.seq_len,
+        "notes": [_READS_VALUES] if run.depends_on_values else [],
     }
 
 
@@ -167,6 +173,7 @@ class _VariantTracer:
         )
         self.element = self.element or self.trainable_element
         self.tied = fsdp_groups.has_tied_embeddings(model)
+        self.depends_on_values = False
         self.found = fsdp_groups.drop_repeated_blocks(model, fsdp_groups.find_fsdp_groups(model))
         self.blocks = [group.first_modules[0] for group in self.found if group.role == "block"]
         self._types = {
@@ -208,11 +215,11 @@ class _VariantTracer:
             shards = _shards_outside_forward(self.model, self._embedding)
         with self.mode, behaviour, shards:
             step = functools.partial(_run_forward, self.model, compute)
-            return batch_size_fit.split_by_group(
-                micro_batch_tracer.record_micro_batch(
-                    self.model, self.found, batch, step, device_kind=kind
-                )
+            trace = micro_batch_tracer.record_micro_batch(
+                self.model, self.found, batch, step, device_kind=kind
             )
+        self.depends_on_values |= trace.depends_on_values
+        return batch_size_fit.split_by_group(trace)
 
 
 def _run_forward(model: nn.Module, compute: str, batch: ForwardBatch) -> tuple[torch.Tensor, Any]:
