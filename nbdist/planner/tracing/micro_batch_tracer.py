@@ -154,14 +154,15 @@ _INDEXING = {
 }
 
 
-def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
+def _without_masks(indices: Sequence[Any]) -> list[Any]:
     """Return indices in which masks are replaced by the positions that they select."""
-    positions: list[torch.Tensor | None] = []
+    positions: list[Any] = []
     for index in indices:
-        if index is not None and index.dtype == torch.bool:
-            positions += _nonzero(index).unbind(1)
-        else:
-            positions.append(index)
+        positions += _nonzero(index).unbind(1) if _is_mask(index) else [index]
     return positions
 
 
@@ -248,6 +249,7 @@ class _RecordingTracker(MemoryTracker):
                 self._track_storage(tensor.untyped_storage())
             return result
         if func in _INDEXING:
+            self.depends_on_values |= any(_is_mask(index) for index in args[1])
             args = (args[0], _without_masks(args[1]), *args[2:])
         replaced = None
         if func is torch.ops.aten.add.Tensor and not self.in_forward:

@@ -77,8 +77,9 @@ class LocalGradients:
         self._exist = False
         parameters = [each for each in model.parameters() if each.requires_grad]
         group = model.process_group
-        used = torch.tensor([each.grad is not None for each in parameters], device=model.device)
-        distributed.all_reduce(used := used.int(), group=group)
+        has_gradient = [int(each.grad is not None) for each in parameters]
+        used = torch.tensor(has_gradient, device=model.device)
+        distributed.all_reduce(used, group=group)
         for parameter, num_ranks in zip(parameters, used.tolist(), strict=True):
             if not num_ranks:
                 continue
