@@ -132,9 +132,9 @@ def num_pending_gradients(model: ModelSpec, step: MicroBatchStep, bucket: int | 
     if step.phase != "backward":
         return 0
     newest = step.new_grads
-    latest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
-    if bucket is not None and latest > bucket:
-        newest = latest
+    if bucket is not None and step.num_grads > bucket:
+        latest = min(step.num_grads, largest_trainable_size(model.groups[step.group_index]))
+        newest = latest if latest > bucket else newest
     return newest + (0 if step.group_index == len(model.groups) - 1 else tied_head_size(model))
 
 

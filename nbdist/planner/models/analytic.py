@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from nbdist.errors import PlanError
@@ -225,6 +226,7 @@ def is_parameter_count(text: str) -> bool:
     return _NUMBER_WITH_UNIT.fullmatch(text.strip().lower()) is not None
 
 
+@lru_cache(maxsize=16)  # activations, which a spec keeps, are used by later plans, too
 def spec_from_parameter_count(text: str) -> DecoderSpec:
     """Return a Llama with approximately this many parameters: "7b", "1.3 B", "350m", "7e9".
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.planner.model_spec import BackwardPeakCandidate
 
@@ -390,24 +390,15 @@ class AutogradTape:
                     alive -= tensor.size_bytes
         return peaks
 
-    def backward_moments(
-        self, incoming: int, held_bytes: int = 0
-    ) -> tuple[BackwardPeakCandidate, ...]:
-        """Return the moments of the backward that may be its peak.
+    def run_backward(self, incoming: int, held_bytes: int = 0) -> BackwardMoments:
+        """Return the moments of the backward that may be its peak, and those of gradients.
 
         Args:
             incoming: bytes of the incoming gradient.
             held_bytes: additional bytes held throughout, such as a checkpointed input.
         """
-        moments, _ = _run_backward(self.nodes, incoming, held_bytes)
-        return worst_moments(moments)
-
-    def gradient_moments(
-        self, incoming: int, held_bytes: int = 0
-    ) -> tuple[BackwardPeakCandidate, ...]:
-        """Return the moments at which gradients of parameters are complete, in order."""
-        _, gradients = _run_backward(self.nodes, incoming, held_bytes)
-        return tuple(gradients)
+        moments, gradients = _run_backward(self.nodes, incoming, held_bytes)
+        return BackwardMoments(worst_moments(moments), tuple(gradients))
 
     # -- implementation --------------------------------------------------------------------
 
@@ -429,6 +420,15 @@ class AutogradTape:
 
     def _saved_tensors(self) -> dict[TapeTensor, None]:
         return {t.root: None for node in self.nodes for t in node.keeps}
+
+
+class BackwardMoments(NamedTuple):
+    """Moments of a backward."""
+
+    peaks: tuple[BackwardPeakCandidate, ...]
+    """Those that may be its peak."""
+    gradients: tuple[BackwardPeakCandidate, ...]
+    """Those at which gradients of parameters are complete, in order."""
 
 
 def _operands(x: TapeTensor, y: TapeTensor) -> tuple[TapeTensor, ...]:

@@ -444,7 +444,7 @@ class DecoderSpec(ABC):
             forward_peaks=(tape.forward_peak_bytes() + saved_bytes,),
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + position_bytes)
-                for moment in tape.backward_moments(stream.size_bytes)
+                for moment in tape.run_backward(stream.size_bytes).peaks
             ),
         )
         nothing = LayerActivations(
@@ -488,29 +488,33 @@ class DecoderSpec(ABC):
         elif not is_first and not work.activation_checkpointing:
             held = 0 if self.trains_base and tape.is_saved(x) else x.size_bytes
         if not work.activation_checkpointing:
+            backward = tape.run_backward(out.size_bytes)
             block = LayerActivations(
                 saved_bytes=tape.saved_bytes(),
                 input_bytes=x.size_bytes + held,
                 forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x)),
-                backward_moments=tape.backward_moments(out.size_bytes),
+                backward_moments=backward.peaks,
                 input_grad_bytes=input_grad,
-                gradient_moments=tape.gradient_moments(out.size_bytes),
+                gradient_moments=backward.gradients,
             )
             return block, kept
         # Only the input is saved; the backward begins with another forward.
         recomputed = BackwardPeakCandidate(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
         input_bytes = 0 if tape.is_saved(x) else x.size_bytes
-        backward = tape.backward_moments(out.size_bytes, held_bytes=input_bytes)
+        backward = tape.run_backward(out.size_bytes, input_bytes)
         block = LayerActivations(
             saved_bytes=x.size_bytes + kept,
             input_bytes=x.size_bytes + held,
             forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x, is_recomputed=True)),
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + kept)
-                for moment in (recomputed, *backward)
+                for moment in (recomputed, *backward.peaks)
             ),
             input_grad_bytes=input_grad,
-            gradient_moments=tape.gradient_moments(out.size_bytes, input_bytes + kept),
+            gradient_moments=tuple(
+                moment._replace(held_bytes=moment.held_bytes + kept)
+                for moment in backward.gradients
+            ),
         )
         return block, kept
 
@@ -528,12 +532,13 @@ class DecoderSpec(ABC):
         copies = (1 if logits.width == FULL_BYTES else 2) * FULL_BYTES * logits.elements
         # A frozen head does not save its input, but the model's forward holds it in a variable.
         copies += 0 if tape.is_saved(normed) else normed.size_bytes
+        backward = tape.run_backward(logits.size_bytes)
         tail = LayerActivations(
             saved_bytes=saved,
             forward_peaks=(saved + logits.size_bytes + copies,),
-            backward_moments=tape.backward_moments(logits.size_bytes),
+            backward_moments=backward.peaks,
             input_grad_bytes=x.size_bytes,
-            gradient_moments=tape.gradient_moments(logits.size_bytes),
+            gradient_moments=backward.gradients,
         )
         # Log-softmax's output and two gradients, in addition to the logits that the model returns.
         loss_bytes = 3 * FULL_BYTES * logits.elements
@@ -553,12 +558,13 @@ class DecoderSpec(ABC):
             tape, normed, sizes, weights=self.vocab * self.hidden if self.trains_base else 0
         )
         saved = tape.saved_bytes() + INDEX_BYTES * tokens
+        backward = tape.run_backward(out.size_bytes)
         tail = LayerActivations(
             saved_bytes=saved,
             forward_peaks=(tape.forward_peak_bytes() + INDEX_BYTES * tokens,),
-            backward_moments=tape.backward_moments(out.size_bytes),
+            backward_moments=backward.peaks,
             input_grad_bytes=x.size_bytes,
-            gradient_moments=tape.gradient_moments(out.size_bytes),
+            gradient_moments=backward.gradients,
         )
         return tail, 0, sizes.outputs
 
