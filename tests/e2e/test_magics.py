@@ -85,7 +85,7 @@ def test_syntax_error_is_said_once(notebook: LiveKernel) -> None:
     [
         ("--backend horovod", "fsdp"),
         ("--auto --backend ddp", "Leave one of them out"),
-        ("--nonsense", "unrecognized"),
+        ("--nonsense", "has no option --nonsense"),
         ("-n two", "invalid int"),
         ("--ranks 0,7", "world_size 2"),
         ("--offload nvme:/tmp/x --backend fsdp", "zero3"),

@@ -268,7 +268,7 @@ def test_the_magic_profiles_a_loop_in_the_background(notebook: LiveKernel) -> No
         ("%nbdist profile --steps 0", "1 to 1000"),
         ("%nbdist profile --steps two", "invalid int"),
         ("%nbdist profile --trace /proc/nowhere", "Cannot write"),
-        ("%nbdist profile --nonsense", "unrecognized"),
+        ("%nbdist profile --nonsense", "has no option --nonsense"),
         ("%%distribute --steps 3\n1", "need --profile"),
         ("%%distribute --profile --steps 0\n1", "1 to 1000"),
     ],

@@ -373,10 +373,22 @@ def _session_arguments(session: EngineConfig, arguments: dict[str, Any]) -> dict
         kwargs |= fsdp.build_parallelism_config(options, hardware)
     elif options.strategy.engine == "deepspeed":
         deepspeed.init_deepspeed(hardware)
-        config = options.strategy.deepspeed_config(options, hardware)
-        # Without zero3_init_flag a full model is built before it is partitioned, as under FSDP.
-        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+        kwargs["deepspeed_plugin"] = _deepspeed_plugin(session)
     return kwargs  # Accelerate uses DDP without a plugin
+
+
+def _deepspeed_plugin(session: EngineConfig) -> DeepSpeedPlugin:
+    config = session.options.strategy.deepspeed_config(session.options, session.hardware)
+    # Without zero3_init_flag a full model is built before it is partitioned, as under FSDP.
+    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+
+
+def renew_deepspeed_plugin(state: AcceleratorState) -> None:
+    """Give the Accelerators a plugin with "auto" values, which `prepare()` has filled in theirs."""
+    plugin = _deepspeed_plugin(current_config())
+    plugin.set_mixed_precision(state.mixed_precision)
+    plugin.select(_from_accelerator_state=True)
+    state.deepspeed_plugins = plugin
 
 
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:

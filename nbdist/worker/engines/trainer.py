@@ -288,6 +288,7 @@ def update_trainer_engine(trainer: Any) -> None:
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
         trainer.deepspeed = wrapped if is_deepspeed_engine(wrapped) else None
     if trainer.is_deepspeed_enabled and trainer.deepspeed is None:  # train() creates the engine
+        accelerator_patch.renew_deepspeed_plugin(state)
         propagate_args_to_deepspeed(trainer.accelerator, trainer.args)
         deepspeed.reset_zero3_globals(state.deepspeed_plugin)
 
