@@ -269,6 +269,14 @@ class Strategy:
         """True for FSDP1, whose shards are parts of flat parameters."""
         return (self.engine, self.level) == ("fsdp", 1)
 
+    @property
+    def trainer_state_files(self) -> str:
+        """Pattern of the files in a Trainer's checkpoint that only this engine reads."""
+        if self.engine == "deepspeed":
+            name = "mp_rank_00_model_states.pt"
+            return f"global_step*/{'zero_pp_rank_0_' if 'parameters' in self.shards else ''}{name}"
+        return "optimizer_0" if self.engine == "fsdp" else "optimizer.pt"
+
     def accelerator_kwargs(self, options: Options) -> JsonObject:
         """Arguments of `Accelerator(...)` common to all engines."""
         kwargs: JsonObject = {

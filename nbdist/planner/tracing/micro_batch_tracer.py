@@ -146,12 +146,7 @@ _LARGEST_RESULTS: dict[Any, Callable[..., Any]] = {
     _aten._ctc_loss_backward.Tensor: lambda _, values, *_rest: torch.empty_like(values),  # noqa: SLF001
 }
 """Operations whose result's size depends on values -> its largest result."""
-_INDEXING = {
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
 def _is_mask(index: torch.Tensor | None) -> bool:
@@ -248,7 +243,7 @@ class _RecordingTracker(MemoryTracker):
             for tensor in tree_leaves(result):
                 self._track_storage(tensor.untyped_storage())
             return result
-        if func in _INDEXING:
+        if func._overloadpacket in _INDEXING:  # noqa: SLF001
             self.depends_on_values |= any(_is_mask(index) for index in args[1])
             args = (args[0], _without_masks(args[1]), *args[2:])
         replaced = None

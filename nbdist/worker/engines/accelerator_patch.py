@@ -384,7 +384,7 @@ def _deepspeed_plugin(session: EngineConfig) -> DeepSpeedPlugin:
 
 
 def renew_deepspeed_plugin(state: AcceleratorState) -> None:
-    """Give the Accelerators a plugin with "auto" values, which `prepare()` has filled in theirs."""
+    """Replace the shared DeepSpeed plugin, whose "auto" values were filled for another model."""
     plugin = _deepspeed_plugin(current_config())
     plugin.set_mixed_precision(state.mixed_precision)
     plugin.select(_from_accelerator_state=True)

@@ -56,12 +56,13 @@ class LocalGradients:
         model, was_averaging, self._is_averaging = self._model(), self._is_averaging, False
         if model is None or not was_averaging or model.find_unused_parameters or model.static_graph:
             return
-        unused = [
-            name
+        used = {
+            name: each.grad is not None
             for name, each in model.module.named_parameters()
-            if each.requires_grad and each.grad is None and name not in model.parameters_to_ignore
-        ]
-        if unused:
+            if each.requires_grad and name not in model.parameters_to_ignore
+        }
+        unused = [name for name, is_used in used.items() if not is_used]
+        if unused and any(used.values()):  # LOMO steps in the backward and keeps no gradient
             raise OptionError(
                 f"The loss does not use {list_first(unused)}, but ddp waits for all gradients."
                 " Freeze them before accelerator.prepare(), use fsdp, or create"

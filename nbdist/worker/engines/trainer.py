@@ -92,15 +92,6 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_accelerator_and_postprocess
 
 
-_STATE_FILES = {
-    ("zero3",): "global_step*/zero_pp_rank_0_mp_rank_00_model_states.pt",
-    ("zero1", "zero2"): "global_step*/mp_rank_00_model_states.pt",
-    ("fsdp2", "fsdp1"): "optimizer_0",
-    ("ddp",): "optimizer.pt",
-}
-"""Backends -> file of a Trainer's checkpoint with state that only they can read."""
-
-
 def _check_checkpoint(train: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse to resume from a checkpoint of another backend.
 
@@ -113,15 +104,19 @@ def _check_checkpoint(train: Callable[..., Any]) -> Callable[..., Any]:
         path = resume_from_checkpoint
         if path is True:
             path = get_last_checkpoint(self.args.output_dir)
-        backend = accelerator_patch.current_config().options.strategy.name
-        for backends, pattern in _STATE_FILES.items() if path else ():
-            is_own_engine = accelerator_patch.has_user_plugin(self.accelerator)
-            if backend in backends or is_own_engine or not any(Path(path).glob(pattern)):
-                continue
+        strategy = accelerator_patch.current_config().options.strategy
+        is_own_engine = accelerator_patch.has_user_plugin(self.accelerator)
+        names = [
+            other.name
+            for other in (STRATEGIES.values() if path and not is_own_engine else ())
+            if other.trainer_state_files != strategy.trainer_state_files
+            and any(Path(path).glob(other.trainer_state_files))
+        ]
+        if names:
             raise OptionError(
-                f"{path} was saved under {' or '.join(backends)}, but the session uses {backend}."
-                f" Use `%nbdist switch {backends[0]}` before this cell; a checkpoint of"
-                " `%nbdist save` works under every backend."
+                f"{path} was saved under {' or '.join(names)}, but the session uses"
+                f" {strategy.name}. Use `%nbdist switch {names[0]}` before this cell; a checkpoint"
+                " of `%nbdist save` works under every backend."
             )
         return train(self, resume_from_checkpoint, *args, **kwargs)
 

@@ -42,10 +42,10 @@ def engine_registries() -> list[list[Any]]:
 def add_accelerator(accelerator: Accelerator) -> None:
     """Add an Accelerator; what it has prepared may be in reference cycles after it is gone."""
     accelerators[id(accelerator)] = accelerator
-    weakref.finalize(accelerator, _repeat_cleanup).atexit = False
+    weakref.finalize(accelerator, _request_cleanup).atexit = False
 
 
-def _repeat_cleanup() -> None:
+def _request_cleanup() -> None:
     global _is_pending  # noqa: PLW0603 - of this rank
     _is_pending = True
 
