@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import zmq
+    from IPython.core.history import HistoryManager
 
     from nbdist.protocol.operations import Operation
     from nbdist.worker.collective_check import CollectiveBarrier
@@ -93,6 +94,7 @@ class RankShell(ZMQInteractiveShell):
     displayhook_class = Type(RankDisplayHook)
     debugger_cls = RankDebugger
     display_pub: ZMQDisplayPublisher
+    history_manager: HistoryManager
 
     def ask_exit(self) -> NoReturn:
         """Raise an error: a single rank cannot exit without the others."""
@@ -119,6 +121,12 @@ class RankShell(ZMQInteractiveShell):
             super().showtraceback(*args, **kwargs)
         finally:
             self.InteractiveTB.set_mode(default_mode)
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Transform a cell, and note it where IPython looks for a `;` at its end."""
+        cell: str = super().transform_cell(raw_cell)
+        self.history_manager.input_hist_parsed[:] = [cell]  # without a history it stays empty
+        return cell
 
     def init_display_pub(self) -> None:
         """Truncate very long text in displays."""

@@ -24,6 +24,7 @@ def test_first_cell_says_what_it_starts(notebook: LiveKernel) -> None:
 
 def test_last_expression_is_merged(notebook: LiveKernel) -> None:
     assert "[0-1] 2" in notebook.run("%%distribute\nworld_size").text
+    assert not notebook.run("%%distribute\nworld_size;  # a semicolon hides it").outputs
 
 
 def test_a_comment_in_the_first_line_distributes_the_cell(notebook: LiveKernel) -> None:
