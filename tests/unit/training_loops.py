@@ -9,14 +9,15 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = DataLoader(data, batch_size=8, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
-LOOP = """\
-for batch in loader:
+STEPS = """\
+for step, batch in enumerate(loader):
     loss = model(**batch).loss
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
-    report(loss=loss)
 """
+EACH_BATCH = STEPS.replace("step, batch in enumerate(loader)", "batch in loader")
+LOOP = EACH_BATCH + "    report(loss=loss)\n"
 
 GOOD: dict[str, list[str]] = {
     "with a loader": [MAKE + LOOP],
@@ -45,12 +46,8 @@ print(total.item())
     ],
     "continue before what is seldom": [
         MAKE
+        + STEPS
         + """\
-for step, batch in enumerate(loader):
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
     if step % 100:
         continue
     print(loss.item())
@@ -209,12 +206,8 @@ for batch in loader:
     ],
     "prints what is no tensor": [
         MAKE
+        + STEPS
         + """\
-for step, batch in enumerate(loader):
-    loss = model(**batch).loss
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
     print(step, scheduler.get_last_lr()[0], loss.shape, len(batch), float(step))
 """
     ],
