@@ -382,9 +382,9 @@ def test_too_few_positions_are_named_before_the_failed_trace() -> None:
 
 
 def test_heads_have_labels_of_their_own() -> None:
-    config = SMALL | {"model_type": "llama", "num_labels": 5}
-    heads = {"LlamaForSequenceClassification": (3,), "LlamaForTokenClassification": (3, 16)}
-    for name, labels in heads.items():
+    config = SMALL | {"num_labels": 5, "d_model": 32, "pad_token_id": 0}
+    by_token = dict.fromkeys(["LlamaForTokenClassification", "MarianMTModel"], (3, 16))
+    for name, labels in ({"LlamaForSequenceClassification": (3,)} | by_token).items():
         model, found = sample(config | {"architectures": [name]}, 16)
         assert type(model).__name__ == name
         assert shapes(found)["labels"] == labels

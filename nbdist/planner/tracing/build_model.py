@@ -282,7 +282,7 @@ def _labels(model: nn.Module, batch_size: int, seq_len: int) -> dict[str, torch.
     """Labels, if the model computes its loss from them."""
     if "labels" not in inspect.signature(model.forward).parameters:
         return {}
-    by_token = ("LM", "LMHeadModel", "Generation", "TokenClassification", "PreTraining")
+    by_token = ("LM", "LMHeadModel", "MTModel", "Generation", "TokenClassification", "PreTraining")
     has_token_labels = type(model).__name__.endswith(by_token)
     return {"labels": _ids(batch_size, seq_len) if has_token_labels else _ids(batch_size)}
 
