@@ -43,7 +43,7 @@ class Command:
     name: str
     """Of the variable, checkpoint, folder or function; the change of a switch."""
     text: str = ""
-    """A pushed value as Python source, else its type."""
+    """A pushed value as Python source, else its type; keyword arguments of a save or export."""
     is_literal: bool = False
 
 
@@ -133,9 +133,12 @@ class CellHistory:
             text = literal or type(value).__name__
             self._add(Command(kind="push", name=name, text=text, is_literal=bool(literal)))
 
-    def add_command(self, kind: Literal["save", "export", "load", "switch"], name: str) -> None:
-        """Add a command of the notebook."""
-        self._add(Command(kind=kind, name=name))
+    def add_command(
+        self, kind: Literal["save", "export", "load", "switch"], name: str, **keywords: object
+    ) -> None:
+        """Add a command of the notebook, with the options that a script repeats."""
+        text = "".join(f", {key}={value!r}" for key, value in keywords.items() if value is not None)
+        self._add(Command(kind=kind, name=name, text=text))
 
     def _add(self, part: Command | RankCode, number: int | None = None) -> None:
         if self.runs:

@@ -230,7 +230,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
             save = self._saves.start_save(request, self._workers)
             if wait:
                 save.wait_shown()
-        self.history.add_command("save", name)
+        # A script may run again, also after a requeue.
+        self.history.add_command("save", name, overwrite=True, keep=keep)
         return save
 
     @exclusive_for_current_ranks
@@ -342,7 +343,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
             report = operations_export.export(self._workers, request)
-        self.history.add_command("export", os.fspath(folder))
+        self.history.add_command("export", os.fspath(folder), model=model, dtype=dtype)
         return report
 
     @exclusive_for_current_ranks

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RUNTIME = "runtime"
 """Module beside train.py with report(), save() and what else a notebook provides."""
+_ALIAS = "nbdist_runtime"
 _FROM_RUNTIME = ("display", "export", "load", "report", "save", "send")
 _FROM_ACCELERATOR = {
     "rank": "process_index",
@@ -106,8 +107,8 @@ def build_script(
     accelerator = _predefined_lines(used, arguments, imports, is_made="accelerator" in from_runtime)
     if from_runtime:
         imports.add(f"from {RUNTIME} import {', '.join(sorted(from_runtime))}")
-    if RUNTIME in used:
-        imports.add(f"import {RUNTIME}")
+    if _ALIAS in used:
+        imports.add(f"import {RUNTIME} as {_ALIAS}")
     elif not from_runtime:
         imports.add(f"import {RUNTIME}  # noqa: F401 - applies accelerate.yaml")
     parts = [f'"""{docstring}"""', *_comment_list("Not in this script:", script.left_out)]
@@ -158,8 +159,8 @@ def _block(run: CellRun, notes: Sequence[str], script: Script) -> _Block:
         elif part.kind == "load":
             source = f"# The notebook loaded a checkpoint here: load({json.dumps(part.name)})"
         else:
-            # Not from the module: a cell may have a function of its own with that name.
-            call = f"{RUNTIME}.{part.kind}({json.dumps(part.name, ensure_ascii=False)})"
+            # Not `save` or `runtime`: a cell may have a name of its own like that.
+            call = f"{_ALIAS}.{part.kind}({json.dumps(part.name, ensure_ascii=False)}{part.text})"
             source = f"{call}  # %nbdist {part.kind}"
         lines.append(source)
     return _Block(comments, "\n".join(lines).strip("\n"), run.number)

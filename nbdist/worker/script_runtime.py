@@ -95,23 +95,33 @@ def load(name: str) -> None:
     _accelerator().load_state(str(CHECKPOINTS / name))
 
 
-def export(folder: str) -> None:
-    """Write the model that was prepared last as a `from_pretrained` folder."""
+def export(folder: str, *, model: str | None = None, dtype: str | None = None) -> None:
+    """Write the model of a variable, or the one prepared last, as a `from_pretrained` folder."""
     accelerator = _accelerator()
-    model = accelerator._models[-1]  # noqa: SLF001 - accelerate 1.15 has no public name
-    if isinstance(model, FullyShardedDataParallel) and accelerator.device.type == "cpu":
+    variables = vars(sys.modules["__main__"])
+    prepared = variables[model] if model else accelerator._models[-1]  # noqa: SLF001 - no public name
+    prepared = getattr(prepared, "model_wrapped", prepared)  # of a Trainer
+    if isinstance(prepared, FullyShardedDataParallel) and accelerator.device.type == "cpu":
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         # accelerate 1.15 asks to move it to the CPU, which torch 2.13 does only from a GPU.
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        state: Any = get_model_state_dict(prepared, options=StateDictOptions(full_state_dict=True))
     else:
-        state = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained(
-        folder,
-        state_dict=state,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-    )
+        state = accelerator.get_state_dict(prepared)
+    if dtype and state:  # ZeRO-3 gathers it on rank 0 only
+        chosen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        state = {k: v.to(chosen) if v.is_floating_point() else v for k, v in state.items()}
+    bare = accelerator.unwrap_model(prepared)
+    if hasattr(bare, "save_pretrained"):
+        bare.save_pretrained(
+            folder,
+            state_dict=state,
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+        )
+    else:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        accelerator.save(state, Path(folder) / "model.safetensors", safe_serialization=True)
     accelerator.wait_for_everyone()
 
 

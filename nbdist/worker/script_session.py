@@ -7,6 +7,7 @@ started: the same engines, checkpoints and `nbdist.generate`, without a notebook
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import math
 import os
@@ -51,7 +52,7 @@ class ScriptNames:
     report: Callable[..., None]
     save: Callable[..., None]
     load: Callable[[str], None]
-    export: Callable[[str], None]
+    export: Callable[..., None]
 
 
 def start(options: dict[str, Any]) -> ScriptNames:
@@ -94,7 +95,7 @@ def start(options: dict[str, Any]) -> ScriptNames:
         reporter.report,
         saver.save,
         lambda name: load(name, saver, context),
-        lambda folder: export(folder, context),
+        functools.partial(export, context),
     )
 
 
@@ -110,14 +111,16 @@ def load(name: str, saver: CheckpointSaver, context: RankContext) -> None:
         load_operation.load(request, context)
 
 
-def export(folder: str, context: RankContext) -> None:
-    """Write the prepared model as a `from_pretrained` folder."""
+def export(
+    context: RankContext, folder: str, *, model: str | None = None, dtype: str | None = None
+) -> None:
+    """Write the model of a variable, or the only one, as a `from_pretrained` folder."""
     request = ExportRequest(
         folder=str(Path(folder).absolute()),
-        dtype=None,
+        dtype=dtype,
         max_shard_size=MAX_SHARD_SIZE,
         overwrite=True,
-        model=None,
+        model=model,
     )
     export_operation.export(request, context)
 

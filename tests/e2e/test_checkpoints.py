@@ -250,8 +250,10 @@ def test_other_loaders_go_on(trained: Session, loader: str) -> None:
     )
     trained.save("loaders", overwrite=True).wait(60)
     expected = trained.run("heads(4)").values
+    trained.run("later = accelerator.prepare(torch.utils.data.DataLoader(more.dataset))")
     report = trained.load("loaders")
     assert "loader at batch 3 of epoch 0" in report.loaded
+    assert not report.notes  # the loader without a saved position is not taken for another
     assert trained.run("coming = iter(more); heads(4)").values == expected
     assert one(trained, "len(heads(57)), next(coming, None)") == (57, None)  # 64 in all
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
+from safetensors.torch import load_file
 
 import nbdist
 from nbdist import OptionError, Session
@@ -93,6 +95,20 @@ def test_a_job_has_the_losses_of_the_session(session: Session, tmp_path: Path) -
     session.script(tmp_path / "job")
     launch(tmp_path / "job")
     assert written(tmp_path / "job") == losses
+
+
+def test_a_job_exports_the_model_that_was_named(session: Session, tmp_path: Path) -> None:
+    train(session)
+    session.run("runtime = 3.0\nother = accelerator.prepare(nn.Linear(8, 8))")
+    session.export(tmp_path / "model", model="model", dtype="bf16")
+    session.script(tmp_path / "job")
+    file = tmp_path / "model" / "model.safetensors"
+    in_notebook = file.rename(tmp_path / "notebook.safetensors")
+    launch(tmp_path / "job")
+    exported, expected = load_file(file), load_file(in_notebook)
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
+    session.run("del other")
 
 
 def test_calls_of_distributed_functions_are_left_out(session: Session, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_commands_do_not_call_functions_of_the_user() -> None:
     run = cell("def save(path): print(path)")
     run.parts.append(Command(kind="save", name="größe"))
     source = script(run).source
-    assert "import runtime\n" in source
-    assert 'runtime.save("größe")  # %nbdist save\n' in source
+    assert "import runtime as nbdist_runtime\n" in source
+    assert 'nbdist_runtime.save("größe")  # %nbdist save\n' in source
 
 
 def test_modules_beside_the_notebook_are_to_be_copied(

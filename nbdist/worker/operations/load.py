@@ -461,26 +461,32 @@ class _CheckpointLoad:
         return entry if isinstance(entry, dict) else {}
 
     def _match_loaders(self) -> list[tuple[Any, LoaderPosition]]:
-        """Return the position for each loader; the loaders prepared last match the saved ones."""
-        loaders, saved = prepared_models.all_loaders(), list(enumerate(self._manifest.positions))
-        pairs = list(zip(reversed(loaders), reversed(saved), strict=False))
-        if len(loaders) != len(saved):
-            self.report.notes.append(
-                f"{len(saved)} loaders were saved and {len(loaders)} are prepared; the last"
-                f" {len(pairs)} resume at the saved positions"
-            )
-        positions = []
-        for loader, (number, entry) in reversed(pairs):
-            if not isinstance(entry, dict):
-                raise CheckpointError(_BAD_LOADERS)
-            if entry.get("length") != dataloader_state.num_samples(loader):
+        """Return a loader for each saved position, with as many samples as the saved one had.
+
+        That of the same variable comes first, then the one that was prepared last.
+        """
+        loaders = [
+            (each, prepared_models.variable_of(each)) for each in prepared_models.all_loaders()
+        ]
+        saved = list(reversed(list(enumerate(self._manifest.positions))))
+        if not all(isinstance(entry, dict) for _, entry in saved):
+            raise CheckpointError(_BAD_LOADERS)
+        names = [name for _, name in loaders if name]
+        positions = {}
+        for number, entry in sorted(saved, key=lambda each: each[1].get("variable") not in names):
+            length, variable = entry.get("length"), entry.get("variable")
+            same = [each for each in loaders if dataloader_state.num_samples(each[0]) == length]
+            if not same:
+                which = f"the loader {printable(variable)}" if variable else "a loader"
                 self.report.notes.append(
-                    f"loader {number} had {entry.get('length')} samples and now has"
-                    f" {dataloader_state.num_samples(loader)}; it starts from the beginning"
+                    f"the position of {which} was not restored: no other prepared loader has as"
+                    f" many samples ({printable(length)})"
                 )
                 continue
-            positions.append((loader, self._position(loader, number, entry)))
-        return positions
+            found = ([each for each in same if variable and each[1] == variable] or same)[-1]
+            loaders.remove(found)
+            positions[number] = (found[0], self._position(found[0], number, entry))
+        return [positions[number] for number in sorted(positions)]
 
     def _position(self, loader: Any, number: int, entry: Mapping[str, Any]) -> LoaderPosition:
         """Return the saved position of a loader, rescaled if its global batch size differs."""

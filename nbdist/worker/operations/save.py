@@ -602,6 +602,7 @@ def _copy_generators(snapshot: StateSnapshot, rank: int, *, is_ended: bool) -> l
                 "seen": position.seen,
                 "batch_size": dataloader_state.global_batch_size(loader),
                 "length": dataloader_state.num_samples(loader),
+                "variable": prepared_models.variable_of(loader),
                 "generators": list(position.generators),
             }
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from IPython import get_ipython
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
@@ -205,6 +206,13 @@ def register_loader(prepared: Any, loader: object) -> None:
 def user_loader(prepared: Any) -> object:
     """Return the user's loader that a prepared one was made from; None if unknown."""
     return vars(prepared).get(_GIVEN)
+
+
+def variable_of(value: object) -> str | None:
+    """Return the name of a user's variable that holds an object; None if there is none."""
+    variables = shell.user_ns if (shell := get_ipython()) is not None else {}
+    names = (name for name, held in variables.items() if held is value and name[:1] != "_")
+    return next(names, None)
 
 
 _GIVEN = "_nbdist_given"
