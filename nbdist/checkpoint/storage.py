@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import UTC
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from nbdist.checkpoint.manifest import MAX_TEXT_CHARS, RankWriteReport
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
-    from pathlib import Path
 
     from nbdist.checkpoint.manifest import CheckpointFile, Manifest, TensorMetadata
     from nbdist.checkpoint.safetensors_writer import SafetensorsWriter, StoredTensor
@@ -196,6 +196,8 @@ class Storage(ABC):
         """Build the error for a name that does not exist; it lists up to 10 names that do."""
         names = list_first(available[::-1])
         others = f"Available: {names}." if available else "It contains no checkpoints."
+        if Path(name).exists():
+            others += f" Use ./{name} for the one beside the notebook."
         return CheckpointError(f"No checkpoint {name} in {self.root}. {others}")
 
 

@@ -455,6 +455,12 @@ def _prepare_with_engine(
     session: EngineConfig | None = self._nbdist_session
     options = session.options if session else None
     kind = self.distributed_type
+    num_models = sum(isinstance(arg, nn.Module) for arg in args)
+    if num_models > 1 and (self.is_fsdp2 or kind == DistributedType.DEEPSPEED):
+        raise OptionError(
+            f"accelerator.prepare() got {num_models} models, and FSDP2 and DeepSpeed take one in a"
+            " call. Call it once for each model and its optimizer."
+        )
     if options is not None:
         config = options.fsdp_config or {}
         for model in new:
@@ -553,7 +559,7 @@ def _clip_grad_norm(
     """Clip now, or under DeepSpeed at the next step; return the norm before clipping."""
     self._nbdist_clipped = math.isfinite(max_norm)
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
-        return deepspeed.clip_grad_norm(self, max_norm, norm_type)
+        return deepspeed.clip_grad_norm(self, parameters, max_norm, norm_type)
     if self.distributed_type == DistributedType.FSDP:
         return fsdp.clip_grad_norm(self, parameters, max_norm, norm_type)
     if self.sync_gradients:

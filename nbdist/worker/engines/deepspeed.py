@@ -43,7 +43,7 @@ from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -624,8 +624,13 @@ def _check_supported(stage: int, model: nn.Module | None, optimizer: object) -> 
 
 
 @torch.no_grad()
-def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) -> torch.Tensor:
-    """Return the norm of all the engine's gradients, and clip at the next step.
+def clip_grad_norm(
+    accelerator: Accelerator,
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Return the norm of all gradients of the parameters' engine, and clip at the next step.
 
     An infinite `max_norm` only measures. The norm is inf if it is not finite.
     """
@@ -633,7 +638,14 @@ def clip_grad_norm(accelerator: Accelerator, max_norm: float, norm_type: float) 
 
     if norm_type != 2:  # noqa: PLR2004
         raise OptionError(f"norm_type must be 2 under DeepSpeed, got {norm_type}.")
-    engine = accelerator.deepspeed_engine_wrapped.engine
+    given = set(map(id, parameters))
+    owners = [e for e in _living_engines() if given.intersection(map(id, e.module.parameters()))]
+    if len(owners) > 1:
+        raise OptionError(
+            f"accelerator.clip_grad_norm_() got parameters of {len(owners)} models. Under DeepSpeed"
+            " call it once for each model."
+        )
+    engine = owners[0] if owners else accelerator.deepspeed_engine_wrapped.engine
     zero = engine.optimizer
     if not accelerator.sync_gradients or not _are_reduced(zero):
         return torch.as_tensor(engine.get_global_grad_norm() or 0.0)
