@@ -134,7 +134,7 @@ def measure(build: Path) -> Iterator[Row]:
         name="switch FSDP2 to ZeRO-3, against save, convert and launch by hand",
         value=middle(taken) / middle(hand),
         unit="x",
-        limit=0.1,
+        limit=0.15,  # copying the state once takes 0.10 on a machine with slow memory
         detail=f"{middle(taken):.1f} / {middle(hand):.1f} s, {state}",
     )
     yield Row(
