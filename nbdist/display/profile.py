@@ -231,7 +231,7 @@ def render_text(profile: ProfileAnalysis) -> str:
     shown += [f"  {profile.advice_outcome}"] if profile.advice_outcome else []
     for number, item in enumerate(profile.advice, 1):
         shown += [f"  {number}. {item.text}", f"     {item.line}"]
-    shown += [f"  in the text: {item}" for item in lint_lines(profile)]
+    shown += [f"  in the code: {item}" for item in lint_lines(profile)]
     shown += ["", heading(profile)]
     for table in profile_tables(profile):
         shown += ["", *(f"  {line}" for line in table.text.splitlines())]
@@ -255,7 +255,7 @@ def render_html(profile: ProfileAnalysis) -> str:
         element("div", profile.verdict, style="font-weight:600;font-size:14px"),
         lines([profile.advice_outcome]),
         element("ol", *advice, style="margin:2px 0 2px 1.6em;padding:0") if advice else "",
-        lines(f"in the text: {item}" for item in lint_lines(profile)),
+        lines(f"in the code: {item}" for item in lint_lines(profile)),
         element("div", heading(profile), style="margin-top:6px"),
         render_rank_bars(profile),
         *tables[:2],

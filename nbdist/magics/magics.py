@@ -224,7 +224,7 @@ class NbDist(Magics):
         metavar="WHOSE",
         help="ranks whose output is shown: all, none or a list; default: all",
     )
-    @argument("--fresh", action="store_true", help="restart the ranks first")
+    @argument("--fresh", action="store_true", help="restart the ranks first; variables are lost")
     @argument(
         "--profile",
         action="store_true",
@@ -303,8 +303,8 @@ class NbDist(Magics):
         replay          show the output of the last cell again, for example if its page was closed
         inspect EXPR    value of an expression on each rank, also between steps of a running cell
         interrupt       interrupt all ranks; variables are kept; a third interrupt ends the ranks
-        restart         start new ranks with the same options; variables are lost; after a node
-                        failure on the remaining nodes; with --wait, on as many as before
+        restart         start new ranks with the same options; variables are lost. After a node
+                        failure, uses the remaining nodes; --wait waits for as many as before
         stop            end the ranks and the launcher
         log [RANK]      last output lines of a rank; without RANK, of the launcher
         log --stacks    current stack of every thread of each rank

@@ -45,8 +45,8 @@ class OptimizerSpec:
     """True if a matrix has a row and a column of fp32 state instead."""
     min_quantized_size: int = 0
     """Smaller tensors keep two fp32 moments."""
-    needs_matrices: bool = False
-    """True if a parameter must have two dimensions, so that no engine may flatten it."""
+    cannot_step: tuple[str, ...] = ()
+    """Strategies whose sharded parameters it cannot step; see `state.optimizer_recipes`."""
 
     def state_bytes(
         self,
@@ -126,6 +126,7 @@ _ROWS = (
         implementation="fused",
         follows_param_dtype=False,
         min_quantized_size=4096,  # bitsandbytes 0.50, optim/optimizer.py
+        cannot_step=("fsdp2",),
     ),
     _SGD,
     replace(_SGD, name="sgd_momentum", state_bytes_per_element=4),
@@ -155,6 +156,7 @@ _ROWS = (
         flat_state_bytes_per_element=4,
         follows_param_dtype=False,
         is_factored=True,
+        cannot_step=("fsdp2",),
     ),
     # One momentum. Its step makes the update in fp32, and in bf16 two of its orthogonalized form
     # and two products of its smaller dimension: 3 copies for a square matrix.
@@ -163,7 +165,7 @@ _ROWS = (
         state_bytes_per_element=4,
         implementation="loop",
         loop_copies=3,
-        needs_matrices=True,
+        cannot_step=("fsdp1", "zero1", "zero2", "zero3"),
     ),
 )
 

@@ -237,7 +237,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
     @exclusive_for_current_ranks
     def load(
         self,
-        name: str,
+        name: str | os.PathLike[str],
         *,
         weights_only: bool = False,
         reset_optimizer: bool = False,
@@ -262,8 +262,8 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 are unchanged.
             SessionBusy: a cell is still running.
         """
-        root, last = self._folder(folder), name
-        if os.sep in name:
+        root, last = self._folder(folder), os.fspath(name)
+        if os.sep in last or not isinstance(name, str):
             path = self._folder(name)
             root, last = path.parent, path.name
             if isinstance(path, Path) and path.exists() and not (path / MANIFEST_NAME).exists():

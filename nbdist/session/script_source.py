@@ -418,6 +418,8 @@ def _predefined_lines(
     """Return the lines that make the predefined names; add the imports that they need."""
     if "torch" in used:
         imports.add("import torch")
+    if "get_ipython" in used:  # without IPython it returns None
+        imports.add("from IPython import get_ipython")
     lines: list[str] = []
     names = [name for name in _FROM_ACCELERATOR if name in used]
     if "accelerator" in used and not is_made:

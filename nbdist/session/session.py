@@ -116,8 +116,8 @@ class Session(ModelOperations):
             profile: True, or the arguments of `profile()`, to profile this cell.
 
         Raises:
-            SyntaxError: the code is empty or not valid Python; nothing was sent.
-            OptionError: `profile` is none of the above.
+            SyntaxError: the code is not valid Python; nothing was sent.
+            OptionError: the code is empty, or an argument is none of the above.
             CellError: the code raised on a rank.
             CellInterrupted: the cell was interrupted; the ranks keep their variables.
             RankDied: a rank ended; the message contains the cause.

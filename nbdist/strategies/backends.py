@@ -121,13 +121,14 @@ class Options:
     replicate_across: str = option(
         "none",
         metavar="WHAT",
-        help="with fsdp: nodes shards within nodes and replicates across (HSDP); default: none",
+        help="nodes: shard parameters inside each node and replicate them across nodes (HSDP);"
+        " needs fsdp and several nodes; default: none",
         values=REPLICATE_ACROSS,
         panel_limit=64,
     )
     sharded_load: bool = option(
         default=True,
-        help="with fsdp, fsdp1, zero3: each rank reads only its shards of a from_pretrained model",
+        help="fsdp, fsdp1, zero3: a rank reads only its shards of a pretrained model; default: on",
     )
     accumulate: int = option(
         1, metavar="N", help="micro-batches per optimizer step", type=int, panel_limit=4096

@@ -76,7 +76,7 @@ class SessionOptions(Options):
         None,
         scope="cluster",
         metavar="N",
-        help="GPUs and ranks per node; 0 for CPU ranks; default: all",
+        help="GPUs and ranks per node; 0: CPU ranks; default: all, but 0 with Slurm outside a job",
         type=int,
     )
     partition: str | None = option(

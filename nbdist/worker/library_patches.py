@@ -172,7 +172,10 @@ PATCHES: Mapping[str, LibraryPatch] = {
     ),
     "transformers.trainer:Trainer.train": LibraryPatch(
         "a resume from a checkpoint of another engine continues without the optimizer's state, or"
-        " fails with an internal error",
+        " fails with an internal error; resume from a checkpoint of the session",
+    ),
+    "transformers.trainer:deepspeed_load_checkpoint": LibraryPatch(
+        "during a resume from a checkpoint of the session: reads DeepSpeed's own files only"
     ),
     "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
         "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError; FSDP1 and"

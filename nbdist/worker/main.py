@@ -6,6 +6,7 @@ run on the same thread.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import tempfile
@@ -32,6 +33,7 @@ from nbdist.worker.engines import accelerator_patch, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
 from nbdist.worker.kernel import RankApp
 from nbdist.worker.memory import memory_probe
+from nbdist.worker.operations import load as load_operation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,7 +112,9 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     if chooser is not None:
         namespace.publish_auto_choice(app.kernel, chooser)
     namespace.add_kernel_functions(app.kernel, launch)
-    trainer.install(app.kernel.operation_context.reporter)
+    context = app.kernel.operation_context
+    load = functools.partial(load_operation.load_in_cell, context=context)
+    trainer.install(context.reporter, load)
     process_group.verify_group()
     return app
 

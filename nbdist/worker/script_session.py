@@ -23,7 +23,7 @@ from IPython.display import display
 from torch.distributed.rendezvous import rendezvous
 
 from nbdist import checkpoint
-from nbdist.protocol.operations import ExportRequest, LoadRequest
+from nbdist.protocol.operations import ExportRequest
 from nbdist.strategies import Hardware, Options
 from nbdist.worker import process_group
 from nbdist.worker.engines import accelerator_patch, trainer
@@ -75,7 +75,6 @@ def start(options: dict[str, Any]) -> ScriptNames:
     process_group.create_default_group(store, on_gpu=on_gpu)
     accelerator = accelerator_patch.patch_accelerator(chosen, hardware)
     reporter = Reporter(MetricsFile(Path("metrics") / f"rank{rank}.jsonl").append)
-    trainer.install(reporter)
     saver = CheckpointSaver("", Path.cwd(), lambda _: None, lambda: sys.stderr.write)
     atexit.register(saver.wait)
     atexit.register(reporter.flush, FLUSH_S)
@@ -90,25 +89,23 @@ def start(options: dict[str, Any]) -> ScriptNames:
         folder=Path(tempfile.mkdtemp(prefix="nbdist-script-")),
     )
     atexit.register(context.folder.rmdir)
+    load = functools.partial(load_operation.load_in_cell, context=context)
+    trainer.install(reporter, load)
     return ScriptNames(
         accelerator,
         reporter.report,
         saver.save,
-        lambda name: load(name, saver, context),
+        lambda name: load_checkpoint(name, saver, context),
         functools.partial(export, context),
     )
 
 
-def load(name: str, saver: CheckpointSaver, context: RankContext) -> None:
+def load_checkpoint(name: str, saver: CheckpointSaver, context: RankContext) -> None:
     """Load the checkpoint NAME of the folder `checkpoints`, after the models are prepared."""
     saver.wait()
     process_group.verify_group()  # all ranks have finished the save
-    root = checkpoint.parse_location("checkpoints", Path.cwd())
-    with checkpoint.storage_for(root).open_checkpoint(name) as (path, manifest):
-        request = LoadRequest(
-            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=False
-        )
-        load_operation.load(request, context)
+    folder = checkpoint.parse_location("checkpoints", Path.cwd())
+    load_operation.load_in_cell(folder / name, context)
 
 
 def export(

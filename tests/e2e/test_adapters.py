@@ -152,6 +152,19 @@ def test_a_lora_checkpoint_has_the_size_of_the_adapter(session: Session) -> None
     assert apart(one(session, "train(3)"), expected) < 1e-6
 
 
+def test_an_exported_adapter_is_loaded(session: Session, tmp_path: Path) -> None:
+    session.run("lora(); train(3)")
+    session.export(tmp_path / "adapter")
+    expected = one(session, "train(1)")
+    session.run("lora(seed=1)")
+    report = session.load(tmp_path / "adapter")
+    assert "tensors are unchanged, not in the checkpoint: " in str(report)
+    assert one(session, "train(1)") == expected
+    session.run("prepare(llama())")
+    with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors"):
+        session.load(tmp_path / "adapter")
+
+
 @pytest.mark.nightly
 def test_changed_frozen_parameters_are_restored_from_the_base(session: Session) -> None:
     session.run("lora(); train(2)")

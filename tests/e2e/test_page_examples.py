@@ -76,12 +76,10 @@ def train(model, optimizer, loader):
 """
 ]
 FIRST = {
-    "README.md": [*LOAD, *MODEL],
     "docs/checkpoints.md": [*LOAD, *MODEL, *PREPARE, *CHECKPOINTS],
     "docs/debugging.md": [*LOAD, *MODEL, *PREPARE],
     "docs/fine-tuning.md": [*LOAD, *PRETRAINED],
     "docs/graduate.md": [*LOAD, *SLURM],
-    "docs/index.md": [*LOAD, *MODEL],
     "docs/planner.md": [*LOAD, *MODEL, *PREPARE, *PLANNED],
     "docs/panel.md": [*LOAD, *MODEL, *PREPARE],
     "docs/profile.md": [*LOAD, *MODEL, *PREPARE],

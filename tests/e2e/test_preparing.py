@@ -186,9 +186,11 @@ def test_the_bare_model_of_a_prepared_one_is_right_or_one_sentence(ranks: Sessio
     ranks.run("del model, optimizer, net, raw")
 
 
+CRITIC = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
+
+
 def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
-    other = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
-    code = IN_ONE_CALL + other + "two = train(model, optimizer), train(critic, second)\n"
+    code = IN_ONE_CALL + CRITIC + "two = train(model, optimizer), train(critic, second)\n"
     losses, kept = value(ranks, code + "two, len(accelerator._models)")
     ranks.save("both", folder=tmp_path, wait=True)  # no gradients of a model are pending
     ranks.run("models = [critic]; del critic, second")
@@ -200,6 +202,17 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
     if ranks.backend not in {"ddp", "fsdp1"}:
         with pytest.raises(CellError, match=r"got 2 models, .* one in a call"):
             ranks.run("accelerator.prepare(build(), build())")
+
+
+def test_two_models_may_be_loaded_in_another_order(ranks: Session, tmp_path: Path) -> None:
+    ranks.run(IN_ONE_CALL + CRITIC + "train(critic, second)")
+    ranks.save("both", folder=tmp_path, wait=True)
+    expected = value(ranks, "train(model, optimizer), train(critic, second)")
+    ranks.run("del model, optimizer, critic, second")
+    ranks.run(CRITIC + IN_ONE_CALL)
+    ranks.load("both", folder=tmp_path)
+    assert value(ranks, "train(model, optimizer), train(critic, second)") == expected
+    ranks.run("del model, optimizer, critic, second")
 
 
 @pytest.mark.parametrize("build", [nightly("bert"), "t5"])

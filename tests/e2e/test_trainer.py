@@ -87,6 +87,36 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     ranks.switch(backend)
 
 
+STOPPED = """
+arguments = dict(folder={folder!r}, num_train_epochs=2, max_steps=-1)
+whole = make(**arguments, model=build(0.1))
+whole.train()
+stopped = make(**arguments, model=build(0.1), callbacks=[StopAt(11)])
+stopped.train()
+logged(whole)
+"""
+CONTINUED = """
+trainer = make(**arguments, model=build(0.1))
+trainer.train(resume_from_checkpoint={folder!r} + "/stopped")
+logged(trainer)
+"""
+
+
+def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
+    ranks: Session, tmp_path: Path
+) -> None:
+    expected = value(ranks, STOPPED.format(folder=str(tmp_path)))
+    ranks.save("stopped", folder=tmp_path, wait=True)
+    report = ranks.load("stopped", folder=tmp_path)
+    assert "use trainer.train(resume_from_checkpoint=" in str(report)
+    backend = ranks.backend
+    for reader in (backend, "ddp" if backend != "ddp" else "zero2"):
+        ranks.switch(reader)
+        found = value(ranks, CONTINUED.format(folder=str(tmp_path)))
+        assert found == pytest.approx(expected, abs=1e-6)
+    ranks.switch(backend)
+
+
 BEST = """
 trainer = make(
     {folder!r}, learning_rate=0.3, lr_scheduler_type="constant", max_steps=30, eval_steps=2,

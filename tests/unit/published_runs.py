@@ -412,7 +412,6 @@ FEASIBLE = (
         for backend in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
     ),
     _large(13, LLAMA_70B, _PRO, "zero3", optimizer="adamw_8bit", ran=False),
-    _large(13, LLAMA_70B, _PRO, "fsdp2", optimizer="adamw_8bit", ran=False),
 )
 
 

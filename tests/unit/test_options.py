@@ -21,11 +21,19 @@ _HEAD = """\
 # Options of a session
 
 The first option of each row goes on the line of `%%distribute`; *keyword* is the argument of
-`Session(...)`, `session.switch(...)` and `session.restart(...)`. Options marked *switch* also go on
-the line of `%nbdist switch NAME` and change a running session without losing the training state;
-the others start new ranks. [Backends](strategies.md) lists what each backend supports,
-[Several machines](clusters.md) explains the options of clusters. This page is made by
-`python tests/unit/test_options.py`.
+`Session(...)`. Only one has another name in Python: `--gpus` is `devices=`. Options without a value
+are turned off by their `--no-` form, such as `--no-compile`, except `--auto`.
+
+Options marked *switch* also go on the line of `%nbdist switch NAME`, and are arguments of
+`session.switch(...)`: they change a running session without losing the training state.
+`session.restart(...)` takes them too, and `auto`: it starts new ranks, and variables are lost.
+
+On a `%%distribute` line, `--auto` and another `--on` or `--python` start new ranks, and variables
+are lost. `--partition`, `--time`, `--account` and `--interface` can be set only for a new session
+(`%nbdist stop`, then `%%distribute` with these options).
+
+[Backends](strategies.md) lists what each backend supports, [Several machines](clusters.md) explains
+the options of clusters. This page is made by `python tests/unit/test_options.py`.
 
 The comment `#| distribute --backend fsdp` as the first line of a cell is the same as
 `%%distribute --backend fsdp`. Type checkers, linters and jupytext then read the cell as Python.

@@ -153,7 +153,8 @@ def test_target_modules_are_those_of_peft(target_modules: Any, features: int) ->
         ({"lora": 8, "backend": "fsdp1"}, "FSDP1 cannot flatten fp32 adapters"),
         ({"lora": 8, "quantize": "nf4", "backend": "fsdp1"}, "FSDP1 cannot flatten quantized"),
         ({"lora": 8, "quantize": "int8", "backend": "zero3"}, "ZeRO-3 does not shard .* int8"),
-        ({"optimizer": "muon", "backend": "zero2"}, "zero2 flattens them. Use ddp or fsdp2"),
+        ({"optimizer": "muon", "backend": "zero2"}, "zero2 shards. Use ddp or fsdp2"),
+        ({"optimizer": "adamw_8bit", "backend": "fsdp"}, "adamw_8bit cannot step parameters that"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_sentence(given: Any, words: str) -> None:

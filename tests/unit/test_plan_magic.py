@@ -53,9 +53,7 @@ def test_adapters_of_a_quantized_model() -> None:
     )
     refused = plan.row("zero3")
     assert not refused.fits
-    assert refused.why == (
-        "muon needs parameters of two dimensions, and zero3 flattens them. Use ddp or fsdp2."
-    )
+    assert refused.why == ("muon cannot step parameters that zero3 shards. Use ddp or fsdp2.")
 
 
 def test_a_variable_of_the_notebook() -> None:

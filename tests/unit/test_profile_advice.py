@@ -151,7 +151,7 @@ def test_a_line_is_advised_with_the_words_of_the_lint() -> None:
     assert one.line == "# In[3], line 12: total += loss.detach()"
     assert one.why == "`.item()` waits for the device in every step."
     assert one.gain.faster == pytest.approx(found.step_s / (found.step_s - 0.04) - 1)
-    assert "in the text" not in str(found)
+    assert "in the code" not in str(found)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,11 @@ def test_modules_beside_the_notebook_are_to_be_copied(
     assert own_modules(script(cell("import mylib, torch"))) == ["mylib.py"]
 
 
+def test_get_ipython_is_imported() -> None:
+    source = script(cell("in_notebook = get_ipython() is not None")).source
+    assert "from IPython import get_ipython\n" in source
+
+
 def test_a_displayed_value_is_printed() -> None:
     assert "print(world_size)" in script(cell("world_size")).source
     assert "print" not in script(cell("train()"), cell("world_size;", 2)).source

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 
 from nbdist.errors import PlanError
 from nbdist.planner.memory import ddp, fsdp, zero3, zero12
+from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from nbdist.planner.memory.timeline import MemoryUsage, StepTimeline, TrainingSetup
     from nbdist.planner.model_spec import ModelSpec, Workload
-
-
-_KEEP_SHAPES = {("ddp", 0), ("fsdp", 2)}
-"""Engines whose optimizer gets parameters in their own shape."""
 
 
 def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
@@ -39,10 +36,11 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
         ("deepspeed", 3): zero3.Zero3Timeline,
     }
     strategy = setup.options.strategy
-    if setup.optimizer.needs_matrices and (strategy.engine, strategy.level) not in _KEEP_SHAPES:
+    if strategy.name in (refused := setup.optimizer.cannot_step):
+        others = [name for name in STRATEGIES if name not in refused]
         raise PlanError(
-            f"{setup.optimizer.name} needs parameters of two dimensions, and {strategy.name}"
-            " flattens them. Use ddp or fsdp2."
+            f"{setup.optimizer.name} cannot step parameters that {strategy.name} shards. Use"
+            f" {', '.join(others[:-1])} or {others[-1]}."
         )
     return engines[strategy.engine, strategy.level](model, setup)
 

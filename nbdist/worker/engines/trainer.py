@@ -8,9 +8,11 @@ builds it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +21,20 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 
-from nbdist.errors import OptionError
+from nbdist import checkpoint
+from nbdist.checkpoint.name_validation import MANIFEST_NAME
+from nbdist.errors import CheckpointError, OptionError
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.strategies import STRATEGIES
 from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
-from nbdist.worker.library_patches import patch, when_imported
-from nbdist.worker.training import generation
+from nbdist.worker.library_patches import patch, patched, when_imported
+from nbdist.worker.training import generation, prepared_models, rng_state, trainer_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from nbdist.checkpoint import Url
     from nbdist.strategies import Options
     from nbdist.worker.engines.auto_strategy import AutoStrategy
     from nbdist.worker.report import Reporter
@@ -47,19 +52,23 @@ _LEFT_OUT_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "train
 """Logged values that are not reported: summaries of a whole run instead of a step."""
 
 
-def install(reporter: Reporter) -> None:
+def install(reporter: Reporter, load: Callable[..., None]) -> None:
     """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
+
+    Args:
+        reporter: gets the values that a Trainer logs.
+        load: loads a model of a checkpoint; see ``operations.load.load_in_cell``.
     """
     when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
-    when_imported(MODULE, functools.partial(_patch_trainer, reporter))
+    when_imported(MODULE, functools.partial(_patch_trainer, reporter, load))
     when_imported(_PEFT, _patch_peft)
 
 
-def _patch_trainer(reporter: Reporter) -> None:
+def _patch_trainer(reporter: Reporter, load: Callable[..., None]) -> None:
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
-    patch(f"{MODULE}:Trainer.train", _check_checkpoint)
+    patch(f"{MODULE}:Trainer.train", functools.partial(_resume, load))
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
     patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
@@ -92,35 +101,98 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_accelerator_and_postprocess
 
 
-def _check_checkpoint(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse to resume from a checkpoint of another backend.
+def _resume(load: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Resume `train()` from a checkpoint of `%nbdist save` too, under any backend."""
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        trainer_state.register_trainer(self)
+        path = resume_from_checkpoint
+        is_location = bool(path) and path is not True
+        if is_location and (checkpoint.is_url(path) or (Path(path) / MANIFEST_NAME).is_file()):
+            with _session_checkpoint(self, checkpoint.parse_location(path), load) as folder:
+                return original(self, folder, *args, **kwargs)
+        _check_backend(self, path)
+        return original(self, path, *args, **kwargs)
+
+    return train
+
+
+@contextlib.contextmanager
+def _session_checkpoint(
+    trainer: Any, location: Path | Url, load: Callable[..., None]
+) -> Iterator[str]:
+    """Make `train()` load a checkpoint of the session; yield a folder with the Trainer's state."""
+    with checkpoint.storage_for(location.parent).open_checkpoint(location.name) as (_, manifest):
+        states = trainer_state.from_manifest(manifest)
+    if not states:
+        raise CheckpointError(
+            f"{location} was saved without the step of a Trainer. Resume from a checkpoint that was"
+            " saved after a step of trainer.train()."
+        )
+    number, saved = max(states.items())  # of several Trainers the last one
+    generators: list[rng_state.RngState] = []
+    load_weights = trainer._load_from_checkpoint  # noqa: SLF001 - of the Trainer's own checkpoints
+
+    def load_from_checkpoint(path: str, *args: Any) -> None:
+        if path != folder:
+            load_weights(path, *args)
+
+    def load_optimizer_and_scheduler(_: str) -> None:
+        models = prepared_models.all_models()
+        (prepared,) = (each for each in models if each.model is trainer.model_wrapped)
+        load(location, only={number: prepared})
+        trainer_state.set_scheduler(trainer, saved)
+        generators[:] = [rng_state.get_rng_state()]
+
+    methods = {
+        "_load_from_checkpoint": load_from_checkpoint,
+        "_load_optimizer_and_scheduler": load_optimizer_and_scheduler,
+        "_load_rng_state": lambda _: rng_state.set_rng_state(*generators),
+    }
+
+    def with_own_files(read: Callable[..., None]) -> Callable[..., None]:
+        def deepspeed_load_checkpoint(engine: Any, path: str, **kwargs: Any) -> None:
+            if path != folder:
+                read(engine, path, **kwargs)
+
+        return deepspeed_load_checkpoint
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patched(f"{MODULE}:deepspeed_load_checkpoint", with_own_files),
+    ):
+        (Path(folder) / sys.modules[MODULE].TRAINER_STATE_NAME).write_text(saved["state"])
+        vars(trainer).update(methods)
+        try:
+            yield folder
+        finally:
+            for name in methods:
+                del vars(trainer)[name]
+
+
+def _check_backend(trainer: Any, path: Any) -> None:
+    """Refuse to resume from a Trainer's checkpoint of another backend.
 
     transformers 5.23 would continue with a new optimizer, or fail with an internal error.
     """
+    from transformers.trainer_utils import get_last_checkpoint
 
-    def checked(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        from transformers.trainer_utils import get_last_checkpoint
-
-        path = resume_from_checkpoint
-        if path is True:
-            path = get_last_checkpoint(self.args.output_dir)
-        strategy = accelerator_patch.current_config().options.strategy
-        is_own_engine = accelerator_patch.has_user_plugin(self.accelerator)
-        names = [
-            other.name
-            for other in (STRATEGIES.values() if path and not is_own_engine else ())
-            if other.trainer_state_files != strategy.trainer_state_files
-            and any(Path(path).glob(other.trainer_state_files))
-        ]
-        if names:
-            raise OptionError(
-                f"{path} was saved under {' or '.join(names)}, but the session uses"
-                f" {strategy.name}. Use `%nbdist switch {names[0]}` before this cell; a checkpoint"
-                " of `%nbdist save` works under every backend."
-            )
-        return train(self, resume_from_checkpoint, *args, **kwargs)
-
-    return checked
+    if path is True:
+        path = get_last_checkpoint(trainer.args.output_dir)
+    strategy = accelerator_patch.current_config().options.strategy
+    is_own_engine = accelerator_patch.has_user_plugin(trainer.accelerator)
+    names = [
+        other.name
+        for other in (STRATEGIES.values() if path and not is_own_engine else ())
+        if other.trainer_state_files != strategy.trainer_state_files
+        and any(Path(path).glob(other.trainer_state_files))
+    ]
+    if names:
+        raise OptionError(
+            f"{path} was saved under {' or '.join(names)}, but the session uses"
+            f" {strategy.name}. Use `%nbdist switch {names[0]}` before this cell; a checkpoint"
+            " of `%nbdist save` works under every backend."
+        )
 
 
 def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,8 @@ from nbdist.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from nbdist.strategies import Options
 
 
 class UnitWrapPolicy:
@@ -104,3 +107,22 @@ def check_weight_types(model: nn.Module) -> None:
                 " no collective operations, so no backend can train it. Quantize with"
                 " BitsAndBytesConfig(load_in_4bit=True) instead."
             )
+
+
+def warn_of_half_weights(model: nn.Module, options: Options | None) -> None:
+    """Warn if DDP trains a model whose weights FSDP and DeepSpeed would keep in float32.
+
+    transformers 5 loads most models in bfloat16; accelerate 1.15 casts the weights back for FSDP
+    only, and DeepSpeed has a float32 copy.
+    """
+    if options is None or options.strategy.shards or options.precision in {None, "no"}:
+        return
+    trained = [each for each in model.parameters() if each.requires_grad]
+    half = [each for each in trained if each.dtype in {torch.bfloat16, torch.float16}]
+    if 2 * len(half) > len([*model.parameters()]):
+        warnings.warn(
+            f"{len(half)} weights of {type(model).__name__} are {half[0].dtype}, and under ddp the"
+            " optimizer loses small updates to them. Load the model with dtype=torch.float32, or"
+            " use fsdp or ZeRO, which keep trained weights in float32.",
+            stacklevel=2,
+        )

@@ -24,7 +24,7 @@ from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.training_state import ModelAndOptimizerState, ModelTensors, select_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from nbdist.protocol.operations import ImportCheckpointRequest
     from nbdist.state.importers import ForeignCheckpoint, RenamedTensors
@@ -45,12 +45,16 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         groups = [
             group for owned in prepared.live_optimizers for group in owned.recipe.param_group_names
         ]
+        names = _file_names(prepared)
         saved = importers.open_checkpoint(
-            Path(request.path), trust=request.trust, names=_file_names(prepared), groups=groups
+            Path(request.path), trust=request.trust, names=names, groups=groups
         )
         state = ModelAndOptimizerState(prepared)
         _rename_tied(saved, prepared.meta.aliases)
-        keys = _match_keys(saved, state, prepared.meta.aliases, report.notes)
+        # The files of a PEFT model have its adapters only.
+        is_adapter = hf_export_plan.is_adapter_only(prepared.meta.model)
+        required = {stored for stored, *_ in names.values()} if is_adapter else None
+        keys = _match_keys(saved, state, prepared.meta.aliases, report.notes, required)
         optimizer_state = {
             f"{state.optimizer_prefix}." + key.removeprefix("optim."): entry.dtype
             for key, entry in saved.keys.items()
@@ -127,8 +131,12 @@ def _match_keys(
     state: ModelAndOptimizerState,
     aliases: Mapping[str, str],
     notes: list[str],
+    required: Collection[str] | None,
 ) -> dict[str, str]:
     """Match each tensor of the model with its key in the checkpoint.
+
+    Args:
+        required: keys that the checkpoint must have; None for all weights.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or optimizer state is not
@@ -139,22 +147,27 @@ def _match_keys(
     for alias, first in aliases.items():
         aliases_of.setdefault(first, []).append(alias)
     keys: dict[str, str] = {}
-    missing = []
+    missing, unchanged = [], []
     for key in [*weights, *buffers]:
         name = key.removeprefix(state.model_prefix)
         options = [f"model.{option}" for option in (name, *aliases_of.get(name, ()))]
         stored = next((option for option in options if option in saved.keys), None)
         if stored is not None:
             keys[key] = stored
-        elif key in weights:
+        elif key in weights and (required is None or f"model.{name}" in required):
             missing.append(f"model.{name}")
         else:
-            notes.append(f"unchanged, not in the checkpoint: buffer {name}")
+            unchanged.append(f"buffer {name}" if key in buffers else name)
     if missing:
         raise CheckpointError(
             f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
             f" {list_first(map(printable, missing))}. Load it into the model that it was saved"
             " from."
+        )
+    if unchanged:
+        notes.append(
+            f"{len(unchanged)} tensors are unchanged, not in the checkpoint:"
+            f" {list_first(map(printable, unchanged))}"
         )
     shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
     _check_shapes(saved, shapes, keys)

@@ -24,7 +24,7 @@ from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
 from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
-from nbdist.protocol.operations import RankLoadReport
+from nbdist.protocol.operations import LoadRequest, RankLoadReport
 from nbdist.state import (
     base_model,
     collectives,
@@ -48,6 +48,7 @@ from nbdist.worker.training import (
     prepared_models,
     release_models,
     rng_state,
+    trainer_state,
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
@@ -56,9 +57,9 @@ from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
-    from nbdist.protocol.operations import LoadRequest
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -76,9 +77,33 @@ def load(request: LoadRequest, context: RankContext) -> RankLoadReport:
     return _CheckpointLoad(request, context).run()
 
 
+def load_in_cell(
+    location: Path | Url, context: RankContext, *, only: Mapping[int, PreparedModel] | None = None
+) -> None:
+    """Load a checkpoint in the code of a cell or script, which all ranks run.
+
+    Args:
+        only: number of a saved model and the model to load it into, without loader positions.
+            Default: all models.
+    """
+    with checkpoint.storage_for(location.parent).open_checkpoint(location.name) as opened:
+        path, manifest = opened
+        request = LoadRequest(
+            path=checkpoint.location_with_password(path), id=manifest.id, weights_only=False
+        )
+        _CheckpointLoad(request, context, only).run()
+
+
 class _CheckpointLoad:
-    def __init__(self, request: LoadRequest, context: RankContext) -> None:
+    def __init__(
+        self,
+        request: LoadRequest,
+        context: RankContext,
+        only: Mapping[int, PreparedModel] | None = None,
+    ) -> None:
         self._id, self._weights_only = request.id, request.weights_only
+        self._only = only
+        """The only model to load, by its number in the checkpoint; None for all."""
         self._reset = request.reset_optimizer
         self._on_phase, self._variables = context.on_phase, context.variables
         self._location = parse_location(request.path)
@@ -115,8 +140,8 @@ class _CheckpointLoad:
         with self._phase(CHECKING_PHASE):
             trained = self._open()
         with self._phase(CHECKING_PHASE):
-            self._models = [ModelAndOptimizerState(prepared) for prepared in trained]
-            self._check_tensors(trained)
+            self._models = [ModelAndOptimizerState(trained[key], key) for key in trained]
+            self._check_tensors([*trained.values()])
             if not self._weights_only:
                 self._check_training()
         with self._phase(CHECKING_PHASE):
@@ -131,7 +156,7 @@ class _CheckpointLoad:
                 key for key in weights if self._stored(key) in self._manifest.referenced
             }
             self._base = base_model.open_references(
-                self._manifest, differing, save.base_models(trained)
+                self._manifest, differing, save.base_models([*trained.values()])
             )
         if self._download is None:
             self._compare_checksums()
@@ -189,7 +214,8 @@ class _CheckpointLoad:
 
     # -- the files
 
-    def _open(self) -> list[PreparedModel]:
+    def _open(self) -> Mapping[int, PreparedModel]:
+        """Read the manifest; return the models to load by their numbers in the checkpoint."""
         if isinstance(self._location, Url):
             self._download = CheckpointDownload(self._location, self._download_folder)
             self._path = self._download_folder
@@ -200,13 +226,15 @@ class _CheckpointLoad:
         if self._manifest.id != self._id:
             raise CheckpointError(f"{self._path} was replaced by a newer save. Load it again.")
         release_models.release_remaining()
-        trained = prepared_models.models_in_use(self._variables)
-        if not trained:
+        if not prepared_models.models_in_use(self._variables):
             raise CheckpointError(
                 "No model is prepared to load into. Run the cell with accelerator.prepare(model,"
-                " optimizer, ...) first, with any backend. A Trainer prepares its model in train()."
+                " optimizer, ...) first, with any backend. A Trainer loads it by itself:"
+                f" trainer.train(resume_from_checkpoint={str(self._location)!r})."
             )
-        for prepared in trained:
+        prepared_models.order_models([entry.get("variable") for entry in self._entries()])
+        trained = self._only or dict(enumerate(prepared_models.all_models()))
+        for prepared in trained.values():
             save.check_savable(prepared, optimizers=not self._weights_only)
         return trained
 
@@ -232,13 +260,19 @@ class _CheckpointLoad:
             names, progress, first=collectives.rank() * len(names) // collectives.group_size()
         )
 
+    def _entries(self) -> list[Mapping[str, Any]]:
+        """Return the entries of the saved models."""
+        models = self._manifest.extra.get("models")
+        entries = models if isinstance(models, list) else []
+        return [entry if isinstance(entry, dict) else {} for entry in entries]
+
     # -- checking
 
     def _stored(self, key: str) -> str:
         """Return the key under which the checkpoint stores a tensor."""
         return self._manifest.aliases.get(key, key)
 
-    def _check_tensors(self, trained: list[PreparedModel]) -> None:
+    def _check_tensors(self, trained: Sequence[PreparedModel]) -> None:
         """Compare names and shapes of all weights and buffers; a collective under FSDP1."""
         shapes: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
@@ -246,8 +280,9 @@ class _CheckpointLoad:
             targets = state.target_shards(optimizers=False) | state.buffers(owned=False)
             shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
+        prefixes = tuple(state.model_prefix for state in self._models) if self._only else None
         try:
-            check_keys(self._manifest, shapes, aliases)
+            check_keys(self._manifest, shapes, aliases, prefixes)
         except CheckpointError:
             problem = "their tensors have other names or shapes"
             base_model.check_names(self._manifest, save.base_models(trained), problem)
@@ -256,18 +291,19 @@ class _CheckpointLoad:
     def _check_training(self) -> None:
         """Compare classes and groups of optimizers and schedulers, and shapes of their state."""
         world_size = collectives.group_size()
-        for number, state in enumerate(self._models):
+        for state in self._models:
             prepared = state.prepared
             if not self._reset:
                 training_metadata.check_optimizers(self._optimizers(state), prepared)
                 self._check_optimizer_state(state)
-            training_metadata.check_schedulers(self._schedulers(number), prepared)
+            training_metadata.check_schedulers(self._schedulers(state.number), prepared)
             if prepared.live_schedulers and self._manifest.world_size != world_size:
                 self.report.notes.append(
                     f"Accelerate advances schedulers once per rank: {world_size} times per"
                     f" optimizer step, compared with {self._manifest.world_size} when saved"
                 )
-        self._positions = self._match_loaders()
+        if self._only is None:
+            self._positions = self._match_loaders()
         if self._manifest.world_size == world_size:
             rank = collectives.rank()
             tensors = self._read_generators(f"rng.{rank:05d}.")
@@ -365,8 +401,8 @@ class _CheckpointLoad:
 
     def _restore_derived_state(self) -> None:
         """Update what engines derive from the loaded tensors and set the state besides tensors."""
-        for number, state in enumerate(self._models):
-            prepared = state.prepared
+        for state in self._models:
+            prepared, number = state.prepared, state.number
             if self._weights_only:
                 state.finalize_state({})
                 continue
@@ -374,7 +410,7 @@ class _CheckpointLoad:
                 state.reset_state_dicts()
             elif by_rank := self._manifest.state_dicts:
                 trees = by_rank[state.state_dict_rank if len(by_rank) > 1 else 0]
-                if not isinstance(trees, list) or len(trees) != len(self._models):
+                if not isinstance(trees, list) or len(trees) <= number:
                     raise CheckpointError(
                         "Cannot read the optimizer state. Load another checkpoint."
                     )
@@ -396,9 +432,8 @@ class _CheckpointLoad:
             dataloader_state.seek(loader, position)
 
     def _set_counters(self, number: int, prepared: PreparedModel) -> None:
-        models = self._manifest.extra.get("models")
-        entry = models[number] if isinstance(models, list) and number < len(models) else {}
-        fields = entry if isinstance(entry, dict) else {}
+        entries = self._entries()
+        fields = entries[number] if number < len(entries) else {}
         steps, scale = fields.get("steps"), fields.get("scale")
         prepared.num_steps = steps if type(steps) is int else self._manifest.step
         prepared.owner.step = 0
@@ -557,6 +592,11 @@ class _CheckpointLoad:
         if self._reset:
             report.notes.append("the optimizers begin with new state, as requested")
         report.loaded.append(f"step {manifest.step}")
+        if self._only is None and trainer_state.from_manifest(manifest):
+            report.notes.append(
+                "the Trainer begins at step 0; to continue its run, use"
+                f" trainer.train(resume_from_checkpoint={str(self._location)!r})"
+            )
         if self._rng is not None:
             report.loaded.append("random generators")
         for _, position in self._positions:
@@ -567,19 +607,27 @@ class _CheckpointLoad:
 
 
 def check_keys(
-    manifest: Manifest, required: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
+    manifest: Manifest,
+    required: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, str],
+    prefixes: tuple[str, ...] | None = None,
 ) -> None:
     """Refuse a checkpoint of another model before reading any tensor.
 
     Args:
         required: key -> shape of the prepared models' weights and buffers.
         aliases: additional keys of tied weights -> a key in `required`.
+        prefixes: prefixes of the models' keys; None for all models of the checkpoint.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape. The message has
             the number and the first ten of each.
     """
-    keys = {key for key in manifest.keys if re.match(r"model\d*\.", key)}
+    keys = {
+        key
+        for key in manifest.keys
+        if re.match(r"model\d*\.", key) and (prefixes is None or key.startswith(prefixes))
+    }
     stored = {key: manifest.aliases.get(key, key) for key in required}
     missing = [key for key, to in stored.items() if to not in keys]
     used = {*stored.values(), *(key for key in keys if key in aliases)}

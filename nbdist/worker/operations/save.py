@@ -44,6 +44,7 @@ from nbdist.worker.training import (
     prepared_models,
     release_models,
     rng_state,
+    trainer_state,
     training_metadata,
 )
 from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_shard
@@ -425,11 +426,8 @@ def check_savable(
     """
     if prepared.rebuild_error:
         raise CheckpointError(prepared.rebuild_error)
-    if micro_batches and (waiting := prepared_models.count_pending_micro_batches(prepared)):
-        raise CheckpointError(
-            f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Save or"
-            " load after the step, or drop them with optimizer.zero_grad()."
-        )
+    if micro_batches and (problem := prepared_models.pending_gradients(prepared)):
+        raise CheckpointError(problem)
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if optimizers:
@@ -534,6 +532,8 @@ def _take_snapshot(
         models.append(
             {
                 "class": class_name(type(prepared.meta.model)),
+                "variable": prepared.variable,
+                "trainer": trainer_state.state_of(prepared.accelerator(), snapshot.not_saved),
                 "steps": max(prepared.num_steps, *steps) if steps else prepared.num_steps,
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }

@@ -294,11 +294,8 @@ def check_models(
 def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimizer: bool) -> None:
     if prepared.rebuild_error:
         raise SwitchError(prepared.rebuild_error)
-    if waiting := prepared_models.count_pending_micro_batches(prepared):
-        raise SwitchError(
-            f"The gradients of {waiting} micro-batches are waiting for an optimizer step. Run a"
-            " cell up to the step, or drop them with optimizer.zero_grad()."
-        )
+    if problem := prepared_models.pending_gradients(prepared):
+        raise SwitchError(problem)
     if accelerator_patch.has_user_plugin(prepared.owner):
         raise SwitchError(
             "The model was prepared by an Accelerator with its own plugin. Prepare it with the"

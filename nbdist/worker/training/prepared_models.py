@@ -133,6 +133,11 @@ class PreparedModel:
         return is_used and self.wrapper is not None and self.wrapper() is not None
 
     @property
+    def variable(self) -> str | None:
+        """Name of the user's variable that holds the prepared model; None if there is none."""
+        return variable_of(self.model) or variable_of(self.user_model())
+
+    @property
     def live_optimizers(self) -> list[PreparedOptimizer]:
         """The prepared optimizers that still exist."""
         return [optimizer for optimizer in self.optimizers if optimizer.wrapper() is not None]
@@ -146,6 +151,19 @@ def all_models() -> list[PreparedModel]:
     """Return all prepared models, in the order of preparation."""
     _trained[:] = [model for model in _trained if model.is_alive]
     return list(_trained)
+
+
+def order_models(variables: Sequence[object]) -> None:
+    """Move the models in these variables to the positions of their names; others keep their order.
+
+    Has no effect if the number of models differs.
+    """
+    models: dict[object, PreparedModel] = {
+        name: model for model in all_models() if (name := model.variable) in variables
+    }
+    others = iter([model for model in _trained if model not in models.values()])
+    if len(variables) == len(_trained):
+        _trained[:] = [models.pop(name) if name in models else next(others) for name in variables]
 
 
 def unprepared_schedulers(variables: Mapping[str, Any]) -> list[str]:
@@ -351,14 +369,20 @@ def refresh_param_groups(prepared: PreparedModel) -> None:
             owned.recipe = replace(owned.recipe, param_group_names=groups)
 
 
-def count_pending_micro_batches(prepared: PreparedModel) -> int:
-    """Return the number of micro-batches whose gradients were not yet used in a step."""
+def pending_gradients(prepared: PreparedModel) -> str:
+    """Return a sentence if gradients of micro-batches were not yet used in a step."""
     # `Accelerator.backward` counts for all models that ran forward, because it does not know which
     # one the loss is from: a model without gradients was not part of it.
     has_gradients = is_deepspeed_engine(unwrap_compiled(prepared.model)) or any(
         gradient is not None for gradient in tensor_categories.gradients(prepared.model)
     )
-    return prepared.num_pending_micro_batches if has_gradients else 0
+    count = prepared.num_pending_micro_batches if has_gradients else 0
+    if not count:
+        return ""
+    return (
+        f"The gradients of {count} micro-batch{'es' * (count > 1)} are waiting for an optimizer"
+        " step. Run the code up to the step, or drop them with optimizer.zero_grad()."
+    )
 
 
 def interrupted_pass() -> InterruptedPass:

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 class ModelAndOptimizerState:
     """State of a prepared model and its optimizers, as tensors by key."""
 
-    def __init__(self, prepared: PreparedModel) -> None:
+    def __init__(self, prepared: PreparedModel, number: int | None = None) -> None:
         self.prepared = prepared
-        number = prepared_models.all_models().index(prepared)
-        suffix = str(number + 1) if number else ""
+        self.number = prepared_models.all_models().index(prepared) if number is None else number
+        """Number of the model in the session, or in a checkpoint."""
+        suffix = str(self.number + 1) if self.number else ""
         self.model_prefix = f"model{suffix}."
         """Prefix of the keys of weights and buffers."""
         self.optimizer_prefix = f"optim{suffix}"
