@@ -246,6 +246,24 @@ def test_a_switch_keeps_a_4_bit_base(folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+def test_an_evaluation_keeps_4_bit_shards(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = f"{NF4}, bnb_4bit_quant_storage=torch.bfloat16"
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.run(f"from tests.fine_tuning import *\nfolder = {folder!r}")
+        session.run(QUANTIZED.format(config=config, output=str(tmp_path)))
+        found = session.run(
+            "model = trainer.model_wrapped.eval()\n"
+            "batch = next(iter(trainer.get_train_dataloader()))\n"
+            "with torch.no_grad():\n"
+            "    losses = [model(**batch).loss.item() for _ in range(3)]\n"
+            "losses"
+        ).values[0]
+    assert found == [found[0]] * 3
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_weights_without_collectives_are_refused_in_one_sentence(folder: str) -> None:
     pytest.importorskip("torchao")
     with Session(nproc=2, backend="fsdp2") as session:

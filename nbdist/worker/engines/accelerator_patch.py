@@ -414,6 +414,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     for model in new:
         generation.warn_of_large_tokenizer(model)
         wrap_policy.warn_of_half_weights(model, options)
+        wrap_policy.keep_4bit_layout(model)
     for arg in args:
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
             if options and (

@@ -126,3 +126,15 @@ def warn_of_half_weights(model: nn.Module, options: Options | None) -> None:
             " use fsdp or ZeRO, which keep trained weights in float32.",
             stacklevel=2,
         )
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes 0.50 from packing 4-bit weights in place in an evaluation on the CPU.
+
+    It does so on processors with AVX512-BF16. Products with packed weights have no gradient, and
+    FSDP and ZeRO-3 mix up the shards.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+            module.state_dict()  # unpacks weights that are packed already
