@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _WORDS = "TOKEN|KEY|SECRET|(?:PG)?PASSWORD|PASSWD|PASS|CREDENTIALS?|APIKEY|AUTH"
 _NAME = re.compile(rf"(?:^|_)(?:{_WORDS})(?:_|$)", re.IGNORECASE)
@@ -25,17 +21,12 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def redact_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Replace the values of secret variables by their names, such as "<HF_TOKEN>".
+def redact_secrets(text: str) -> str:
+    """Replace the values of this process's secret variables by their names, such as "<HF_TOKEN>".
 
     Also redacts any "SOME_TOKEN=..." and passwords in URLs.
-
-    Args:
-        text: text of any length.
-        environ: environment with the secrets. Default: this process's.
     """
-    environ = os.environ if environ is None else environ
-    secrets = [(value, name) for name, value in environ.items() if is_secret(name)]
+    secrets = [(value, name) for name, value in os.environ.items() if is_secret(name)]
     for value, name in sorted(secrets, key=lambda pair: -len(pair[0])):
         if len(value) >= MIN_CHARS:
             text = text.replace(value, f"<{name}>")

@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import psutil
 
 from nbdist.cluster.allocation import AllocatedNode
-from nbdist.errors import StartError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from nbdist.cluster.allocation import AllocationRequest
 
 ENDED_S = 10.0
 
@@ -34,7 +31,7 @@ class LocalNodes:
     kernel_address = "127.0.0.1"
 
     def __init__(self, *names: str, ranks: int = 1) -> None:
-        """Give these nodes, as many as are needed, in this order."""
+        """Give these nodes, in this order."""
         self.names = list(names)
         self.ranks = ranks
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
@@ -48,16 +45,9 @@ class LocalNodes:
         """Nodes that cannot be told to end."""
         self._given: list[AllocatedNode] = []
 
-    def allocate_nodes(
-        self, wanted: AllocationRequest, progress: Callable[[str], None]
-    ) -> list[AllocatedNode]:
-        """Give as many nodes as are needed; raises StartError."""
+    def allocate_nodes(self, progress: Callable[[str], None]) -> list[AllocatedNode]:
         progress("waiting in no queue")
-        count = wanted.nodes or len(self.names)
-        if count > len(self.names):
-            msg = f"{count} nodes were asked for and there are {len(self.names)}."
-            raise StartError(msg)
-        self._given = [self.place(name) for name in self.names[:count]]
+        self._given = [self.place(name) for name in self.names]
         return self._given
 
     def place(self, name: str) -> AllocatedNode:

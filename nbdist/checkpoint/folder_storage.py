@@ -107,8 +107,8 @@ class FolderStorage(Storage):
         raise self._missing_error(name, [summary.name for summary in summaries])
 
     @contextmanager
-    def open_reader(self, name: str) -> Iterator[CheckpointReader]:
-        """Open a checkpoint by name. Retries while another process is replacing it.
+    def open_checkpoint(self, name: str) -> Iterator[tuple[Path, Manifest]]:
+        """Open a checkpoint and lock it against removal. Retries while it is being replaced.
 
         Raises:
             CheckpointError: no checkpoint has this name, or it is invalid.
@@ -123,13 +123,7 @@ class FolderStorage(Storage):
                         raise
                 # Another process may be between the two renames of a replacement.
                 time.sleep(_RETRY_DELAY_S)
-            yield opened
-
-    @contextmanager
-    def open_checkpoint(self, name: str) -> Iterator[tuple[Path, Manifest]]:
-        """Open a checkpoint and lock it against removal."""
-        with self.open_reader(name) as reader:
-            yield reader.path, reader.manifest
+            yield opened.path, opened.manifest
 
     # -- writing
 

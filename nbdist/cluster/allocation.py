@@ -287,10 +287,8 @@ class Cluster(Protocol):
     def kernel_address(self) -> str:
         """Address of this machine for the nodes. Only there the agent server listens."""
 
-    def allocate_nodes(
-        self, request: AllocationRequest, progress: Callable[[str], None]
-    ) -> list[AllocatedNode]:
-        """Reserve nodes; report waiting in a queue to `progress`.
+    def allocate_nodes(self, progress: Callable[[str], None]) -> list[AllocatedNode]:
+        """Reserve nodes for the session; report waiting in a queue to `progress`.
 
         KeyboardInterrupt cancels the request and releases reserved nodes.
 

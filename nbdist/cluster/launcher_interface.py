@@ -65,9 +65,6 @@ class RankProcess:
 class LauncherProvider(ABC):
     """Provides launcher groups."""
 
-    memory_events_file: Path | None = None
-    """File with the OOM killer's counters; None: that of the kernel's own cgroup."""
-
     def check_limits(self, world_size: int) -> None:  # noqa: B027
         """Check the limits of this machine; raises StartError. By default there are none."""
 

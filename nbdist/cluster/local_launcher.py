@@ -311,15 +311,9 @@ class Launcher(LauncherGroup):
 
 
 class LocalLauncherProvider(LauncherProvider):
-    """Provides launchers on this machine and keeps one ready in advance.
+    """Provides launchers on this machine and keeps one ready in advance."""
 
-    Args:
-        memory_events: file with the OOM killer's counters, "memory.events" of a cgroup. Default:
-            that of this process's cgroup.
-    """
-
-    def __init__(self, memory_events: Path | None = None) -> None:
-        self.memory_events_file = memory_events
+    def __init__(self) -> None:
         self._warm: Launcher | None = None
 
     def check_limits(self, world_size: int) -> None:

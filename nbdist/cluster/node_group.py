@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbdist.cluster import protocol
 from nbdist.cluster.agent_connections import CLOSE_S, AgentConnections, KeyValueStore
-from nbdist.cluster.allocation import AllocationRequest
 from nbdist.cluster.launcher_interface import (
     EXITED,
     CrashArtifacts,
@@ -210,19 +209,14 @@ class NodeGroup(LauncherGroup):
 
     # -- life
 
-    def start(self, request: AllocationRequest, progress: Callable[[str], None]) -> None:
+    def start(self, progress: Callable[[str], None]) -> None:
         """Allocate nodes and wait until an agent has connected from each.
 
         Raises:
             StartError: no nodes, or an agent does not connect; nothing stays reserved.
         """
-        places = self._cluster.allocate_nodes(request, progress)
+        places = self._cluster.allocate_nodes(progress)
         self.nodes = [Node(index, place) for index, place in enumerate(places)]
-        got = sum(place.ranks for place in places)
-        if request.nproc is not None and got < request.nproc:
-            raise StartError(
-                f"Requested {request.nproc} ranks, but {self._cluster.name} provides {got}."
-            )
         self.agent_connections = AgentConnections(
             self._cluster.kernel_address,
             on_message=self._on_agent_message,
@@ -748,7 +742,7 @@ class ClusterLauncherProvider(LauncherProvider):
     def acquire_launchers(
         self,
         kind: DeviceType,
-        world_size: int,
+        world_size: int,  # noqa: ARG002 - the cluster knows the ranks of each node
         progress: Callable[[str], None],
         python: RankPython,  # noqa: ARG002 - ranks use the Python of their agent
     ) -> NodeGroup:
@@ -759,7 +753,7 @@ class ClusterLauncherProvider(LauncherProvider):
         """
         group = NodeGroup(self.cluster, kind)
         try:
-            group.start(AllocationRequest(kind=kind, nproc=world_size), progress)
+            group.start(progress)
         except BaseException:
             group.close()
             raise

@@ -90,8 +90,8 @@ class RayCluster:
         """True if this connection copies the folder to the nodes."""
         self._unreachable: set[str] = set()
         """Addresses of nodes that Ray lists as alive but that do not respond."""
-        self.distribution: RankDistribution | None = None
-        """Distribution to allocate. Default: computed from the request."""
+        self.distribution: RankDistribution
+        """Ranks to allocate nodes for; set by the session."""
 
     # -- before anything is reserved
 
@@ -254,9 +254,7 @@ class RayCluster:
             return node_bootstrap.local_address_toward(self._address.rpartition(":")[0].strip("[]"))
         return str(_ray().util.get_node_ip_address())
 
-    def allocate_nodes(
-        self, request: AllocationRequest, progress: Callable[[str], None]
-    ) -> list[AllocatedNode]:
+    def allocate_nodes(self, progress: Callable[[str], None]) -> list[AllocatedNode]:
         """Reserve nodes and start an actor on each; wait while the resources are in use.
 
         Raises:
@@ -266,12 +264,7 @@ class RayCluster:
         with self._connection():
             try:
                 self._causes.clear()
-                spread = self.distribution or self.distribute_ranks(
-                    request.nproc,
-                    request.nodes,
-                    0 if request.kind == "cpu" else request.gpus_per_node,
-                )
-                self._places = self._start_actors(spread, progress)
+                self._places = self._start_actors(self.distribution, progress)
                 if self._nodes_without_folder and not self._copied:
                     if not self._is_connection_owner:  # Ray copies folders when it is connected
                         check_folder(self._nodes_without_folder, str(Path.cwd()))
@@ -279,7 +272,7 @@ class RayCluster:
                     self.disconnect()
                     self._connect(Path.cwd())
                     self._copied = True
-                    self._places = self._start_actors(spread, progress)
+                    self._places = self._start_actors(self.distribution, progress)
             except BaseException:
                 self.close()
                 raise

@@ -103,8 +103,8 @@ class SlurmCluster:
         self._interface = interface
         self._kernel_address = ""
         self._srun: SrunProcess | None = None
-        self.distribution: RankDistribution | None = None
-        """Distribution to allocate. Default: computed from the request."""
+        self.distribution: RankDistribution
+        """Ranks to allocate nodes for; set by the session."""
         self._places: list[AllocatedNode] = []
         self._tasks: list[int] = []
         """Task number of each node."""
@@ -172,17 +172,13 @@ class SlurmCluster:
             return node_bootstrap.interface_address(self._interface)
         return self._kernel_address
 
-    def allocate_nodes(
-        self, request: AllocationRequest, progress: Callable[[str], None]
-    ) -> list[AllocatedNode]:
+    def allocate_nodes(self, progress: Callable[[str], None]) -> list[AllocatedNode]:
         """Start one task on each node; report waiting in the queue.
 
         Raises:
             StartError: Slurm's error message, or versions differ. Nothing stays reserved.
         """
-        spread = self.distribution or self.distribute_ranks(
-            request.nproc, request.nodes, 0 if request.kind == "cpu" else request.gpus_per_node
-        )
+        spread = self.distribution
         self.close()
         avoided = self._unresponsive_nodes(spread.num_nodes, progress)
         try:

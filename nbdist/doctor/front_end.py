@@ -23,8 +23,6 @@ from nbdist.doctor.finding import LEVELS, note, ok, problem
 from nbdist.output.sink import running_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nbdist.doctor.finding import Finding
 
 REPLY_S = 5.0
@@ -51,14 +49,9 @@ export default {{ render({{ model, el }}) {{
 
 
 class FrontEndCheck:
-    """One run of the check. Its report is updated if the page replies after the cell has ended.
+    """One run of the check. Its report is updated if the page replies after the cell has ended."""
 
-    Args:
-        ask: asks the user for a line of text, as `input`.
-    """
-
-    def __init__(self, ask: Callable[[str], str] = input) -> None:
-        self._ask = ask
+    def __init__(self) -> None:
         self._id = secrets.token_hex(4)
         self._replied: dict[str, bool] = {}
         """Kind of a reply, and whether it arrived while the cell blocked."""
@@ -147,7 +140,7 @@ class FrontEndCheck:
     def _check_input(self) -> list[Finding]:
         question = "nbdist: press Enter to skip the check of the interrupt button, or type y: "
         try:
-            answer = self._ask(question).strip().lower()
+            answer = input(question).strip().lower()
         except KeyboardInterrupt:
             return [ok("interrupt", "KeyboardInterrupt reached the kernel")]
         except (EOFError, NotImplementedError, RuntimeError) as error:  # nbclient, a script

@@ -14,7 +14,7 @@ from nbdist.hardware import amd, discovery
 from nbdist.number_formatting import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from nbdist.doctor.finding import Finding
@@ -25,19 +25,15 @@ TOPIC = "GPUs"
 def check_gpus(
     *,
     own: Collection[int] = (),
-    nvml: Any = None,
-    environ: Mapping[str, str] = os.environ,
     driver: Path = discovery.DRIVER,
 ) -> Iterator[Finding]:
     """Check the GPUs through NVML. CUDA is not used: a context would take device memory.
 
     Args:
         own: ids of this session's processes.
-        nvml: a module with the functions of `pynvml`, for tests.
-        environ: environment in which CUDA_VISIBLE_DEVICES is read.
         driver: a file that exists if the driver is installed.
     """
-    nvml = nvml or discovery.import_pynvml()
+    nvml = discovery.import_pynvml()
     cpu_ranks = f"a session has {discovery.DEFAULT_CPU_RANKS} CPU ranks"
     if nvml is None and amd.is_rocm() and amd.DRIVER.exists():
         message = "AMD's driver is installed but cannot be queried: amdsmi is missing"
@@ -53,8 +49,8 @@ def check_gpus(
     try:
         with discovery.open_nvml(nvml):
             num_gpus = nvml.nvmlDeviceGetCount()
-            machine = discovery.discover_machine(nvml=nvml, environ=environ)
-            yield from _visible(num_gpus, machine, environ)
+            machine = discovery.discover_machine()
+            yield from _visible(num_gpus, machine)
             for index, gpu in enumerate(machine.gpus):
                 yield from _gpu(nvml, index, gpu, own)
     except nvml.NVMLError as error:
@@ -72,10 +68,8 @@ def check_gpus(
         yield note(TOPIC, message, do)
 
 
-def _visible(
-    installed: int, found: discovery.Machine, environ: Mapping[str, str]
-) -> Iterator[Finding]:
-    visible = amd.visible_devices(environ)
+def _visible(installed: int, found: discovery.Machine) -> Iterator[Finding]:
+    visible = amd.visible_devices(os.environ)
     if found.gpus:
         yield ok(TOPIC, found.describe())
     elif not installed:
@@ -84,7 +78,7 @@ def _visible(
         message, _, do = warning.partition("; ")
         yield problem(TOPIC, message, do)
     if len(found.gpus) < installed and visible is not None:
-        name = "HIP" if amd.is_rocm() and environ.get("HIP_VISIBLE_DEVICES") else "CUDA"
+        name = "HIP" if amd.is_rocm() and os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA"
         message = f"{name}_VISIBLE_DEVICES={visible!r} shows {len(found.gpus)} of {installed} GPUs"
         make = note if found.gpus or not visible else problem
         yield make(TOPIC, message, "if this is not intended, unset it before you start Jupyter")

@@ -22,7 +22,6 @@ from nbdist.panel import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from nbdist.doctor.finding import Finding
 
@@ -144,23 +143,15 @@ def _wrong_build(
         yield problem("versions", message, f"upgrade the driver, or {choose}")
 
 
-def check_compilers(
-    *, missing: str | None = None, locks: Sequence[Path] | None = None, kind: str | None = None
-) -> Iterator[Finding]:
+def check_compilers(kind: str | None = None) -> Iterator[Finding]:
     """Check for the compiler, ninja, libaio and the CUDA toolkit, which only offload needs.
 
     Args:
-        missing: error of a build, for tests. "" means that nothing is missing.
-        locks: stale build locks, for tests.
         kind: device type of the ranks. Default: that of a new session.
     """
     kind = kind or ("cuda" if discovery.discover_machine().gpus else "cpu")
-    missing = (
-        deepspeed_requirements.missing_requirements(
-            ["cpu_adam", deepspeed_requirements.NVME_OP], kind
-        )
-        if missing is None
-        else missing
+    missing = deepspeed_requirements.missing_requirements(
+        ["cpu_adam", deepspeed_requirements.NVME_OP], kind
     )
     tools = "compiler, ninja, libaio and nvcc" if kind == "cuda" else "compiler, ninja and libaio"
     if missing:
@@ -171,8 +162,7 @@ def check_compilers(
         )
     else:
         yield ok("compilers", f"{tools} are installed, for --offload")
-    locks = deepspeed_requirements.stale_build_locks() if locks is None else locks
-    if locks:
+    if locks := deepspeed_requirements.stale_build_locks():
         message = (
             "left by killed builds; the next build of these ops waits forever:"
             f" {format_names(locks)}"
@@ -180,25 +170,16 @@ def check_compilers(
         yield note("build locks", message, f"rm {' '.join(map(str, locks))}")
 
 
-def check_notebook(
-    *, missing: list[str] | None = None, built: bool | None = None
-) -> Iterator[Finding]:
-    """Check what the live panel needs.
-
-    Args:
-        missing: missing packages of the widget, for tests.
-        built: whether the front end is built, for tests.
-    """
-    if missing is None:
-        missing = [
-            name for name in ("anywidget", "ipywidgets") if importlib.util.find_spec(name) is None
-        ]
-    built = protocol.has_built_assets() if built is None else built
+def check_notebook() -> Iterator[Finding]:
+    """Check what the live panel needs."""
+    missing = [
+        name for name in ("anywidget", "ipywidgets") if importlib.util.find_spec(name) is None
+    ]
     instead = "%nbdist panel shows a static page instead"
     if missing:
         message = f"{', '.join(missing)} not installed: {instead}"
         yield note("panel", message, f"pip install {' '.join(missing)}, and restart the kernel")
-    elif not built:
+    elif not protocol.has_built_assets():
         do = "reinstall nbdist without NBDIST_SKIP_FRONTEND"
         yield note("panel", f"the front end is not built: {instead}", do)
     else:

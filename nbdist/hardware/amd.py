@@ -33,7 +33,6 @@ class AmdSmi:
 
     Args:
         smi: the module amdsmi.
-        environ: source of ROCR_VISIBLE_DEVICES.
     """
 
     NVML_P2P_CAPS_INDEX_NVLINK = NVML_P2P_STATUS_OK = 0
@@ -41,8 +40,8 @@ class AmdSmi:
     NVML_ERROR_NOT_SUPPORTED = 3
     NVML_TEMPERATURE_GPU = 0
 
-    def __init__(self, smi: Any, environ: Mapping[str, str] = os.environ) -> None:
-        self._smi, self._environ = smi, environ
+    def __init__(self, smi: Any) -> None:
+        self._smi = smi
         self.NVMLError = smi.AmdSmiException
         self._handles: list[Any] = []
 
@@ -61,7 +60,7 @@ class AmdSmi:
         handles = self._smi.amdsmi_get_processor_handles()
         handles.sort(key=self._hip_id)  # amdsmi lists them in PCI bus order
         self._handles = handles
-        shown = self._environ.get("ROCR_VISIBLE_DEVICES")
+        shown = os.environ.get("ROCR_VISIBLE_DEVICES")
         if shown is None:
             return
         # A list of numbers and UUIDs; an invalid entry ends it.

@@ -138,17 +138,13 @@ class GpuFreeMemory:
     """Other processes that hold memory of the GPU: "python (pid 4711)"."""
 
 
-def discover_machine(*, nvml: Any = None, environ: Mapping[str, str] = os.environ) -> Machine:
+def discover_machine() -> Machine:
     """Find the GPUs that CUDA_VISIBLE_DEVICES leaves visible, and count the CPUs.
 
     Initialises no device. Results without a failure are cached for the life of the process.
-
-    Args:
-        nvml: a module with the functions of `pynvml`, for tests.
-        environ: source of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
     """
-    nvml = nvml or import_pynvml()
-    key = nvml, amd.visible_devices(environ), environ.get("CUDA_DEVICE_ORDER")
+    nvml = import_pynvml()
+    key = nvml, amd.visible_devices(os.environ), os.environ.get("CUDA_DEVICE_ORDER")
     seen = _answers.get(key, _NvmlQueryResult())
     if nvml and key not in _answers:
         try:
@@ -198,9 +194,7 @@ def _processor() -> str:
 
 
 def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 class _NvmlQueryResult(NamedTuple):
@@ -345,7 +339,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
     return number // 1000, number % 1000 // 10
 
 
-def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
+def cuda_visible_devices(uuids: Sequence[str]) -> str:
     """Return CUDA_VISIBLE_DEVICES for these GPUs, for use with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
     Numbers, because DeepSpeed 0.19.8 and torch 2.13's inductor parse the variable as numbers.
@@ -353,9 +347,8 @@ def cuda_visible_devices(uuids: Sequence[str], *, nvml: Any = None) -> str:
 
     Args:
         uuids: GPUs of this machine.
-        nvml: a module with the functions of `pynvml`, for tests.
     """
-    nvml = nvml or import_pynvml()
+    nvml = import_pynvml()
     by_uuid = ",".join(uuids)
     if nvml is None:
         return by_uuid
@@ -422,17 +415,14 @@ def _link(nvml: Any, handles: Sequence[Any]) -> Literal["NVLink", "PCIe"] | None
     return "NVLink" if all(state == nvml.NVML_P2P_STATUS_OK for state in states) else "PCIe"
 
 
-def gpu_memory_usage(
-    machine: Machine, *, own: Collection[int] = (), nvml: Any = None
-) -> tuple[GpuFreeMemory, ...]:
+def gpu_memory_usage(machine: Machine, *, own: Collection[int] = ()) -> tuple[GpuFreeMemory, ...]:
     """Return the free memory and other users of each GPU; empty if NVML does not respond.
 
     Args:
         machine: from ``discover_machine()``.
         own: processes whose memory counts as free: ranks that a plan would replace.
-        nvml: a module with the functions of `pynvml`, for tests.
     """
-    nvml = nvml or import_pynvml()
+    nvml = import_pynvml()
     if nvml is None or not machine.gpus:
         return ()
     try:

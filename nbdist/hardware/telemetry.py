@@ -92,14 +92,9 @@ class NodeUsage:
 
 
 class GpuMonitor:
-    """Reads devices and processes. Opens NVML at the first GPU and keeps it open until `close`.
+    """Reads devices and processes. Opens NVML at the first GPU and keeps it open until `close`."""
 
-    Args:
-        nvml: a module with the functions of `pynvml`, for tests.
-    """
-
-    def __init__(self, *, nvml: Any = None) -> None:
-        self._nvml = nvml
+    def __init__(self) -> None:
         self._open: Any = None
         self._processes: dict[int, psutil.Process] = {}
         self._nvlink_counts: dict[str, tuple[float, list[int]]] = {}
@@ -126,7 +121,7 @@ class GpuMonitor:
 
     def _driver(self) -> Any:
         """Return NVML, initialised; None if it is missing or does not respond."""
-        nvml = self._open or self._nvml or discovery.import_pynvml()
+        nvml = self._open or discovery.import_pynvml()
         if self._open is None and nvml is not None:
             try:
                 nvml.nvmlInit()

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from queue import Empty
@@ -77,7 +76,6 @@ def next_launch(link: KernelLink) -> messages.LaunchRanksRequest:
 
 def main() -> None:
     """Serve launch requests until the kernel ends."""
-    started = time.monotonic()
     device_visibility.hide_gpus()
     # Ray 2.60 starts workers with SIGINT blocked, and children inherit the mask
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -96,7 +94,7 @@ def main() -> None:
         importlib.import_module(name)
     from nbdist.launcher import fork_ranks
 
-    link.send(messages.LauncherReady(time.monotonic() - started))
+    link.send(messages.LauncherReady())
     while True:
         launch = next_launch(link)
         try:

@@ -81,12 +81,7 @@ class PanelData:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.devices = DeviceSampler(
-            lambda: {rank["rank"]: rank["pid"] for rank in session.status()["ranks"]},
-            lambda: session.placement,
-            nodes=lambda: session.nodes,
-            ask=session.nodes_now,
-        )
+        self.devices = DeviceSampler(session)
         self.plan_view = PlanView.empty(NO_MODEL_MESSAGE)
         self.profile_view = ProfileViewCache()
         self.panel: object = None
@@ -187,8 +182,6 @@ class PanelController:
         self._sent_at = self._due = time.monotonic()
         self._stacks_polled_at = self._next_model_poll = 0.0
         self._model_poll_interval_s = STACK_POLL_INTERVAL_S
-        self.dropped = 0
-        """Number of invalid messages."""
         view.devices.start()
         self._driver = CommandQueue(
             self._session, answer=self._queue_answer, plan=self._plan, idle=view.replan_if_changed
@@ -241,7 +234,6 @@ class PanelController:
             try:
                 request = parse_message(message, buffers)
             except InvalidPanelMessage as error:
-                self.dropped += 1
                 log.info("invalid message of a page: %s", error)
                 if error.answers is not None:
                     self._send_message(make_answer(error.answers, str(error), ok=False))

@@ -11,18 +11,19 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import GpuMonitor, GpuReading
 from nbdist.panel.protocol import MAX_SAMPLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from nbdist.hardware.discovery import Machine, SessionNode
+    from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
     from nbdist.session.device_placement import DevicePlacement
+    from nbdist.session.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class DeviceWithRanks:
 
 
 def device_slots(
-    placement: DevicePlacement, found: Machine | None = None, nodes: Sequence[SessionNode] = ()
+    placement: DevicePlacement, nodes: Sequence[SessionNode] = ()
 ) -> list[DeviceWithRanks]:
     """Return the devices of a session.
 
@@ -61,7 +62,7 @@ def device_slots(
     if placement.devices is None:
         each = None if placement.is_remote else discovery.host_memory_bytes() // placement.nproc
         return [_cpu_slot(rank, each) for rank in range(placement.nproc)]
-    gpus = {gpu.uuid: gpu for gpu in (found or discovery.discover_machine()).gpus}
+    gpus = {gpu.uuid: gpu for gpu in discovery.discover_machine().gpus}
     return [
         DeviceWithRanks(gpus[uuid].title, (rank,), uuid, gpus[uuid].memory_bytes)
         if uuid in gpus
@@ -88,27 +89,11 @@ class DeviceSnapshot:
 
 
 class DeviceSampler:
-    """Devices of a session, sampled by a thread between ``start`` and ``stop``.
+    """Devices of a session, sampled by a thread between ``start`` and ``stop``."""
 
-    Args:
-        pids: returns the process ids by rank.
-        placement: returns the placement of the ranks.
-        nodes: returns the nodes of the session; empty for this machine.
-        ask: returns the usage of the nodes that reply within the given seconds.
-        nvml: a module with the functions of `pynvml`, for tests.
-    """
-
-    def __init__(
-        self,
-        pids: Callable[[], Mapping[int, int]],
-        placement: Callable[[], DevicePlacement],
-        *,
-        nodes: Callable[[], Sequence[SessionNode]] = list,
-        ask: Callable[[float], Mapping[str, NodeUsage]] = lambda _within_s: {},
-        nvml: Any = None,
-    ) -> None:
-        self._pids, self._placement, self._nodes, self._ask = pids, placement, nodes, ask
-        self._monitor = GpuMonitor(nvml=nvml)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._monitor = GpuMonitor()
         self._placed: tuple[object, list[DeviceWithRanks]] = (None, [])
         self._sampled: frozenset[tuple[int, int]] = frozenset()
         """Ranks and process ids of the last sample."""
@@ -123,7 +108,7 @@ class DeviceSampler:
     @property
     def device_slots(self) -> list[DeviceWithRanks]:
         """The current devices."""
-        placed = self._placement(), self._nodes()
+        placed = self._session.placement, self.nodes
         if self._placed[0] != placed:
             self._placed = (placed, device_slots(placed[0], nodes=placed[1]))
             self.clear_samples()
@@ -132,7 +117,7 @@ class DeviceSampler:
     @property
     def nodes(self) -> Sequence[SessionNode]:
         """The nodes of the devices; empty for this machine."""
-        return self._nodes()
+        return self._session.nodes
 
     @property
     def latest_snapshot(self) -> DeviceSnapshot | None:
@@ -180,15 +165,16 @@ class DeviceSampler:
             self._monitor.close()
 
     def _sample(self) -> DeviceSnapshot:
-        pids, slots = dict(self._pids()), self.device_slots
+        pids = {rank["rank"]: rank["pid"] for rank in self._session.status()["ranks"]}
+        slots = self.device_slots
         processes = frozenset(pids.items())
         if processes and processes != self._sampled:  # new ranks: reset the peaks
             self._sampled = processes
             self.peak_bytes.clear()
             self.strategy_peak_bytes.clear()
         usage: Mapping[str, NodeUsage] = {}
-        if self._nodes():
-            usage = self._ask(SAMPLE_INTERVAL_S)
+        if self.nodes:
+            usage = self._session.nodes_now(SAMPLE_INTERVAL_S)
             by_rank: dict[int, GpuReading] = {}
             for node_usage in usage.values():
                 by_rank |= node_usage.readings

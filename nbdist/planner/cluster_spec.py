@@ -355,7 +355,6 @@ def cluster_for_machine(
     *,
     cpu_ranks: int = 2,
     host_free_bytes: int | None = None,
-    nvme_free_bytes: int | None = None,
 ) -> ClusterSpec:
     """Return the cluster of this machine: one rank per GPU, or CPU ranks without GPUs.
 
@@ -364,7 +363,6 @@ def cluster_for_machine(
         usage: current usage of each GPU; memory held by other processes is not planned with.
         cpu_ranks: number of CPU ranks if there is no GPU.
         host_free_bytes: free host memory.
-        nvme_free_bytes: free space of a fast local disk.
     """
     has_deepspeed = rank_python.selected().has("deepspeed")
     if not machine.gpus:
@@ -389,7 +387,6 @@ def cluster_for_machine(
         devices=tuple(devices),
         link=link if len(devices) > 1 else "none",
         host_memory_bytes=host_free_bytes,
-        nvme_bytes=nvme_free_bytes,
         notes=(*notes, *_unequal_gpu_notes(devices)),
         has_deepspeed=has_deepspeed,
     )

@@ -133,11 +133,6 @@ class MeasuredComparison:
     unplanned_note: str = ""
     """Settings of the engine's config that the prediction ignores."""
 
-    @property
-    def relative_error(self) -> float | None:
-        """Relative error of the predicted peak of tensors; 0.01 is one percent too many."""
-        return self.allocated.relative_error
-
     def __str__(self) -> str:
         rows = [(row.part, *_cells(row)) for row in (*self.lines, self.allocated, self.device)]
         head = ("", "predicted", "measured", "error")

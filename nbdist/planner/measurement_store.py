@@ -342,7 +342,6 @@ def record_device_memory(
     allocated_bytes: int,
     reserved_bytes: int,
     device_bytes: int,
-    store: MeasurementStore | None = None,
 ) -> None:
     """Store the device memory of one measured session, averaged with earlier ones.
 
@@ -353,9 +352,8 @@ def record_device_memory(
         allocated_bytes: peak of tensors.
         reserved_bytes: peak reserved by the allocator.
         device_bytes: peak of the device used by this process; the rest is context.
-        store: default: the user's.
     """
-    store = store or MeasurementStore()
+    store = MeasurementStore()
     factor = reserved_bytes / allocated_bytes
     values = {"factor": factor, "context_bytes": max(0, device_bytes - reserved_bytes)}
     store.record("memory", f"{device}, {backend}, {offload}", values)

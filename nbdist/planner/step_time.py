@@ -96,7 +96,6 @@ class StepCost:
     """Copies between device, host and NVMe, none of them hidden."""
     tokens_per_s: float
     """Over all ranks."""
-    tokens_per_gpu_s: float
     bytes_on_wire: float
     """Bytes that one rank sends in a step."""
     mfu: float
@@ -173,7 +172,6 @@ class StepCostModel:
             optimizer_s=self._optimizer,
             offload_s=self._offload,
             tokens_per_s=tokens * setup.world_size / total,
-            tokens_per_gpu_s=tokens / total,
             bytes_on_wire=self._bytes_sent,
             mfu=steps * flops / total / device.peak_flops(precision),
             threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,

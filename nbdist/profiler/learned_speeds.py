@@ -12,14 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbdist.errors import NbdistError
-from nbdist.number_formatting import format_bytes, format_seconds
 from nbdist.planner import optimizers, step_time, user_cache
 from nbdist.planner.measurement_store import COLLECTIVES, Measurement
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
     from nbdist.planner.measurement_store import MeasurementStore
@@ -34,12 +33,11 @@ _FACTORS = 1 / 30, 30.0
 """Range of plausible compute speeds, relative to the assumed speed."""
 _LAUNCH_BOUND = 0.75
 """Maximum time at twice the speed, relative to the measured time, if compute dominates."""
-_TERA = 1e12
 
 
 def learn_from_profile(
     figures: Sequence[RankProfile], *, spec: ModelSpec, options: Options, cluster: ClusterSpec
-) -> list[str]:
+) -> None:
     """Store what a profile of the user's loop shows: compute speed and times of collectives.
 
     Unreliable data is skipped: small messages, models whose kernels are too small to reach the
@@ -50,27 +48,23 @@ def learn_from_profile(
         spec: spec of the prepared model.
         options: options that it was trained with.
         cluster: the ranks, detected on this machine.
-
-    Returns:
-        One sentence for each stored measurement.
     """
     store = cluster.measurement_store
     if store is None or not figures:
-        return []
-    messages: list[str] = []
+        return
+    learned = _learn_loop(figures, spec, options, cluster, store)
     # With replicas, collectives run within a node or between one rank of each node.
     if options.replicate_across == "none":
-        messages += _learn_collectives(figures, cluster, store)
-    messages += _learn_loop(figures, spec, options, cluster, store)
-    if messages:
+        learned = _learn_collectives(figures, cluster, store) or learned
+    if learned:
         store.save()
-    return messages
 
 
 def _learn_collectives(
     figures: Sequence[RankProfile], cluster: ClusterSpec, store: MeasurementStore
-) -> Iterator[str]:
-    """Store one point per kind of collective: its average size and time."""
+) -> bool:
+    """Store one point per kind of collective, its average size and time; return if any was."""
+    learned = False
     for name in COLLECTIVES:
         # "all_gather_into_tensor" and "_allgather_base" are all_gather.
         calls = [
@@ -91,7 +85,8 @@ def _learn_collectives(
             continue
         place = f"{name}, {cluster.describe()}"
         if store.record("collective", place, {str(size): median_s}) is not None:
-            yield f"{name} of {format_bytes(size)} takes {format_seconds(median_s)} here"
+            learned = True
+    return learned
 
 
 def _learn_loop(
@@ -100,27 +95,24 @@ def _learn_loop(
     options: Options,
     cluster: ClusterSpec,
     store: MeasurementStore,
-) -> Iterator[str]:
-    """Store the speed at which `step_time` predicts the compute time of the ranks."""
+) -> bool:
+    """Store the speed at which `step_time` predicts the ranks' compute time; return if it was."""
     trained = figures[0].model
     median_s = statistics.median(
         [rank.parts.get("forward", 0.0) + rank.parts.get("backward", 0.0) for rank in figures]
     )
     if trained is None or median_s <= 0:
-        return
+        return False
     precision = options.precision or "no"
     kind = {"no": "fp32", "fp8": "bf16"}.get(precision, precision)
     try:
         values = _fit_speed(median_s, trained, spec, options, cluster, kind)
     except NbdistError:  # a model or an optimizer unknown to the planner
-        return
+        return False
     if values is None:
-        return
+        return False
     place = cluster.compute_speed_key(cluster.slowest_device)
-    stored = store.record("loop", f"{place}, {kind}", values)
-    if stored is not None:
-        reached = stored.values["flops"] / _TERA
-        yield f"a training loop in {kind} reaches {reached:.3g} TFLOP/s per rank here"
+    return store.record("loop", f"{place}, {kind}", values) is not None
 
 
 def _fit_speed(

@@ -284,12 +284,6 @@ class AbortCollectivesRequest(TypedDict):
     """Id of this request, under which ranks on several nodes exchange their connections."""
 
 
-class AbortCollectivesReply(TypedDict):
-    """Number of connections that were closed."""
-
-    closed: int
-
-
 class StacksReply(TypedDict):
     """Python stacks of all threads of a rank, as text."""
 
@@ -508,8 +502,6 @@ class LauncherHello:
 @dataclass(frozen=True, slots=True)
 class LauncherReady:
     """The launcher has finished its imports."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,7 @@ class SessionConfig:
     requested_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def from_options(
-        cls, requested: Mapping[str, Any], where: SessionCluster | None = None
-    ) -> Self:
+    def from_options(cls, requested: Mapping[str, Any], where: SessionCluster) -> Self:
         """Validate the requested options.
 
         Raises:
@@ -140,13 +138,10 @@ class SessionConfig:
         spread = {name: options.pop(name, None) for name in DISTRIBUTION_OPTIONS}
         auto = options.pop("auto", False)
         machine = discovery.discover_machine()
-        placement = None if where is None else where.choose_placement(nproc, gpus, spread)
+        placement = where.choose_placement(nproc, gpus, spread)
         placement = placement or session_placement.choose_placement(nproc, gpus, machine)
         hardware = session_placement.hardware_for_placement(
-            placement,
-            machine,
-            () if where is None else where.nodes,
-            rank_python.OWN if where is None else where.python,
+            placement, machine, where.nodes, where.python
         )
         if auto:
             checked = _placeholder(options, hardware)

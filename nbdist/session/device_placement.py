@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nbdist import rank_python, strategies
 from nbdist.cluster.allocation import format_names
 from nbdist.errors import OptionError, StartError
+from nbdist.hardware import discovery
 from nbdist.hardware.discovery import (
     DEFAULT_CPU_RANKS,
     gpu_memory_usage,
-    import_pynvml,
     open_nvml,
     refusal,
 )
@@ -104,7 +104,7 @@ def choose_placement(
 
 
 def check_usable(
-    placement: DevicePlacement, found: Machine, *, own: Collection[int] = (), nvml: Any = None
+    placement: DevicePlacement, found: Machine, *, own: Collection[int] = ()
 ) -> list[str]:
     """Return warnings about GPUs before ranks start on them: failures, and use by others.
 
@@ -112,14 +112,13 @@ def check_usable(
         placement: devices of the ranks, on this machine.
         found: from `discovery.found()`.
         own: processes of this session.
-        nvml: a module with the functions of `pynvml`, for tests.
 
     Raises:
         StartError: a GPU does not accept another process.
     """
     if placement.devices is None:
         return [] if found.gpus else list(found.warnings)  # no warnings if CPU ranks were chosen
-    nvml = nvml or import_pynvml()
+    nvml = discovery.import_pynvml()
     if nvml is None:
         return list(found.warnings)
     chosen = [found.gpus[index] for index in placement.devices]
@@ -132,7 +131,7 @@ def check_usable(
         if reason:
             msg = f"GPU {index} cannot be used: {reason.says}. Exclude it with --gpus, or"
             raise StartError(f"{msg} {reason.do}.")
-    usage = gpu_memory_usage(replace(found, gpus=tuple(chosen)), own=own, nvml=nvml)
+    usage = gpu_memory_usage(replace(found, gpus=tuple(chosen)), own=own)
     occupied = (
         f"GPU {index} has {format_bytes(now.free_bytes)} of {format_bytes(gpu.memory_bytes)} free"
         f" (used by {format_names(now.holders)})"

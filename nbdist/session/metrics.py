@@ -262,8 +262,8 @@ class Metrics:
         summary, table = self._last_rows()
         return str(element("p", f"Metrics: {summary}") if table is None else table.html)
 
-    def _reports(self, name: str, *, since: int | None = None) -> MetricReports:
-        """Return copies of one column, from step `since` on; computed without the lock."""
+    def _reports(self, name: str) -> MetricReports:
+        """Return copies of one column; computed without the lock."""
         import numpy as np
 
         with self._lock:
@@ -274,8 +274,7 @@ class Metrics:
                 np.array(self._ranks), np.array(self._steps), *2 * (np.array(self._times),)
             )
             indices, values = map(np.array, self._columns.get(name, ((), ())))
-        reports = rows if name == TIME else rows.select(indices)._replace(values=values)
-        return reports if since is None else reports.select(reports.steps >= since)
+        return rows if name == TIME else rows.select(indices)._replace(values=values)
 
     def _last_rows(self) -> tuple[str, Table | None]:
         """Return a summary and a table of the last rows."""
@@ -287,7 +286,8 @@ class Metrics:
         shown, names = steps[-_SHOWN_ROWS:], self.names
         columns = []
         for name in names:
-            means = self._reports(name, since=shown[0]).mean_over_ranks()
+            reports = self._reports(name)
+            means = reports.select(reports.steps >= shown[0]).mean_over_ranks()
             columns.append(dict(zip(means.steps.tolist(), means.values.tolist(), strict=True)))
         rows = [
             [str(step), *(f"{column[step]:.6g}" if step in column else "" for column in columns)]

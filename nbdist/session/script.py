@@ -33,9 +33,7 @@ _WITH_NBDIST = '''"""Runs train.py as nbdist ran the cells. Written by nbdist.""
 
 from nbdist.worker.script_session import display, send, start  # noqa: F401 - for train.py
 
-names = start({options})
-accelerator, report = names.accelerator, names.report
-save, load, export = names.save, names.load, names.export
+accelerator, report, save, load, export = start({options})
 '''
 _SBATCH = """\
 #!/bin/bash

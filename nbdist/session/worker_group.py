@@ -126,7 +126,7 @@ class WorkerGroup:
         Raises:
             StartError: a launcher has exited.
         """
-        self._oom = OomKillCounter(self._launcher_provider.memory_events_file)
+        self._oom = OomKillCounter()
         launchers = self.launcher_group
         if not launchers.is_warm:
             progress("the launcher is warming up")

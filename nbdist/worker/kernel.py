@@ -416,14 +416,12 @@ class RankKernel(IPythonKernel):
         if os.environ["NBDIST_RANK"] == "0":  # during a rebuild there may be no process group
             self.publish(messages.PROGRESS, messages.RankProgress(text=text))
 
-    def release_collectives(
-        self, request: messages.AbortCollectivesRequest
-    ) -> messages.AbortCollectivesReply:
+    def release_collectives(self, request: messages.AbortCollectivesRequest) -> dict[str, Any]:
         """Abort the collective that the main thread waits in; runs on the control thread."""
         if self.collective_barrier is not None:
             self.collective_barrier.abort()
-        closed = process_group.abort_collectives(request["pids"], request["id"])
-        return messages.AbortCollectivesReply(closed=closed)
+        process_group.abort_collectives(request["pids"], request["id"])
+        return {}
 
     def publish(self, kind: str, content: Any) -> None:
         """Send a message on iopub with the running cell as its parent; thread-safe."""

@@ -307,8 +307,8 @@ def destroy_groups(groups: list[distributed.ProcessGroup]) -> None:
 # -- abort; on the control thread, except while all ranks recreate the default group
 
 
-def abort_collectives(pids: Iterable[int], name: str) -> int:
-    """Abort all collectives of this rank; return the number of closed connections.
+def abort_collectives(pids: Iterable[int], name: str) -> None:
+    """Abort all collectives of this rank and close its connections to the others.
 
     Args:
         pids: process ids of all ranks.
@@ -320,8 +320,7 @@ def abort_collectives(pids: Iterable[int], name: str) -> int:
     try:
         abort_groups()
     finally:
-        closed = _close_connections(_peer_addresses(pids, name))
-    return closed
+        _close_connections(_peer_addresses(pids, name))
 
 
 def abort_groups() -> None:
@@ -396,17 +395,14 @@ def _exchange_addresses(store: Store, name: str) -> set[Address]:
     return {(ip, port) for key in others for ip, port in json.loads(store.get(key))}
 
 
-def _close_connections(peer_addresses: set[Address]) -> int:
-    """Close this rank's connections to these addresses; return their number."""
-    closed = 0
+def _close_connections(peer_addresses: set[Address]) -> None:
+    """Close this rank's connections to these addresses."""
     for _, remote, fd in _connections(os.getpid()):
         # A duplicate of torch's descriptor; OSError if the connection is already closed.
         with contextlib.suppress(OSError):
             if remote in peer_addresses:
                 with socket.socket(fileno=os.dup(fd)) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
-                closed += 1
-    return closed
 
 
 def _connections(pid: int) -> list[tuple[Address, Address, int]]:

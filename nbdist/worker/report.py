@@ -42,20 +42,13 @@ class Reporter:
     A row holds "step", "time" (Unix time of the call in seconds) and the scalars by name.
     """
 
-    def __init__(
-        self,
-        publish: Callable[[list[dict[str, float]]], None],
-        *,
-        copy: Callable[[Mapping[str, torch.Tensor]], PendingScalarCopies] | None = None,
-    ) -> None:
+    def __init__(self, publish: Callable[[list[dict[str, float]]], None]) -> None:
         """Start the thread that calls `publish` with batches of rows.
 
         Args:
             publish: called on that thread or in `flush`, never concurrently.
-            copy: starts the copies of device tensors; a parameter for tests.
         """
-        self._publish = publish
-        self._copy = copy or PinnedScalarPool().copy_async
+        self._publish, self._pool = publish, PinnedScalarPool()
         self.next_step = 0
         """Step of the next call without an explicit one."""
         self._pending: deque[tuple[dict[str, float], PendingScalarCopies | None]] = deque()
@@ -98,7 +91,7 @@ class Reporter:
                 row[name] = math.nan  # placeholder that keeps the order of the names
             else:
                 row[name] = _number(name, value)
-        self._pending.append((row, self._copy(distant) if distant else None))
+        self._pending.append((row, self._pool.copy_async(distant) if distant else None))
         self.next_step = step + 1
         if not self._wake.is_set():
             self._wake.set()

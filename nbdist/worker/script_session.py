@@ -14,9 +14,8 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from IPython.display import display
@@ -33,30 +32,18 @@ from nbdist.worker.operations import load as load_operation
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.report import Reporter
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from accelerate import Accelerator
-
 FLUSH_S = 10.0
 """Time that the end of the script waits for copies of reported device tensors."""
 MAX_SHARD_SIZE = "5GB"
 PRINT_INTERVAL_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptNames:
-    """The names that a script gets from its runtime module."""
+def start(options: dict[str, Any]) -> tuple[Any, ...]:
+    """Set up this process as a rank with these options of a session.
 
-    accelerator: Accelerator
-    report: Callable[..., None]
-    save: Callable[..., None]
-    load: Callable[[str], None]
-    export: Callable[..., None]
-
-
-def start(options: dict[str, Any]) -> ScriptNames:
-    """Set up this process as a rank with these options of a session."""
+    Returns:
+        `accelerator`, `report`, `save`, `load` and `export` for the script.
+    """
     for name in [*os.environ]:
         if name.startswith(("ACCELERATE_", "FSDP_")):  # the session's options decide
             del os.environ[name]
@@ -91,7 +78,7 @@ def start(options: dict[str, Any]) -> ScriptNames:
     atexit.register(context.folder.rmdir)
     load = functools.partial(load_operation.load_in_cell, context=context)
     trainer.install(reporter, load)
-    return ScriptNames(
+    return (
         accelerator,
         reporter.report,
         saver.save,
@@ -144,4 +131,4 @@ def send(name: str, value: object) -> None:
     """Do nothing: there is no notebook to send a variable to."""
 
 
-__all__ = ["ScriptNames", "display", "send", "start"]
+__all__ = ["display", "send", "start"]

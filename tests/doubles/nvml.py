@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from nbdist.hardware import discovery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GIB = 1 << 30
 
@@ -143,6 +151,21 @@ class FakeNvml:
         self.links += 1024
         value = self._told(gpu, SimpleNamespace(ullVal=self.links))
         return [SimpleNamespace(nvmlReturn=0, value=value) for _ in fields]
+
+
+@contextmanager
+def driver(nvml: Any, **environ: str) -> Iterator[None]:
+    """Let this process see these GPUs, with these environment variables alone."""
+    with (
+        mock.patch.object(discovery, "import_pynvml", return_value=nvml),
+        mock.patch.dict(os.environ, environ, clear=True),
+    ):
+        yield
+
+
+def machine_with(nvml: Any, **environ: str) -> discovery.Machine:
+    with driver(nvml, **environ):
+        return discovery.discover_machine()
 
 
 def one_gpu(*used: tuple[int, int], **more: Any) -> FakeNvml:

@@ -619,11 +619,6 @@ def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:
 # ---------------------------------------------------------------------------------------- starts
 
 
-def test_more_ranks_than_the_cluster_gives(folder: Path) -> None:  # noqa: ARG001 - runs there
-    with pytest.raises(StartError, match="Requested 5 ranks, but double provides 2"):
-        Session(5, engine=ClusterLauncherProvider(LocalNodes("alpha", "beta"))).start()
-
-
 @pytest.mark.fault("N6")
 def test_an_agent_that_exits_at_once_is_reported(folder: Path) -> None:  # noqa: ARG001 - runs there
     class Broken(LocalNodes):

@@ -17,6 +17,8 @@ import pytest
 from nbdist import CellError, RankDied, Session
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.hardware.discovery import CGROUP_FILES, find_memory_events_file
+from nbdist.session import worker_group
+from nbdist.session.failure_causes import OomKillCounter
 from tests.conftest import eventually
 from tests.doubles.unkillable import Unkillable
 from tests.live_kernel import ANSI
@@ -47,7 +49,8 @@ def memory_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_session(memory_events: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("notebook"))
-        engine = LocalLauncherProvider(memory_events)
+        patch.setattr(worker_group, "OomKillCounter", lambda: OomKillCounter(memory_events))
+        engine = LocalLauncherProvider()
         with Session(nproc=2, engine=engine) as running:
             yield running
         engine.close()

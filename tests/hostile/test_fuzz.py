@@ -132,7 +132,9 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
             options = arguments.session_options(given)
             quietly(lambda: rank_sets.resolve_ranks(given.ranks, 4), line)
             quietly(lambda: arguments.parse_names(given.push or ""), line)
-            session_config.SessionConfig.from_options({"nproc": 2, **options})
+            session_config.SessionConfig.from_options(
+                {"nproc": 2, **options}, session_config.SessionCluster({})
+            )
 
         quietly(read, line)
 
@@ -301,7 +303,7 @@ def test_config_files_of_engines(
         def read() -> None:
             content = strategies.load_config(file)
             session_config.SessionConfig.from_options(
-                {"nproc": 2, "backend": backend, name: content}
+                {"nproc": 2, "backend": backend, name: content}, session_config.SessionCluster({})
             )
 
         quietly(read)

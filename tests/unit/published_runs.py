@@ -125,9 +125,9 @@ class Setting:
     def tokens_per_s(self) -> float:
         """The planner's, of one GPU."""
         if self.recompute != "selective":
-            return self.cost().tokens_per_gpu_s
-        both = [self.cost(checkpointing=again).tokens_per_gpu_s for again in (False, True)]
-        return 2 / sum(1 / one for one in both)
+            return self.cost().tokens_per_s / self.cluster.world_size
+        both = [self.cost(checkpointing=again).tokens_per_s for again in (False, True)]
+        return 2 / sum(1 / one for one in both) / self.cluster.world_size
 
     @property
     def peak(self) -> MemoryUsage:

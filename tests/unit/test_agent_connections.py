@@ -211,8 +211,8 @@ def test_an_agent_answers_and_forwards_until_it_is_stopped(
     stop = messages.encode_line(messages.StopRanksRequest()).decode()
     made.send(0, protocol.LauncherLinkMessage(stop))
     eventually(lambda: FakeLauncher.made.sent == [messages.StopRanksRequest()], within_s=5)
-    FakeLauncher.made.listener(messages.LauncherReady(1.0))
-    ready = messages.encode_line(messages.LauncherReady(1.0)).decode()
+    FakeLauncher.made.listener(messages.LauncherReady())
+    ready = messages.encode_line(messages.LauncherReady()).decode()
     eventually(lambda: (0, protocol.LauncherLinkMessage(ready)) in heard, within_s=5)
     replies = [
         protocol.AgentReply(0, "said"),

@@ -14,6 +14,7 @@ from nbdist.hardware.telemetry import GpuMonitor
 from nbdist.launcher import device_visibility
 from nbdist.planner.gpu_catalog import find_gpu
 from tests.doubles.amdsmi import FakeAmdGpu, FakeAmdSmi
+from tests.doubles.nvml import driver, machine_with
 
 GIB = 1 << 30
 
@@ -24,13 +25,13 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amd, "is_rocm", lambda: True)
 
 
-def smi(*gpus: FakeAmdGpu, environ: dict[str, str] | None = None, **more: bool) -> AmdSmi:
-    return AmdSmi(FakeAmdSmi(list(gpus), **more), environ or {})
+def smi(*gpus: FakeAmdGpu, **more: bool) -> AmdSmi:
+    return AmdSmi(FakeAmdSmi(list(gpus), **more))
 
 
 def test_gpus_are_numbered_as_by_hip() -> None:
     library = smi(FakeAmdGpu(1, gfx="gfx90a", name="AMD Instinct MI210"), FakeAmdGpu(0))
-    machine = discover_machine(nvml=library, environ={})
+    machine = machine_with(library)
     assert [gpu.name for gpu in machine.gpus] == ["AMD Instinct MI300X", "AMD Instinct MI210"]
     assert [gpu.capability for gpu in machine.gpus] == [(8, 9), (8, 0)]  # fp8, and only bf16
     assert machine.gpus[0].memory_bytes == 196_592 << 20
@@ -39,7 +40,7 @@ def test_gpus_are_numbered_as_by_hip() -> None:
 
 def test_without_infinity_fabric_the_link_is_pcie() -> None:
     library = smi(FakeAmdGpu(0), FakeAmdGpu(1), xgmi=False)
-    assert discover_machine(nvml=library, environ={}).link == "PCIe"
+    assert machine_with(library).link == "PCIe"
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,7 @@ def test_without_infinity_fabric_the_link_is_pcie() -> None:
     ],
 )
 def test_the_variables_of_rocm_select_gpus(environ: dict[str, str], shown: list[int]) -> None:
-    library = smi(*map(FakeAmdGpu, range(3)), environ=environ)
-    found = discover_machine(nvml=library, environ=environ).gpus
+    found = machine_with(smi(*map(FakeAmdGpu, range(3))), **environ).gpus
     assert [gpu.uuid for gpu in found] == [FakeAmdGpu(hip_id).uuid for hip_id in shown]
 
 
@@ -71,30 +71,32 @@ def test_ranks_see_their_gpus_and_the_launcher_none(monkeypatch: pytest.MonkeyPa
     assert shown["HIP_VISIBLE_DEVICES"] == shown["CUDA_VISIBLE_DEVICES"] == "2"
     assert device_visibility.is_gpu(shown)
     assert not device_visibility.is_gpu(device_visibility.shown(None))
-    assert cuda_visible_devices([FakeAmdGpu(0).uuid], nvml=library) == "0"
+    assert cuda_visible_devices([FakeAmdGpu(0).uuid]) == "0"
 
 
 def test_use_and_memory_are_read() -> None:
     own, other = os.getpid(), os.getppid()
     gpu = FakeAmdGpu(0, processes=((own, 6 * GIB), (other, 2 * GIB)))
-    (reading,) = GpuMonitor(nvml=smi(gpu)).read_gpus([(gpu.uuid, {own})])
+    with driver(smi(gpu)):
+        (reading,) = GpuMonitor().read_gpus([(gpu.uuid, {own})])
+        (usage,) = gpu_memory_usage(discover_machine(), own={own})
     assert (reading.used_bytes, reading.others_bytes) == (6 * GIB, 2 * GIB)
     assert (reading.utilization, reading.power_w, reading.power_limit_w) == (0.87, 612, 750)
     assert reading.temperature_c == 61
     assert reading.nvlink_tx is None
-    machine = discover_machine(nvml=smi(gpu), environ={})
-    (usage,) = gpu_memory_usage(machine, nvml=smi(gpu), own={own})
     assert usage.free_bytes == (196_592 - 20_000 << 20) + 6 * GIB
 
 
 def test_values_that_a_gpu_does_not_report_are_absent() -> None:
     gpu = FakeAmdGpu(0, reports=False)
-    (reading,) = GpuMonitor(nvml=smi(gpu)).read_gpus([(gpu.uuid, ())])
+    with driver(smi(gpu)):
+        (reading,) = GpuMonitor().read_gpus([(gpu.uuid, ())])
     assert (reading.utilization, reading.power_w) == (None, None)
 
 
 def test_doctor_lists_the_gpus() -> None:
-    findings = list(check_gpus(nvml=smi(FakeAmdGpu(0)), environ={}))
+    with driver(smi(FakeAmdGpu(0))):
+        findings = list(check_gpus())
     assert findings[0].says == "1 x AMD Instinct MI300X 192GB"
     assert "172.5 GiB of 192.0 GiB free" in findings[1].says
 
@@ -103,7 +105,8 @@ def test_doctor_reports_a_driver_that_does_not_respond(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setattr(amd, "DRIVER", tmp_path_factory.mktemp("amdgpu"))
-    (finding,) = check_gpus(nvml=smi(broken=True), environ={})
+    with driver(smi(broken=True)):
+        (finding,) = check_gpus()
     assert finding.level == "problem"
     assert "AMD's driver does not respond: driver not loaded" in finding.says
 

@@ -301,8 +301,8 @@ def test_a_crash_between_the_two_renames(root: Path) -> None:
     path.rename(aside)
     assert names(root) == ["a"]
     assert FolderStorage(root).find("a") == aside
-    with FolderStorage(root).open_reader("a") as found:
-        assert found.manifest.files[0].crc32 == old
+    with FolderStorage(root).open_checkpoint("a") as (_, manifest):
+        assert manifest.files[0].crc32 == old
     with pytest.raises(CheckpointError, match="exists"):
         FolderStorage(root).begin("a")
     assert path.is_dir()
@@ -435,7 +435,7 @@ def test_what_is_foreign_or_damaged_stays_and_does_not_count(root: Path) -> None
 def test_what_is_in_use_stays(root: Path) -> None:
     for day, name in enumerate(["a", "b", "c"], 1):
         aged(root, name, day)
-    with FolderStorage(root).open_reader("a"):
+    with FolderStorage(root).open_checkpoint("a"):
         assert FolderStorage(root).remove_oldest(1) == ["b"]
     assert FolderStorage(root).remove_oldest(1) == ["a"]
 
@@ -479,9 +479,8 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     def read() -> None:
         try:
             while not done.is_set():
-                with FolderStorage(root).open_reader("a") as found:
-                    seen.append(found.manifest.files[0].crc32)
-                    found.open_file(found.manifest.files[0]).close()
+                with FolderStorage(root).open_checkpoint("a") as (_, manifest):
+                    seen.append(manifest.files[0].crc32)
                 assert "a" in names(root)
         except BaseException as error:
             errors.append(error)

@@ -9,7 +9,7 @@ import pytest
 import small_checkpoints
 
 from nbdist import checkpoint
-from nbdist.checkpoint import FolderStorage
+from nbdist.checkpoint import CheckpointReader, FolderStorage
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def test_what_was_written_is_good(path: Path) -> None:
     assert manifest.step == 7
     assert told == sorted(told)
     assert told[-1] == sum(one.size_bytes for one in manifest.files)
-    assert checkpoint.verify_files(path, crc=False) == checkpoint.verify_files(path, files=[FILE])
+    assert checkpoint.verify_files(path, files=[]) == checkpoint.verify_files(path, files=[FILE])
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_every_byte_counts(path: Path) -> None:
         (path / FILE).write_bytes(bad)
         with pytest.raises(CheckpointError, match="Checksum mismatch"):
             checkpoint.verify_files(path)
-        checkpoint.verify_files(path, crc=False)
+        checkpoint.verify_files(path, files=[])
 
 
 def test_ranks_share_the_work() -> None:
@@ -111,13 +111,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
 def test_an_open_checkpoint_stays_the_same_one(tmp_path: Path) -> None:
     root = tmp_path / "root"
     small_checkpoints.save(root, "a", seed=1)
-    with FolderStorage(root).open_reader("a") as opened:
+    with CheckpointReader.open_folder(root / "a") as opened:
         before = opened.manifest
         small_checkpoints.save(root, "a", seed=2, overwrite=True)
         fd = opened.open_file(before.files[0])  # of the old one, which lives on under no name
         fd.close()
-        with FolderStorage(root).open_reader("a") as new:
-            assert new.manifest.id != before.id
+        with FolderStorage(root).open_checkpoint("a") as (_, new):
+            assert new.id != before.id
         assert len([path for path in root.iterdir() if path.name.startswith(".old")]) == 1
     small_checkpoints.save(root, "b")  # nobody reads it now
     assert not [path for path in root.iterdir() if path.name.startswith(".old")]

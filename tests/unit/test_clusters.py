@@ -228,9 +228,8 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outside: None) -> Path
 def allotted(srun: Path, body: str) -> tuple[SlurmCluster, list[AllocatedNode]]:
     srun.write_text(FAKE.format(python=sys.executable, body=body))
     cluster = SlurmCluster()
-    said: list[str] = []
-    places = cluster.allocate_nodes(wanted(2, 2, kind="cpu"), said.append)
-    return cluster, places
+    cluster.distribution = RankDistribution("cpu", 2, 1)
+    return cluster, cluster.allocate_nodes(lambda _: None)
 
 
 def test_tasks_become_places_and_get_their_own_tickets(srun: Path) -> None:

@@ -15,7 +15,7 @@ from nbdist.hardware.discovery import Gpu, Machine, SessionNode
 from nbdist.rank_python import RankPython
 from nbdist.session import device_placement as session_placement
 from nbdist.session.device_placement import DevicePlacement, choose_placement
-from tests.doubles.nvml import GIB, FakeGpu, FakeNvml
+from tests.doubles.nvml import GIB, FakeGpu, FakeNvml, driver, machine_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def four() -> FakeNvml:
 
 def seen(nvml: FakeNvml, visible: str | None = None) -> list[str]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    return [gpu.uuid for gpu in discovery.discover_machine(nvml=nvml, environ=environ).gpus]
+    return [gpu.uuid for gpu in machine_with(nvml, **environ).gpus]
 
 
 def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: int = 2) -> Machine:
@@ -40,7 +40,7 @@ def machine_of(count: int, *, capability: tuple[int, int] = (8, 0), num_cpus: in
 
 def test_every_gpu_is_found_with_its_figures() -> None:
     nvml = four()
-    found = discovery.discover_machine(nvml=nvml, environ={})
+    found = machine_with(nvml)
     assert found.gpus[2] == Gpu("GPU-c0c", "NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))
     assert found.describe() == "4 x NVIDIA A100 80GB, NVLink"
     assert nvml.calls == ["init", "shutdown"]
@@ -50,23 +50,18 @@ def test_a_gpu_that_fails_is_left_out_and_named_until_it_answers() -> None:
     nvml = four()
     working = nvml.gpus[3]
     nvml.gpus[3] = replace(working, lost=True)
-    found = discovery.discover_machine(nvml=nvml, environ={})
+    found = machine_with(nvml)
     assert [gpu.uuid for gpu in found.gpus] == ["GPU-a0a", "GPU-b0b", "GPU-c0c"]
     assert found.warnings == ("GPU 3 fails (GPU is lost) and is not used; run nvidia-smi",)
-    assert (
-        discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0"}).warnings == ()
-    )
-    assert (
-        len(discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "0,3"}).warnings)
-        == 1
-    )
+    assert machine_with(nvml, CUDA_VISIBLE_DEVICES="0").warnings == ()
+    assert len(machine_with(nvml, CUDA_VISIBLE_DEVICES="0,3").warnings) == 1
     nvml.gpus[3] = working
     assert seen(nvml) == ["GPU-a0a", "GPU-b0b", "GPU-c0c", "GPU-d0d"]
 
 
 def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA GB10", shares_memory=True)])
-    (gpu,) = discovery.discover_machine(nvml=nvml, environ={}).gpus
+    (gpu,) = machine_with(nvml).gpus
     assert gpu.memory_bytes == discovery.host_memory_bytes()
 
 
@@ -80,14 +75,15 @@ def test_numbers_of_unlike_gpus_are_taken_as_nvidia_smi_shows_them_and_that_is_t
     nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
     environ = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
     given = {name: value for name, value in environ.items() if value is not None}
-    warnings = discovery.discover_machine(nvml=nvml, environ=given).warnings
+    warnings = machine_with(nvml, **given).warnings
     assert len([one for one in warnings if "set CUDA_DEVICE_ORDER=PCI_BUS_ID" in one]) == said
     alike = FakeNvml([FakeGpu("GPU-a"), FakeGpu("GPU-b")])
-    assert discovery.discover_machine(nvml=alike, environ=given).warnings == ()
+    assert machine_with(alike, **given).warnings == ()
 
 
 def test_ranks_get_numbers_by_pci_bus() -> None:
-    assert discovery.cuda_visible_devices(["GPU-c0c", "GPU-a0a"], nvml=four()) == "2,0"
+    with driver(four()):
+        assert discovery.cuda_visible_devices(["GPU-c0c", "GPU-a0a"]) == "2,0"
 
 
 def test_ranks_get_uuids_where_cuda_may_count_otherwise() -> None:
@@ -98,7 +94,8 @@ def test_ranks_get_uuids_where_cuda_may_count_otherwise() -> None:
     beside_instances.gpus[0] = FakeGpu("GPU-a0a", instances=(FakeGpu("MIG-1"),))
     gone = FakeNvml([FakeGpu("GPU-a0a")])
     for nvml in (beside_a_lost_one, beside_instances, gone, FakeNvml([], broken=True)):
-        assert discovery.cuda_visible_devices(uuids, nvml=nvml) == "GPU-b0b"
+        with driver(nvml):
+            assert discovery.cuda_visible_devices(uuids) == "GPU-b0b"
 
 
 def test_cuda_shows_a_process_a_single_mig_instance() -> None:
@@ -106,7 +103,7 @@ def test_cuda_shows_a_process_a_single_mig_instance() -> None:
         [FakeGpu(f"GPU-{i}", instances=(FakeGpu(f"MIG-{i}", "H100 MIG"),)) for i in "ab"]
         + [FakeGpu("GPU-c")]
     )
-    found = discovery.discover_machine(nvml=nvml, environ={})
+    found = machine_with(nvml)
     assert [gpu.uuid for gpu in found.gpus] == ["MIG-a"]
     assert found.warnings[0].startswith("H100 MIG is the only one of 3 devices that is used")
     assert seen(nvml, "MIG-b") == ["MIG-b"]
@@ -136,7 +133,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[
 
 
 def test_without_a_driver_there_is_no_gpu() -> None:
-    found = discovery.discover_machine(nvml=FakeNvml([], broken=True), environ={})
+    found = machine_with(FakeNvml([], broken=True))
     assert found.gpus == ()
     assert found.describe() == "no GPU: 2 CPU ranks"
     assert found.num_cpus >= 1
@@ -148,7 +145,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     )
     nvml = FakeNvml([FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), parts)])
     assert seen(nvml) == ["MIG-1"]
-    found = discovery.discover_machine(nvml=nvml, environ={"CUDA_VISIBLE_DEVICES": "MIG-2"})
+    found = machine_with(nvml, CUDA_VISIBLE_DEVICES="MIG-2")
     (gpu,) = found.gpus
     assert (gpu.uuid, gpu.memory_bytes, gpu.capability) == ("MIG-2", 40 * GIB, (9, 0))
     assert "MIG 3g.40gb" in found.describe()
@@ -174,7 +171,7 @@ def test_a_gpu_in_mig_mode_counts_as_its_first_instance() -> None:
     ],
 )
 def test_machines_are_described_in_a_few_words(nvml: FakeNvml, expected: str) -> None:
-    assert discovery.discover_machine(nvml=nvml, environ={}).describe() == expected
+    assert machine_with(nvml).describe() == expected
 
 
 # ---- choosing
@@ -334,8 +331,8 @@ def test_only_the_gpus_of_the_session_count() -> None:
 def test_free_memory_and_who_holds_the_rest_are_told() -> None:
     here, gone = os.getpid(), 2**22 + 1  # above Linux's largest pid
     nvml = FakeNvml([FakeGpu("GPU-0", used=((here, GIB), (gone, 2 * GIB))), FakeGpu("GPU-1")])
-    found = discovery.discover_machine(nvml=nvml, environ={})
-    first, second = discovery.gpu_memory_usage(found, nvml=nvml)
+    with driver(nvml):
+        first, second = discovery.gpu_memory_usage(discovery.discover_machine())
     assert first.free_bytes == 77 * GIB
     assert first.holders == (f"{psutil.Process().name()} (pid {here})", f"pid {gone}")
     assert second == discovery.GpuFreeMemory(80 * GIB)
@@ -343,10 +340,9 @@ def test_free_memory_and_who_holds_the_rest_are_told() -> None:
 
 def chosen_on(nvml: FakeNvml, *, own: tuple[int, ...] = (), gpus: str | None = None) -> list[str]:
     """What is said before ranks start on the GPUs."""
-    found = discovery.discover_machine(nvml=nvml, environ={})
-    return session_placement.check_usable(
-        choose_placement(None, gpus, found), found, own=own, nvml=nvml
-    )
+    with driver(nvml):
+        found = discovery.discover_machine()
+        return session_placement.check_usable(choose_placement(None, gpus, found), found, own=own)
 
 
 def test_a_gpu_that_this_notebook_holds_exclusively_is_refused_before_ranks_start() -> None:
@@ -407,9 +403,10 @@ def test_in_a_container_the_memory_of_our_own_ranks_counts_as_free_too(
     nvml = FakeNvml([FakeGpu("GPU-0", used=((2**22 + 1, 30 * GIB),))])
     running = [SimpleNamespace(pid=pid, usedGpuMemory=30 * GIB) for pid in listed]
     monkeypatch.setattr(FakeNvml, "nvmlDeviceGetComputeRunningProcesses", lambda *_: running)
-    found = discovery.discover_machine(nvml=nvml, environ={})
-    (without,) = discovery.gpu_memory_usage(found, nvml=nvml)
-    (ours,) = discovery.gpu_memory_usage(found, own={os.getpid()}, nvml=nvml)
+    with driver(nvml):
+        found = discovery.discover_machine()
+        (without,) = discovery.gpu_memory_usage(found)
+        (ours,) = discovery.gpu_memory_usage(found, own={os.getpid()})
     assert without.free_bytes == 50 * GIB
     assert ours == discovery.GpuFreeMemory(80 * GIB)
 

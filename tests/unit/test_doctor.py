@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -27,11 +28,10 @@ from nbdist.doctor import (
 from nbdist.doctor.finding import Finding
 from nbdist.hardware import deepspeed_requirements
 from tests.conftest import eventually
-from tests.doubles.nvml import FakeGpu, FakeNvml
+from tests.doubles.nvml import FakeGpu, FakeNvml, driver
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
 MB, GB = 2**20, 2**30
 
@@ -189,59 +189,61 @@ def two_gpus(holder: int, **first: Any) -> FakeNvml:
     return FakeNvml([replace(held, **first), FakeGpu("GPU-1", "NVIDIA H100 80GB")])
 
 
+def checked(nvml: FakeNvml, *own: int, **environ: str) -> list[Finding]:
+    with driver(nvml, **environ):
+        return [*gpus.check_gpus(own=own, driver=Path("/"))]
+
+
 @pytest.mark.fault("F4")
-def test_who_holds_a_gpu_is_named_by_user_and_program(tmp_path: Path) -> None:
+def test_who_holds_a_gpu_is_named_by_user_and_program() -> None:
     nvml = two_gpus(os.getpid())
-    found = [*gpus.check_gpus(nvml=nvml, environ={}, driver=tmp_path)]
+    found = checked(nvml)
     assert found[0].says == "2 x NVIDIA H100 80GB, NVLink"
     one = only(found, "note", f"(pid {os.getpid()}, 10.0 GiB)")
     assert one.topic == "GPU 0"
     assert f"held by {psutil.Process().name()} of {psutil.Process().username()}" in one.says
     assert "70.0 GiB of 80.0 GiB free" in one.says
-    assert worst(gpus.check_gpus(own=[os.getpid()], nvml=nvml, environ={}, driver=tmp_path)) == []
+    assert worst(checked(nvml, os.getpid())) == []
 
 
-def test_a_holder_of_another_container_is_told_as_such(tmp_path: Path) -> None:
-    found = gpus.check_gpus(nvml=two_gpus(99999999), environ={}, driver=tmp_path)
-    only(found, "note", "pid 99999999 of another container")
+def test_a_holder_of_another_container_is_told_as_such() -> None:
+    only(checked(two_gpus(99999999)), "note", "pid 99999999 of another container")
 
 
-def test_hidden_gpus_are_told(tmp_path: Path) -> None:
-    look = lambda value: gpus.check_gpus(  # noqa: E731 - three of a kind
-        own=[1], nvml=two_gpus(1), environ={"CUDA_VISIBLE_DEVICES": value}, driver=tmp_path
+def test_hidden_gpus_are_told() -> None:
+    hidden, one, wrong = (
+        checked(two_gpus(1), 1, CUDA_VISIBLE_DEVICES=given) for given in ("", "1", "7")
     )
-    only(look(""), "note", "CUDA_VISIBLE_DEVICES='' shows 0 of 2 GPUs")
-    only(look("1"), "note", "shows 1 of 2 GPUs")
-    only(look("7"), "problem", "shows 0 of 2 GPUs")
+    only(hidden, "note", "CUDA_VISIBLE_DEVICES='' shows 0 of 2 GPUs")
+    only(one, "note", "shows 1 of 2 GPUs")
+    only(wrong, "problem", "shows 0 of 2 GPUs")
 
 
-def test_a_gpu_that_nobody_may_use_is_a_problem(tmp_path: Path) -> None:
-    found = worst(gpus.check_gpus(own=[1], nvml=two_gpus(1, mode=2), environ={}, driver=tmp_path))
+def test_a_gpu_that_nobody_may_use_is_a_problem() -> None:
+    found = worst(checked(two_gpus(1, mode=2), 1))
     assert [one.level for one in found] == ["problem"]
 
 
-def test_a_gpu_that_somebody_holds_exclusively_is_a_problem(tmp_path: Path) -> None:
+def test_a_gpu_that_somebody_holds_exclusively_is_a_problem() -> None:
     exclusive = two_gpus(os.getpid(), mode=3)
-    found = [*gpus.check_gpus(nvml=exclusive, environ={}, driver=tmp_path)]
+    found = checked(exclusive)
     (one,) = [finding for finding in found if finding.level == "problem"]
     assert one.topic == "GPU 0"
     assert one.says.endswith("EXCLUSIVE_PROCESS, and this notebook's own process uses it")
-    assert (
-        worst(gpus.check_gpus(own=[os.getpid()], nvml=exclusive, environ={}, driver=tmp_path)) == []
-    )
+    assert worst(checked(exclusive, os.getpid())) == []
 
 
-def test_a_gpu_that_fails_is_a_problem(tmp_path: Path) -> None:
+def test_a_gpu_that_fails_is_a_problem() -> None:
     nvml = two_gpus(1)
     nvml.gpus[1] = replace(nvml.gpus[1], lost=True)
-    found = [*gpus.check_gpus(own=[1], nvml=nvml, environ={}, driver=tmp_path)]
-    assert only(found, "problem", "GPU 1 fails (GPU is lost)").do == "run nvidia-smi"
+    assert only(checked(nvml, 1), "problem", "GPU 1 fails (GPU is lost)").do == "run nvidia-smi"
 
 
-def test_a_driver_that_does_not_answer_is_a_problem(tmp_path: Path) -> None:
+def test_a_driver_that_does_not_answer_is_a_problem() -> None:
     broken = FakeNvml([], broken=True)
-    only(gpus.check_gpus(nvml=broken, driver=tmp_path), "problem", "version mismatch")
-    assert worst(gpus.check_gpus(nvml=broken, driver=tmp_path / "missing")) == []
+    only(checked(broken), "problem", "version mismatch")
+    with driver(broken):
+        assert worst(gpus.check_gpus(driver=Path("/missing"))) == []
 
 
 # -- resources
@@ -290,27 +292,26 @@ def test_no_safe_place_for_private_folders_is_reported(tmp_path: Path) -> None:
 def test_a_missing_compiler_is_a_note_since_only_an_offload_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(deepspeed_requirements, "stale_build_locks", list)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    only(software.check_compilers(locks=[], kind="cpu"), "note", "no-such-compiler is not on PATH")
-    assert worst(software.check_compilers(missing="", locks=[])) == []
+    only(software.check_compilers("cpu"), "note", "no-such-compiler is not on PATH")
+    monkeypatch.setattr(deepspeed_requirements, "missing_requirements", lambda *_: "")
+    assert worst(software.check_compilers()) == []
 
 
 def test_nvme_on_gpus_needs_the_cuda_toolkit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deepspeed_requirements, "stale_build_locks", list)
     (tmp_path / "libaio.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    only(
-        software.check_compilers(locks=[], kind="cuda"),
-        "note",
-        "nvcc or CUDA's headers are missing",
-    )
-    assert worst(software.check_compilers(locks=[], kind="cpu")) == []
+    only(software.check_compilers("cuda"), "note", "nvcc or CUDA's headers are missing")
+    assert worst(software.check_compilers("cpu")) == []
     for file in ("bin/nvcc", "include/cuda.h"):
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    assert worst(software.check_compilers(locks=[], kind="cuda")) == []
+    assert worst(software.check_compilers("cuda")) == []
 
 
 def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +321,8 @@ def test_a_lock_of_a_killed_build_is_named(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name / "lock").write_text("")
     os.utime(tmp_path / "op" / "lock", (0, 0))
     assert deepspeed_requirements.stale_build_locks() == [tmp_path / "op" / "lock"]
-    one = only(software.check_compilers(missing=""), "note", "waits forever")
+    monkeypatch.setattr(deepspeed_requirements, "missing_requirements", lambda *_: "")
+    one = only(software.check_compilers(), "note", "waits forever")
     assert one.do == f"rm {tmp_path}/op/lock"
 
 
@@ -377,7 +379,10 @@ def test_a_listener_off_loopback_is_a_problem() -> None:
     assert address in found[0].says
 
 
-def test_a_front_end_that_was_not_built_is_told() -> None:
-    only(software.check_notebook(missing=[], built=False), "note", "not built")
-    only(software.check_notebook(missing=["anywidget"], built=True), "note", "anywidget")
-    assert worst(software.check_notebook(missing=[], built=True)) == []
+def test_a_front_end_that_was_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.panel.protocol.has_built_assets", lambda: False)
+    only(software.check_notebook(), "note", "not built")
+    monkeypatch.setattr("nbdist.panel.protocol.has_built_assets", lambda: True)
+    assert worst(software.check_notebook()) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    only(software.check_notebook(), "note", "anywidget")

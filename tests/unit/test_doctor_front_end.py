@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
+import pytest
+
 from nbdist.doctor.front_end import FrontEndCheck
 
 
-def interrupted(_: str) -> str:
-    raise KeyboardInterrupt
-
-
-def no_input(_: str) -> str:
-    raise EOFError("no stdin")
+@pytest.fixture(autouse=True)
+def user(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands in for input()."""
+    asked = Mock(return_value="")
+    monkeypatch.setattr("builtins.input", asked)
+    return asked
 
 
 def test_a_script_gets_a_report_without_a_page() -> None:
-    findings = {found.topic: found for found in FrontEndCheck(lambda _: "").run().findings}
+    findings = {found.topic: found for found in FrontEndCheck().run().findings}
     assert findings["widgets"].says == "not checked: this is not a notebook"
     assert findings["input"].level == "ok"
     assert "ipykernel" in findings["front end"].says
 
 
-def test_an_interrupt_is_part_of_the_report() -> None:
-    report = FrontEndCheck(interrupted).run()
-    assert "KeyboardInterrupt reached the kernel" in str(report)
+def test_an_interrupt_is_part_of_the_report(user: Mock) -> None:
+    user.side_effect = KeyboardInterrupt
+    assert "KeyboardInterrupt reached the kernel" in str(FrontEndCheck().run())
 
 
-def test_missing_input_is_part_of_the_report() -> None:
-    assert "input() is not available: no stdin" in str(FrontEndCheck(no_input).run())
+def test_missing_input_is_part_of_the_report(user: Mock) -> None:
+    user.side_effect = EOFError("no stdin")
+    assert "input() is not available: no stdin" in str(FrontEndCheck().run())

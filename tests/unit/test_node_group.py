@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from nbdist.cluster import protocol
-from nbdist.cluster.allocation import AllocatedNode, AllocationRequest
+from nbdist.cluster.allocation import AllocatedNode
 from nbdist.cluster.launcher_interface import EXITED
 from nbdist.cluster.local_launcher import LAUNCHER_GONE
 from nbdist.cluster.node_group import NodeGroup
@@ -73,7 +73,7 @@ class TwoNodes:
         self.context = context
         self.agents: list[Agent] = []
 
-    def allocate_nodes(self, _wanted: AllocationRequest, _progress: object) -> list[AllocatedNode]:
+    def allocate_nodes(self, _progress: object) -> list[AllocatedNode]:
         return [
             AllocatedNode(name=name, address=f"10.0.0.{number}", ranks=2)
             for number, name in enumerate(["alpha", "beta"], 1)
@@ -117,7 +117,7 @@ def heard() -> Iterator[Heard]:
     with zmq.Context() as context:
         cluster = TwoNodes(context)
         group = NodeGroup(cluster, "cpu")
-        group.start(AllocationRequest(kind="cpu", nproc=4), lambda _: None)
+        group.start(lambda _: None)
         made = Heard(group, cluster)
         yield made
         for channels in made.channels:
@@ -151,8 +151,8 @@ def test_nodes_get_ranks_in_their_order(heard: Heard) -> None:
 def test_nodes_are_warm_once_each_launcher_is(heard: Heard) -> None:
     for agent in heard.agents:
         assert not heard.group.is_warm
-        agent.tell(messages.LauncherReady(1.0))
-    eventually(lambda: heard.lines == [messages.LauncherReady(1.0)], within_s=5)
+        agent.tell(messages.LauncherReady())
+    eventually(lambda: heard.lines == [messages.LauncherReady()], within_s=5)
     assert heard.group.is_warm
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 import html as html_module
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,13 +22,12 @@ from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, NodeUsage
 from nbdist.panel import plan_view, protocol, snapshot
 from nbdist.panel.controller import PanelData
-from nbdist.panel.device_sampler import DeviceSampler, DeviceSnapshot
+from nbdist.panel.device_sampler import DeviceSnapshot
 from nbdist.panel.plan_view import PlanView, view_from_plan
 from nbdist.panel.protocol import MEMORY_PARTS, PanelState
 from nbdist.session import planner
 from nbdist.session.cell import Cell
 from nbdist.session.checkpoints import Save
-from nbdist.session.device_placement import DevicePlacement
 from nbdist.session.metrics import TrainingEvent
 from nbdist.strategies import Options
 from tests.session_internals import cell_runner, workers
@@ -321,20 +319,6 @@ def test_huge_values_and_steps_are_drawn(session: Session) -> None:
         (drawing,) = re.findall(r"base64,([^']+)'", page)
         assert b"nan" not in base64.b64decode(drawing)
         assert "at step" in static.render_text(drawn(session), curves)
-
-
-def test_other_processes_of_the_ranks_are_other_peaks() -> None:
-    pids = {0: 1, 1: os.getpid()}
-    seen = DeviceSampler(lambda: pids, lambda: DevicePlacement(2, None))
-    seen.sample_once()
-    assert seen.strategy_peak_bytes[1] > 0
-    seen.strategy_peak_bytes[1] = seen.peak_bytes[1] = 5 * GIB
-    seen.sample_once()
-    assert seen.strategy_peak_bytes[1] == 5 * GIB
-    pids = {0: os.getppid(), 1: os.getpid()}
-    seen.sample_once()
-    assert seen.strategy_peak_bytes[1] < 5 * GIB
-    assert seen.peak_bytes[1] < 5 * GIB
 
 
 class Tags(HTMLParser):

@@ -7,6 +7,7 @@ import math
 import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
@@ -320,13 +321,10 @@ def learned(file: Path, *place: str, **ranks: Any) -> DeviceOverhead:
 
 
 def session(file: Path, reserved: int, device: int, allocated: int = 10 * GIB) -> None:
-    record_device_memory(
-        *A100,
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        device_bytes=device,
-        store=MeasurementStore(file=file),
-    )
+    with mock.patch.object(measurement_store, "store_path", return_value=file):
+        record_device_memory(
+            *A100, allocated_bytes=allocated, reserved_bytes=reserved, device_bytes=device
+        )
 
 
 def test_without_a_measurement_device_memory_has_the_defaults(file: Path) -> None:

@@ -14,7 +14,7 @@ from nbdist.planner import (
     target_devices,
     user_cache,
 )
-from nbdist.planner.measurement_store import MeasurementStore, record_device_memory
+from nbdist.planner.measurement_store import MeasurementStore, record_device_memory, store_path
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
@@ -79,13 +79,10 @@ def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[
 def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
     before = predicted(ranks())
     taken = 1.7 * before.compute_s
-    (said,) = learned_speeds.learn_from_profile(
-        profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()
-    )
+    learned_speeds.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
     after = predicted(ranks())
     assert after.compute_s == pytest.approx(taken, rel=0.01)
     assert after.uncertainty < before.uncertainty
-    assert "TFLOP/s" in said
 
 
 def test_a_second_profile_counts_as_much_as_those_before() -> None:
@@ -101,20 +98,16 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
     taken = factor * predicted(ranks()).compute_s
-    assert (
-        learned_speeds.learn_from_profile(
-            profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks()
-        )
-        == []
-    )
-    assert not ranks().slowest_device.loop_speeds
+    learned_speeds.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
+    assert not store_path().exists()
 
 
 def test_a_step_that_launches_bind_teaches_no_speed() -> None:
     gpus = ranks("2xH100")
     options = Options(backend="ddp", precision="bf16")
     tiny = profiled(predicted(gpus, options).compute_s, samples=1, seq_len=8)
-    assert learned_speeds.learn_from_profile(tiny, spec=SPEC, options=options, cluster=gpus) == []
+    learned_speeds.learn_from_profile(tiny, spec=SPEC, options=options, cluster=gpus)
+    assert not store_path().exists()
 
 
 def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
@@ -136,18 +129,15 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 
 def test_devices_in_words_learn_nothing() -> None:
     words = target_devices.parse_devices("2xcpu")
-    assert (
-        learned_speeds.learn_from_profile(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words)
-        == []
-    )
+    learned_speeds.learn_from_profile(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words)
+    assert not store_path().exists()
 
 
 def test_no_figures_teach_nothing() -> None:
-    assert learned_speeds.learn_from_profile([], spec=SPEC, options=OPTIONS, cluster=ranks()) == []
+    learned_speeds.learn_from_profile([], spec=SPEC, options=OPTIONS, cluster=ranks())
     unseen = [replace(one, model=None) for one in profiled(1.0)]
-    assert (
-        learned_speeds.learn_from_profile(unseen, spec=SPEC, options=OPTIONS, cluster=ranks()) == []
-    )
+    learned_speeds.learn_from_profile(unseen, spec=SPEC, options=OPTIONS, cluster=ranks())
+    assert not store_path().exists()
 
 
 # -------------------------------------------------------------------- what a plan says

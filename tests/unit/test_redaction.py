@@ -16,22 +16,26 @@ ENVIRON = {
 }
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_values_are_replaced_by_their_names() -> None:
     text = "Bearer hf_abcdefgh, 0123456789\nhunter22 at /home/me-and-you, false----, 1"
     expected = "Bearer <HF_TOKEN>, <WANDB_API_KEY>\n<DB_PASSWORD> at /home/me-and-you, false----, 1"
-    assert redact_secrets(text, ENVIRON) == expected
+    assert redact_secrets(text) == expected
 
 
 def test_a_value_within_another_does_not_leave_its_rest() -> None:
-    assert redact_secrets("hf_abcdefgh-and-more", ENVIRON) == "<LONGER_SECRET>"
+    assert redact_secrets("hf_abcdefgh-and-more") == "<LONGER_SECRET>"
 
 
 def test_an_assignment_that_a_rank_printed_is_known_by_its_name() -> None:
-    assert redact_secrets("OTHER_TOKEN=xyz PATH=/bin", {}) == "OTHER_TOKEN=<redacted> PATH=/bin"
-    assert (
-        redact_secrets("max_new_tokens=5 key=3 num_KEYS=4", {})
-        == "max_new_tokens=5 key=3 num_KEYS=4"
-    )
+    assert redact_secrets("OTHER_TOKEN=xyz PATH=/bin") == "OTHER_TOKEN=<redacted> PATH=/bin"
+    others = "max_new_tokens=5 key=3 num_KEYS=4"
+    assert redact_secrets(others) == others
 
 
 @pytest.mark.parametrize(

@@ -61,17 +61,20 @@ def kernel() -> Kernel:
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopies]:
     """bfloat16 tensors count as tensors of a device; their copies arrive when told to."""
+    started: list[FakeCopies] = []
+
+    def copy_async(_pool: PinnedScalarPool, tensors: Mapping[str, torch.Tensor]) -> FakeCopies:
+        started.append(FakeCopies(tensors))
+        return started[-1]
+
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.dtype is torch.bfloat16))
-    return []
+    monkeypatch.setattr(PinnedScalarPool, "copy_async", copy_async)
+    return started
 
 
 @pytest.fixture
-def reporter(kernel: Kernel, copies: list[FakeCopies]) -> Iterator[Reporter]:
-    def copy(tensors: Mapping[str, torch.Tensor]) -> FakeCopies:
-        copies.append(FakeCopies(tensors))
-        return copies[-1]
-
-    reporter = Reporter(kernel, copy=copy)
+def reporter(kernel: Kernel, copies: list[FakeCopies]) -> Iterator[Reporter]:  # noqa: ARG001
+    reporter = Reporter(kernel)
     yield reporter
     reporter.close()
 

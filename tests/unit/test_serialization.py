@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import secrets
 import sys
 from collections import Counter, OrderedDict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,9 +29,13 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "value.payload"
 
 
+def write_payload(value: object, path: Path) -> None:
+    with mock.patch.object(secrets, "token_hex", return_value=path.stem):
+        assert serialization.write_payload_to_free_folder(value, [path.parent]) == path
+
+
 def there_and_back(value: object, path: Path, **options: Any) -> Any:
-    written = serialization.write_payload(value, path)
-    assert written == path.stat().st_size
+    write_payload(value, path)
     return serialization.read_payload(path, **options)
 
 
@@ -202,7 +209,7 @@ def test_two_readers_never_share_what_they_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "MIN_MMAP_BYTES", 1)
-    serialization.write_payload({"t": torch.zeros(1 << 19), "a": np.zeros(1 << 19)}, path)
+    write_payload({"t": torch.zeros(1 << 19), "a": np.zeros(1 << 19)}, path)
     first, second = (
         serialization.read_payload(path, delete=False),
         serialization.read_payload(path, delete=False),
@@ -230,24 +237,24 @@ def test_a_large_file_is_mapped_and_outlives_its_name(
 def test_files_are_private_and_never_overwritten(path: Path) -> None:
     old = os.umask(0)
     try:
-        serialization.write_payload(1, path)
+        write_payload(1, path)
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        serialization.write_payload(2, path)
+        write_payload(2, path)
     assert serialization.read_payload(path) == 1
 
 
 def test_a_file_that_cannot_be_finished_is_removed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_fd: int, _content: object) -> int:
-        raise OSError(28, "No space left on device")
+    def fail(_fd: int, _content: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space"):
-        serialization.write_payload(torch.ones(3), path)
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_payload(torch.ones(3), path)
     assert not path.exists()
 
 
@@ -309,7 +316,7 @@ def test_tensors_as_arrays_without_importing_torch(
         "d": torch.bfloat16,
         "where": torch.device("cpu"),
     }
-    serialization.write_payload(value, path)
+    write_payload(value, path)
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
     back = serialization.read_payload(path, as_numpy=True)
     assert back["f"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -321,13 +328,13 @@ def test_tensors_as_arrays_without_importing_torch(
 
 
 def test_float8_as_numpy_is_refused_in_words(path: Path) -> None:
-    serialization.write_payload(tensor_of("float8_e5m2"), path)
+    write_payload(tensor_of("float8_e5m2"), path)
     with pytest.raises(PayloadError, match=r"float8_e5m2 tensor has no NumPy dtype\. Pull it with"):
         serialization.read_payload(path, as_numpy=True)
 
 
 def test_a_missing_package_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serialization.write_payload(torch.ones(1), path)
+    write_payload(torch.ones(1), path)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(PayloadError, match=r"holds torch values .* as_numpy=True"):
         serialization.read_payload(path)
@@ -399,7 +406,7 @@ def test_the_type_the_place_and_what_to_do_are_named(
     value: object, message: str, path: Path
 ) -> None:
     with pytest.raises(PayloadError, match=message) as caught:
-        serialization.write_payload(value, path)
+        write_payload(value, path)
     assert not path.exists()
     assert "\n" not in str(caught.value)
 
@@ -407,13 +414,9 @@ def test_the_type_the_place_and_what_to_do_are_named(
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_and_nested_tensors_are_refused(path: Path) -> None:
     with pytest.raises(PayloadError, match="dequantize"):
-        serialization.write_payload(
-            torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), path
-        )
+        write_payload(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), path)
     with pytest.raises(PayloadError, match="unbind"):
-        serialization.write_payload(
-            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), path
-        )
+        write_payload(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), path)
 
 
 # ---- inside of messages
@@ -533,7 +536,7 @@ def test_a_hostile_file_gives_a_payload_error(content: bytes, path: Path) -> Non
 
 def test_every_cut_and_many_flips_of_a_file_are_survived(path: Path) -> None:
     value = {"a": np.arange(3), "t": torch.ones(2), "s": {1}, "f": math.inf}
-    serialization.write_payload(value, path)
+    write_payload(value, path)
     content = path.read_bytes()
     head = content.index(b"\0" * 8, 16)
     wrong = [content[:end] for end in range(0, len(content), 7)]

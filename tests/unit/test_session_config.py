@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from nbdist.errors import OptionError
-from nbdist.session.config import SessionConfig, merge_options
+from nbdist.session.config import SessionCluster, SessionConfig, merge_options
 
 
 def choice(**asked: Any) -> SessionConfig:
     """Two CPU ranks, also where there are GPUs."""
-    return SessionConfig.from_options({"nproc": 2, "devices": "none", **asked})
+    options = {"nproc": 2, "devices": "none", **asked}
+    return SessionConfig.from_options(options, SessionCluster({}))
 
 
 def decided(backend: str, **asked: Any) -> SessionConfig:
@@ -44,9 +45,7 @@ def test_auto_with_a_contradiction_starts_anew() -> None:
     assert decided("zero3", offload="cpu").diff(choice(auto=True, offload="none")) == {
         "offload": ("cpu", "none")
     }
-    assert "nproc" in decided("ddp").diff(
-        SessionConfig.from_options({"nproc": 1, "devices": "none"})
-    )
+    assert "nproc" in decided("ddp").diff(choice(nproc=1))
 
 
 def test_an_explicit_backend_after_auto_is_compared_with_the_decision() -> None:

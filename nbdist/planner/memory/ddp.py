@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
+    from nbdist.planner.model_spec import MicroBatchStep, ModelSpec
 
 
 class DdpTimeline(StepTimeline):
@@ -53,13 +53,6 @@ class DdpTimeline(StepTimeline):
                 casts = {"activations": _casts(self.model, step, self._setup)}
                 gradients = _gradients(self.model, step, self._setup)
                 yield at, NonActivationMemory(gradients, casts, besides=self._kept)
-
-    def other_allocations(
-        self,
-        run: MicroBatchActivations,  # noqa: ARG002
-    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
-        """The optimizer step."""
-        yield "optimizer step", self._update, 0
 
 
 def _gradients(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> BytesByPart:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, MicroBatchStep, ModelSpec
+    from nbdist.planner.model_spec import MicroBatchStep, ModelSpec
 
 MicroBatchPosition = Literal["only", "first", "middle", "last"]
 """Position of a micro-batch in an optimizer step; gradients are reduced in the last (or only)."""
@@ -154,13 +154,6 @@ class FsdpTimeline(StepTimeline):
         is_late = step.phase in {"backward", "after"} and step.group_index
         late = zero_partitioning.late_trainable_sizes(self.model.groups) if is_late else ()
         return step.num_grads + sum(late)
-
-    def other_allocations(
-        self,
-        run: MicroBatchActivations,  # noqa: ARG002
-    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
-        """The optimizer step."""
-        yield "optimizer step", self._update, 0
 
     def _allocation(
         self, transient: TransientMemory, own_gradients: int = 0

@@ -177,6 +177,8 @@ class StepTimeline(ABC):
     separate_parts: BytesByPart = _NOTHING
     """Most bytes of the parts that a GPU's allocator cannot build from freed activations: those
     allocated on another stream, and flat buffers that are larger than any activation."""
+    _update: NonActivationMemory
+    """Memory in the optimizer step."""
 
     def __init__(self, model: ModelSpec) -> None:
         self.model = model
@@ -196,11 +198,12 @@ class StepTimeline(ABC):
         A step may occur several times, or not at all if the engine does nothing of its own.
         """
 
-    @abstractmethod
     def other_allocations(
-        self, run: MicroBatchActivations
+        self,
+        run: MicroBatchActivations,  # noqa: ARG002 - of a subclass
     ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """Yield name, memory and bytes of activations for moments that are not steps of a walk."""
+        yield "optimizer step", self._update, 0
 
     def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
         """Yield all moments of an optimizer step with such micro-batches."""

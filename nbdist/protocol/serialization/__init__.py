@@ -22,7 +22,6 @@ from nbdist.protocol.serialization.writer import (
     UnfilledTensor,
     reserve_payload,
     to_inline_json,
-    write_payload,
     write_payload_to_free_folder,
 )
 
@@ -32,6 +31,5 @@ __all__ = [
     "read_payload",
     "reserve_payload",
     "to_inline_json",
-    "write_payload",
     "write_payload_to_free_folder",
 ]

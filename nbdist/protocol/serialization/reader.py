@@ -50,7 +50,7 @@ def read_payload(path: str | Path, *, as_numpy: bool = False, delete: bool = Tru
     last of them, also if the file is deleted.
 
     Args:
-        path: a complete file from ``write_payload``.
+        path: a complete file from ``write_payload_to_free_folder``.
         as_numpy: return NumPy arrays instead of tensors, without importing torch. bfloat16
             becomes float32 with equal values; float8, float4 and complex32 are not supported.
             A torch.Size becomes a tuple, a torch dtype or device its name.

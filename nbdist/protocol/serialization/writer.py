@@ -183,28 +183,16 @@ _CONTAINER_TAGS: dict[type, str] = {
 }
 
 
-def write_payload(value: object, path: Path) -> int:
-    """Write the value into a new file (0600) and return its size in bytes.
+def write_payload_to_free_folder(value: object, folders: Iterable[str | Path]) -> Path:
+    """Write the value into a new file (0600) in the first folder with enough space; return it.
 
     Copies tensors and arrays once, or twice if they are not contiguous or not on the CPU, and
     synchronizes CUDA tensors. The value is usually a dict of names: error messages then start with
     the name. An incomplete file is removed.
 
     Raises:
-        PayloadError: the value contains something unsupported; the message names it.
-        OSError: the file exists, or the disk is full.
-    """
-    encoder = _PayloadEncoder()
-    head = encoder.head(value)
-    _write_file(encoder, head, path)
-    return len(head) + sum(map(align_offset, encoder.sizes))
-
-
-def write_payload_to_free_folder(value: object, folders: Iterable[str | Path]) -> Path:
-    """Write the value into the first folder with enough space; return the new file.
-
-    Raises:
-        PayloadError: as ``write_payload``, or no folder has enough space.
+        PayloadError: the value contains something unsupported; the message names it. Or no folder
+            has enough space.
     """
     encoder = _PayloadEncoder()
     head = encoder.head(value)
