@@ -66,7 +66,7 @@ class Case:
     """Rank of PEFT's adapters; 0 trains everything."""
     target_modules: list[str] | str | None = None
     quantize: str | None = None
-    """bitsandbytes: nf4 or int8."""
+    """bitsandbytes: nf4, nf4-bf16 or int8."""
     fused_loss: bool = False
     """The loss of TRL's SFTTrainer, which never has all logits."""
     rank: int = 0
@@ -323,9 +323,10 @@ def _quantized(case: Case, model: Any) -> Any:
     dtype = getattr(torch, case.dtype)
     four = {
         "load_in_4bit": True,
-        "bnb_4bit_quant_type": case.quantize,
+        "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": torch.bfloat16 if case.quantize == "nf4-bf16" else torch.uint8,
     }
     how = {"load_in_8bit": True} if case.quantize == "int8" else four
     config = transformers.BitsAndBytesConfig(**how)

@@ -328,9 +328,11 @@ def _traced(rng: random.Random, case: Case, models: Sequence[dict[str, Any]]) ->
 
 def _adapted(rng: random.Random, case: Case, number: int) -> Case:
     """LoRA on a Llama-like model, quantized in every way that the backend supports in turn."""
-    methods = {"fsdp1": [None], "fsdp2": ["nf4", None], "zero3": ["nf4", None]}.get(
-        case.backend, ["nf4", "int8", None]
-    )
+    methods = {
+        "fsdp1": [None],
+        "fsdp2": ["nf4", "nf4-bf16", None],
+        "zero3": ["nf4", None],
+    }.get(case.backend, ["nf4", "int8", None])
     config = _llama(rng) | {"tie_word_embeddings": False, "head_dim": 64}
     heads = config["num_attention_heads"]
     config |= {"hidden_size": 64 * heads, "intermediate_size": 64 * rng.randint(heads, 4 * heads)}

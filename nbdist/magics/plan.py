@@ -74,7 +74,11 @@ def plan_parser() -> MagicArgumentParser:
         metavar="LIST",
         help="linear layers with an adapter, such as q_proj,v_proj or all-linear",
     )
-    add("--quantize", metavar="METHOD", help="frozen weights in nf4 or int8; needs --lora")
+    add(
+        "--quantize",
+        metavar="METHOD",
+        help="frozen weights: nf4, nf4-bf16, int8; needs --lora",
+    )
     add("--offload", metavar="WHERE", help="only plans with this offload: none, cpu, nvme")
     for flag in ("--offload-params", "--activation-checkpointing"):
         add(flag, action="store_true", default=None, help="only plans with it")

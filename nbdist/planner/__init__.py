@@ -77,7 +77,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
             it is planned as it is.
         target_modules: linear layers with an adapter, as in PEFT's `LoraConfig`: names,
             one regular expression, or "all-linear". Default: PEFT's for the model's type.
-        quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization) or
+        quantize: bitsandbytes' storage of the frozen weights, "nf4" (with double quantization),
+            "nf4-bf16" (the same with bnb_4bit_quant_storage=torch.bfloat16, which FSDP2 shards) or
             "int8"; needs lora.
         keep_outputs: True if the loop holds the model's output across the step, as
             `outputs = model(**batch)` does; False if it keeps only the loss.

@@ -121,6 +121,10 @@ def _frozen_base(module: object) -> ModelSpec:
     return spec
 
 
+NF4_BF16 = "nf4-bf16"
+"""nf4 with `bnb_4bit_quant_storage=torch.bfloat16`."""
+
+
 def adapt(
     spec: ModelSpec, lora: int | None, target_modules: Any, quantize: str | None
 ) -> ModelSpec:
@@ -131,10 +135,12 @@ def adapt(
     """
     if target_modules is not None and lora is None:
         raise PlanError("target_modules needs a rank. Add lora=16, or omit target_modules.")
-    if quantize is not None and quantize not in get_args(QuantizationMethod):
-        options = " or ".join(get_args(QuantizationMethod))
+    method, storage = (quantize, None) if quantize != NF4_BF16 else ("nf4", "bf16")
+    if method is not None and method not in get_args(QuantizationMethod):
+        options = ", ".join(get_args(QuantizationMethod))
         raise PlanError(
-            f"quantize must be {options}, got {quantize!r}. Omit it to quantize nothing."
+            f"quantize must be {options} or {NF4_BF16}, got {quantize!r}. Omit it to quantize"
+            " nothing."
         )
     if lora is None and quantize is None:
         return spec
@@ -146,7 +152,11 @@ def adapt(
             " frozen. Add adapters, for example lora=16."
         )
     adapted = spec.with_lora(lora, target_modules)
-    return replace(adapted, quantization=cast("QuantizationMethod | None", quantize))
+    return replace(
+        adapted,
+        quantization=cast("QuantizationMethod | None", method),
+        shards_quantized=storage is not None,
+    )
 
 
 def _length_of_inputs(spec: ModelSpec, requested: int | None, inputs: object = None) -> int | None:

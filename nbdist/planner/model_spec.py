@@ -103,6 +103,8 @@ class LayerGroup:
     """Their bytes with all scales; only ZeRO-3 shards them, and nothing casts them."""
     quantized_tensors: tuple[int, ...] = ()
     """Bytes of each of them, without scales."""
+    shards_quantized: bool = False
+    """True if they are stored in a floating-point dtype, so that FSDP2 shards them too."""
     largest: int = 0
     """Largest single parameter of one instance, in elements; quantized ones do not count."""
     tensors: tuple[WeightShape, ...] = ()

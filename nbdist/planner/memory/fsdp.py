@@ -69,6 +69,11 @@ class TransientMemory(NamedTuple):
     """Buffers of a running reduction."""
 
 
+def _sharded_quantized_bytes(group: LayerGroup) -> int:
+    """Return the bytes of one instance's quantized parameters that FSDP2 shards."""
+    return sum(group.quantized_tensors) if group.shards_quantized else 0
+
+
 class FsdpTimeline(StepTimeline):
     """One optimizer step under FSDP, from the third on."""
 
@@ -85,8 +90,10 @@ class FsdpTimeline(StepTimeline):
             # In mixed precision accelerate 1.15 makes trainable shards fp32; nbdist reduces in it.
             self.compute_width, self.reduce_width, self.stored_width = 2, 4, 4
             self.frozen_width = 2
-        # accelerate 1.15 excludes quantized parameters; an offload leaves them on the device too.
-        unsharded = {"parameters": model_spec.quantized_param_bytes(model)}
+        # accelerate 1.15 shards quantized parameters in a floating-point dtype, without their
+        # scales, and no others; an offload leaves on the device what is not sharded.
+        sharded = sum(group.count * _sharded_quantized_bytes(group) for group in self.groups)
+        unsharded = {"parameters": model_spec.quantized_param_bytes(model) - sharded}
         self.is_offloaded = setup.options.offload_device != "none"
         self.reshards = setup.options.reshard_after_forward
         self.units = self.build_units()
@@ -184,10 +191,12 @@ class FsdpTimeline(StepTimeline):
             largest: elements of the largest trainable parameter in the first rank's shard.
         """
         ranks = self.setup.num_shards
-        frozen_bytes = self.model.element * frozen
+        quantized = -(-_sharded_quantized_bytes(group) // ranks)
+        frozen_bytes = self.model.element * frozen + quantized
         largest_grad = zero_partitioning.largest_trainable_size(group)
         return FsdpUnit(
-            full_param_bytes=(self.compute_width * trained + self.frozen_width * frozen) * ranks,
+            full_param_bytes=ranks
+            * (self.compute_width * trained + self.frozen_width * frozen + quantized),
             gradient_bytes=self.compute_width * group.trainable,
             reduce_bytes=self.reduce_width * trained * ranks,
             accumulated_grad_bytes=accumulate * group.trainable,

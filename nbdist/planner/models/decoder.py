@@ -86,6 +86,7 @@ class DecoderSpec(ABC):
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers with an adapter."""
     quantization: QuantizationMethod | None = None
+    shards_quantized: bool = False
     """bitsandbytes' storage of the linear layers of the blocks; head and embedding stay as they
     are."""
     loss: fused_loss.Loss = "logits"
@@ -175,6 +176,7 @@ class DecoderSpec(ABC):
             quantized=sum(shape.out * shape.into for shape in shapes),
             quantized_bytes=sum(sum(self._quantized_bytes(shape)) for shape in shapes),
             quantized_tensors=tuple(self._quantized_bytes(shape)[0] for shape in shapes),
+            shards_quantized=self.shards_quantized,
         )
 
     def _quantized_bytes(self, shape: LinearShape) -> tuple[int, int]:

@@ -59,7 +59,7 @@ FIRST_TRACE = (
 EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 13
+_FORMAT = 14
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -317,6 +317,7 @@ def find_analytic_spec(module: Any, *, is_frozen: bool = False) -> ModelSpec | N
         for _ in range(group.count)
     ]
     groups = describe_groups(module)
+    spec = replace(spec, shards_quantized=any(group["shards_quantized"] for group in groups))
     for group in groups if is_frozen else ():
         group |= {"trainable": group["trainable"] + group["frozen"], "frozen": 0}
     actual = [(group["role"], *(group[field] for field in _COMPARED)) for group in groups]

@@ -36,7 +36,7 @@ class FsdpGroup:
     own_params: list[nn.Parameter]
     represented_indices: list[int]
     """Indices of the groups of the whole model that it represents."""
-    quantized_sizes: list[tuple[int, int, int]]
+    quantized_sizes: dict[nn.Parameter, tuple[int, int, int]]
     """Elements, bytes, and bytes of scales of each parameter that bitsandbytes has quantized."""
     first_block_index: int = 0
     """Index of the first block of its list; its own index outside of a list."""
@@ -49,15 +49,16 @@ class FsdpGroup:
 
     def parameter_counts(self) -> dict[str, Any]:
         """Return its parameters as fields of a `LayerGroup`."""
-        floating = [each for each in self.own_params if each.is_floating_point()]
+        floating = [each for each in self.own_params if each not in self.quantized_sizes]
         trainable = [parameter.numel() for parameter in floating if parameter.requires_grad]
         sizes = [parameter.numel() for parameter in floating]
         return {
             "trainable": sum(trainable),
             "frozen": sum(sizes) - sum(trainable),
-            "quantized": sum(elements for elements, *_ in self.quantized_sizes),
-            "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes),
-            "quantized_tensors": [size for _, size, _ in self.quantized_sizes],
+            "quantized": sum(elements for elements, *_ in self.quantized_sizes.values()),
+            "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes.values()),
+            "quantized_tensors": [size for _, size, _ in self.quantized_sizes.values()],
+            "shards_quantized": any(each.is_floating_point() for each in self.quantized_sizes),
             "largest": max(sizes, default=0),
             "num_late_tensors": self.num_late_params,
             "tied_tensor": self.tied_param,
@@ -69,7 +70,7 @@ class FsdpGroup:
                     n in self.biases,
                 )
                 for n, each in enumerate(self.own_params)
-                if each.is_floating_point()
+                if each not in self.quantized_sizes
             ],
         }
 
@@ -98,6 +99,7 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     owner: dict[nn.Parameter, FsdpGroup] = {}
     for group in result:
         owner |= dict.fromkeys(group.own_params, group)
+    states = _quantization_states(model)
     biases = {getattr(layer, "bias", None) for layer in model.modules() if hasattr(layer, "weight")}
     for number, group in enumerate(result):
         group.own_params = [
@@ -105,9 +107,11 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
         ]
         group.biases = frozenset(n for n, each in enumerate(group.own_params) if each in biases)
         group.represented_indices, group.first_block_index = [number], number
-        group.quantized_sizes = [
-            _quantized_size(each) for each in group.own_params if not each.is_floating_point()
-        ]
+        group.quantized_sizes = {
+            each: _quantized_size(each, states.get(each))
+            for each in group.own_params
+            if each in states or not each.is_floating_point()
+        }
     root = result[0]
     if wrap_units.has_tied_embeddings(model):
         tied = wrap_units.embedding_and_head(model)[wrap_units.GET_HEAD_METHOD].weight
@@ -121,8 +125,21 @@ def find_fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     return result
 
 
-def _quantized_size(parameter: Any) -> tuple[int, int, int]:
-    state = getattr(parameter, "quant_state", None)
+def _quantization_states(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Return the state of each 4-bit weight of bitsandbytes 0.50.
+
+    Its layer has it too, where an engine or a copy has replaced the weight by another parameter.
+    """
+    states: dict[nn.Parameter, Any] = {}
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        for holder in (weight, module):
+            if (state := getattr(holder, "quant_state", None)) is not None:
+                states[weight] = state
+    return states
+
+
+def _quantized_size(parameter: Any, state: Any) -> tuple[int, int, int]:
     scales = [getattr(parameter, "SCB", None)]
     if state is not None:
         scales = [state.absmax, state.code, state.offset]
@@ -141,7 +158,7 @@ def _group(name: str, role: Any, starts: tuple[nn.Module, ...], *holders: nn.Mod
         first_modules=starts,
         own_params=owned,
         represented_indices=[],
-        quantized_sizes=[],
+        quantized_sizes={},
     )
 
 

@@ -136,5 +136,5 @@ def keep_4bit_layout(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            vars(module)["support_avx512bf16_for_cpu"] = False
             module.state_dict()  # unpacks weights that are packed already
