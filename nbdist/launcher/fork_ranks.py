@@ -103,7 +103,7 @@ def run_ranks(launch: messages.LaunchRanksRequest, link: KernelLink) -> messages
     sys.path[:] = launch.path
     # torch elastic creates log folders and error files here; ranks reset it in `worker.main`
     tempfile.tempdir = launch.run_dir
-    options = strategies.Options.from_json(launch.options)
+    options = strategies.Options(**launch.options)
     # auto chooses the backend on the ranks, which then load the ops they need
     ops = options.strategy.required_ops(options) if launch.auto is None else ()
     shown = device_visibility.shown(launch.devices)

@@ -604,7 +604,7 @@ class SessionLifecycle:
         if message["header"]["msg_type"] == messages.METRICS_REPORT:
             self.metrics.add_rows(rank, content["rows"])
         elif message["header"]["msg_type"] == messages.AUTO_DECISION:
-            chosen = strategies.Options.from_json(content["options"])
+            chosen = strategies.Options(**content["options"])
             self._choice = self._choice.with_auto_decision(chosen)
         elif message["header"]["msg_type"] == messages.SAVE_STATUS:
             self._on_save_status(content)

@@ -58,11 +58,6 @@ class Hardware:
         """Return the fields as JSON values."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Hardware:
-        """Rebuild from `to_json()`."""
-        return cls(**fields)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -208,11 +203,6 @@ class Options:
     def to_json(self) -> JsonObject:
         """Return the fields as JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Options:
-        """Rebuild from `to_json()`."""
-        return cls(**fields)
 
     def validate(self, hardware: Hardware) -> Options:
         """Return validated options with defaults and config files applied.

@@ -93,8 +93,8 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     if on_gpu:
         memory_probe.before_context(torch.device("cuda", local_rank))
     process_group.create_default_group(rendezvous_store.open_store(launch), on_gpu=on_gpu)
-    options = strategies.Options.from_json(launch.options)
-    hardware = strategies.Hardware.from_json(launch.hardware)
+    options = strategies.Options(**launch.options)
+    hardware = strategies.Hardware(**launch.hardware)
     nodes = discovery.nodes_from_json(launch.machines)
     chooser = None if launch.auto is None else AutoStrategy(launch.auto, options, hardware, nodes)
     accelerator = accelerator_patch.patch_accelerator(

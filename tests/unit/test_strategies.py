@@ -40,8 +40,8 @@ def test_every_backend_has_a_row_and_accepts_no_option_at_all() -> None:
 
 def test_options_and_hardware_survive_a_message() -> None:
     options = Options(backend="zero3", clip=0.5, deepspeed_config={"a": {"b": 1}})
-    assert Options.from_json(json.loads(json.dumps(options.to_json()))) == options
-    assert Hardware.from_json(json.loads(json.dumps(AMPERE.to_json()))) == AMPERE
+    assert Options(**json.loads(json.dumps(options.to_json()))) == options
+    assert Hardware(**json.loads(json.dumps(AMPERE.to_json()))) == AMPERE
 
 
 def test_replicas_are_said_in_accelerates_words() -> None:
@@ -51,7 +51,7 @@ def test_replicas_are_said_in_accelerates_words() -> None:
     assert hybrid.describe() == "fsdp2, replicate across nodes"
     whole = Options(backend="fsdp").validate(NODES)
     assert whole.strategy.parallelism_kwargs(whole, NODES) == {}
-    assert Hardware.from_json(json.loads(json.dumps(NODES.to_json()))) == NODES
+    assert Hardware(**json.loads(json.dumps(NODES.to_json()))) == NODES
 
 
 @pytest.mark.parametrize(("hardware", "precision"), [(CPU, "no"), (AMPERE, "bf16"), (TURING, "no")])

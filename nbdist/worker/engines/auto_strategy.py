@@ -140,7 +140,7 @@ class AutoStrategy:
             raise KeyboardInterrupt
         if "error" in answer:
             raise PlanError(answer["error"])
-        chosen = Options.from_json(answer["options"])
+        chosen = Options(**answer["options"])
         # Rank 0 has already built the DeepSpeed ops; the others load them from the cache.
         self._load(chosen)
         if distributed.get_rank() == 0:

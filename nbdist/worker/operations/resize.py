@@ -122,7 +122,7 @@ class _ResizeSave:
             with self._phase(CHECKING_PHASE):
                 self._check_trainers()
                 self.report.notes += switch.check_models(
-                    Options.from_json(self._request.options),
+                    Options(**self._request.options),
                     self._request.world_size,
                     self._context.variables,
                     reset_optimizer=self._request.reset_optimizer,

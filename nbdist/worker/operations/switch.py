@@ -52,7 +52,7 @@ def switch(request: SwitchRequest, context: RankContext) -> RankSwitchReport:
     Raises:
         SwitchError: a phase failed; raised on all ranks with the phase, ranks and reasons.
     """
-    options = Options.from_json(request.options)
+    options = Options(**request.options)
     change = EngineSwitch(options, context, reset_optimizer=request.reset_optimizer)
     return change.run()
 
