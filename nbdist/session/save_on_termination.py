@@ -165,7 +165,8 @@ class RunTermination:
             self._outcome = (
                 f"Ended by {self.cause}: all ranks stopped after step {saved.step} and saved"
                 f" checkpoint {saved.name}. To continue in a new session or after %nbdist restart,"
-                " prepare the model, then use %nbdist resume."
+                " prepare the model, then use %nbdist resume; a Trainer takes"
+                f" train(resume_from_checkpoint={str(saved.path)!r})."
             )
         return self._outcome
 

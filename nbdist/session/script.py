@@ -109,6 +109,12 @@ def write_script(
         numbers = ", ".join(map(str, uses_nbdist))
         notes.append(f"cell {numbers} uses nbdist, so the script needs it: see requirements.txt")
     with_nbdist = with_nbdist or bool(uses_nbdist)
+    resumes = [run.number for run, _ in runs if _has_word(run, "resume_from_checkpoint")]
+    if resumes and not with_nbdist:
+        notes.append(
+            f"cell {', '.join(map(str, resumes))} resumes a Trainer: from a checkpoint of"
+            " %nbdist save only with --with-nbdist (with_nbdist=True)"
+        )
     script = build_script(
         runs,
         docstring=(
@@ -215,6 +221,10 @@ def _imports_nbdist(run: CellRun) -> bool:
     words = (line.split() for part in run.code for line in part.code.splitlines())
     imports = [w[1] for w in words if len(w) > 1 and w[0] in {"import", "from"}]
     return any(name.split(".")[0] == "nbdist" for name in imports)
+
+
+def _has_word(run: CellRun, word: str) -> bool:
+    return any(word in part.code for part in run.code)
 
 
 # -- the files

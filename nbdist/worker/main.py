@@ -114,7 +114,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     namespace.add_kernel_functions(app.kernel, launch)
     context = app.kernel.operation_context
     load = functools.partial(load_operation.load_in_cell, context=context)
-    trainer.install(context.reporter, load)
+    trainer.install(context.reporter, load, app.kernel.saver.wait)
     process_group.verify_group()
     return app
 

@@ -77,7 +77,7 @@ def start(options: dict[str, Any]) -> tuple[Any, ...]:
     )
     atexit.register(context.folder.rmdir)
     load = functools.partial(load_operation.load_in_cell, context=context)
-    trainer.install(reporter, load)
+    trainer.install(reporter, load, saver.wait)
     return (
         accelerator,
         reporter.report,

@@ -160,6 +160,12 @@ def test_an_exported_adapter_is_loaded(session: Session, tmp_path: Path) -> None
     report = session.load(tmp_path / "adapter")
     assert "tensors are unchanged, not in the checkpoint: " in str(report)
     assert one(session, "train(1)") == expected
+    session.run(
+        "config = peft.LoraConfig(r=32, lora_alpha=64, target_modules=['q_proj'])\n"
+        "prepare(peft.get_peft_model(llama(), config))"
+    )
+    with pytest.raises(CheckpointError, match=r"has lora_alpha=8 instead of 64\. Create the model"):
+        session.load(tmp_path / "adapter")
     session.run("prepare(llama())")
     with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ tensors"):
         session.load(tmp_path / "adapter")

@@ -91,30 +91,60 @@ STOPPED = """
 arguments = dict(folder={folder!r}, num_train_epochs=2, max_steps=-1)
 whole = make(**arguments, model=build(0.1))
 whole.train()
-stopped = make(**arguments, model=build(0.1), callbacks=[StopAt(11)])
+stopped = make(**arguments, model=build(0.1), callbacks=[{callback}])
 stopped.train()
 logged(whole)
 """
 CONTINUED = """
-trainer = make(**arguments, model=build(0.1))
-trainer.train(resume_from_checkpoint={folder!r} + "/stopped")
-logged(trainer)
+{name} = make(**arguments, model=build(0.1))
+{name}.train(resume_from_checkpoint={folder!r} + "/stopped")
+logged({name})
 """
 
 
 def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
     ranks: Session, tmp_path: Path
 ) -> None:
-    expected = value(ranks, STOPPED.format(folder=str(tmp_path)))
-    ranks.save("stopped", folder=tmp_path, wait=True)
+    folder = str(tmp_path)
+    expected = value(ranks, STOPPED.format(folder=folder, callback="StopAt(11)"))
+    ranks.save("stopped", folder=tmp_path)  # the resume waits for it
+    with pytest.raises(CellError, match=r"2 Trainers, of the variables whole, stopped\. Assign"):
+        ranks.run(CONTINUED.format(folder=folder, name="trainer"))
     report = ranks.load("stopped", folder=tmp_path)
     assert "use trainer.train(resume_from_checkpoint=" in str(report)
+    ranks.run("del whole")
     backend = ranks.backend
     for reader in (backend, "ddp" if backend != "ddp" else "zero2"):
         ranks.switch(reader)
-        found = value(ranks, CONTINUED.format(folder=str(tmp_path)))
+        found = value(ranks, CONTINUED.format(folder=folder, name="stopped"))
         assert found == pytest.approx(expected, abs=1e-6)
     ranks.switch(backend)
+    with pytest.raises(CellError, match=r"No checkpoint .*nope.* in .*stopped"):
+        ranks.run(f"stopped.train(resume_from_checkpoint={folder!r} + '/nope')")
+
+
+SAVE_AT = """
+class SaveAt(TrainerCallback):
+    def on_optimizer_step(self, args, state, control, **_):
+        if state.global_step == 4:
+            save("stopped", folder={folder!r})
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ["random", "group_by_length"])
+def test_a_trainer_resumes_from_a_save_within_a_step(
+    ranks: Session, tmp_path: Path, order: str
+) -> None:
+    folder = str(tmp_path)
+    ranks.run(SAVE_AT.format(folder=folder))
+    code = STOPPED.format(folder=folder, callback="SaveAt()").replace(
+        "max_steps=-1", f"max_steps=-1, train_sampling_strategy={order!r}"
+    )
+    expected = value(ranks, code)
+    found = value(ranks, CONTINUED.format(folder=folder, name="stopped"))
+    # It was saved before the fifth step was logged.
+    assert found[4:] == pytest.approx(expected[5:], abs=1e-6)
 
 
 BEST = """

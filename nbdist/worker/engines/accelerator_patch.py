@@ -413,7 +413,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     unread = sharded_load.UnreadWeights(new, options)
     for model in new:
         generation.warn_of_large_tokenizer(model)
-        wrap_policy.warn_of_half_weights(model, options)
+        wrap_policy.warn_of_half_weights(model, options, self.mixed_precision)
         wrap_policy.keep_4bit_layout(model)
     for arg in args:
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):

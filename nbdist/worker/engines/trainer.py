@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import numbers
 import sys
 import tempfile
@@ -23,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from nbdist import checkpoint
 from nbdist.checkpoint.name_validation import MANIFEST_NAME
-from nbdist.errors import CheckpointError, OptionError
+from nbdist.errors import OptionError
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.strategies import STRATEGIES
+from nbdist.worker import process_group
 from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.library_patches import patch, patched, when_imported
@@ -52,7 +54,9 @@ _LEFT_OUT_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "train
 """Logged values that are not reported: summaries of a whole run instead of a step."""
 
 
-def install(reporter: Reporter, load: Callable[..., None]) -> None:
+def install(
+    reporter: Reporter, load: Callable[..., None], wait_for_save: Callable[[], object]
+) -> None:
     """Patch Trainer, TrainingArguments and peft, now or when they are imported; call it once.
 
     Importing transformers' Trainer takes seconds, so it is not imported here.
@@ -60,15 +64,17 @@ def install(reporter: Reporter, load: Callable[..., None]) -> None:
     Args:
         reporter: gets the values that a Trainer logs.
         load: loads a model of a checkpoint; see ``operations.load.load_in_cell``.
+        wait_for_save: waits for the running save of this rank.
     """
     when_imported(training_arguments.MODULE, training_arguments.patch_arguments)
-    when_imported(MODULE, functools.partial(_patch_trainer, reporter, load))
+    resume = functools.partial(_resume, load, wait_for_save)
+    when_imported(MODULE, functools.partial(_patch_trainer, reporter, resume))
     when_imported(_PEFT, _patch_peft)
 
 
-def _patch_trainer(reporter: Reporter, load: Callable[..., None]) -> None:
+def _patch_trainer(reporter: Reporter, resume: Callable[..., Any]) -> None:
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
-    patch(f"{MODULE}:Trainer.train", functools.partial(_resume, load))
+    patch(f"{MODULE}:Trainer.train", resume)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
     patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
@@ -101,20 +107,29 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
     return create_accelerator_and_postprocess
 
 
-def _resume(load: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+def _resume(
+    load: Callable[..., None], wait_for_save: Callable[[], object], original: Callable[..., Any]
+) -> Callable[..., Any]:
     """Resume `train()` from a checkpoint of `%nbdist save` too, under any backend."""
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trainer_state.register_trainer(self)
         path = resume_from_checkpoint
-        is_location = bool(path) and path is not True
-        if is_location and (checkpoint.is_url(path) or (Path(path) / MANIFEST_NAME).is_file()):
-            with _session_checkpoint(self, checkpoint.parse_location(path), load) as folder:
-                return original(self, folder, *args, **kwargs)
+        if path and path is not True:
+            wait_for_save()
+            process_group.verify_group()  # all ranks have finished the save
+            if checkpoint.is_url(path) or _is_of_session(Path(path)):
+                with _session_checkpoint(self, checkpoint.parse_location(path), load) as folder:
+                    return original(self, folder, *args, **kwargs)
         _check_backend(self, path)
         return original(self, path, *args, **kwargs)
 
     return train
+
+
+def _is_of_session(path: Path) -> bool:
+    """Return whether to read a checkpoint of the session; its error lists those that exist."""
+    return (path / MANIFEST_NAME).is_file() or not path.is_dir()
 
 
 @contextlib.contextmanager
@@ -123,13 +138,9 @@ def _session_checkpoint(
 ) -> Iterator[str]:
     """Make `train()` load a checkpoint of the session; yield a folder with the Trainer's state."""
     with checkpoint.storage_for(location.parent).open_checkpoint(location.name) as (_, manifest):
-        states = trainer_state.from_manifest(manifest)
-    if not states:
-        raise CheckpointError(
-            f"{location} was saved without the step of a Trainer. Resume from a checkpoint that was"
-            " saved after a step of trainer.train()."
-        )
-    number, saved = max(states.items())  # of several Trainers the last one
+        number, saved = trainer_state.choose_state(manifest, trainer, location)
+    if trainer.args.load_best_model_at_end:
+        _check_backend(trainer, json.loads(saved["state"])["best_model_checkpoint"])
     generators: list[rng_state.RngState] = []
     load_weights = trainer._load_from_checkpoint  # noqa: SLF001 - of the Trainer's own checkpoints
 
@@ -140,9 +151,12 @@ def _session_checkpoint(
     def load_optimizer_and_scheduler(_: str) -> None:
         models = prepared_models.all_models()
         (prepared,) = (each for each in models if each.model is trainer.model_wrapped)
+        before = rng_state.get_rng_state()
         load(location, only={number: prepared})
         trainer_state.set_scheduler(trainer, saved)
         generators[:] = [rng_state.get_rng_state()]
+        # Until the batches of earlier steps are skipped, the Trainer draws as at the beginning.
+        rng_state.set_rng_state(before)
 
     methods = {
         "_load_from_checkpoint": load_from_checkpoint,
@@ -375,9 +389,27 @@ def metrics_callback(reporter: Reporter) -> type:
 
         offset = 0
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        def on_train_begin(
+            self,
+            args: Any,  # noqa: ARG002
+            state: Any,
+            control: Any,  # noqa: ARG002
+            optimizer: Any = None,
+            **_: Any,
+        ) -> None:
+            trainer_state.count_step(optimizer, state.global_step)
             # A Trainer counts from 1: the step after the last reported one.
             self.offset = max(0, reporter.next_step - 1 - state.global_step)
+
+        def on_step_end(
+            self,
+            args: Any,  # noqa: ARG002
+            state: Any,
+            control: Any,  # noqa: ARG002
+            optimizer: Any = None,
+            **_: Any,
+        ) -> None:
+            trainer_state.count_step(optimizer, state.global_step)
 
         def on_log(
             self,

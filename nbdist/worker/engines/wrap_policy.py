@@ -109,13 +109,13 @@ def check_weight_types(model: nn.Module) -> None:
             )
 
 
-def warn_of_half_weights(model: nn.Module, options: Options | None) -> None:
+def warn_of_half_weights(model: nn.Module, options: Options | None, precision: str) -> None:
     """Warn if DDP trains a model whose weights FSDP and DeepSpeed would keep in float32.
 
     transformers 5 loads most models in bfloat16; accelerate 1.15 casts the weights back for FSDP
     only, and DeepSpeed has a float32 copy.
     """
-    if options is None or options.strategy.shards or options.precision in {None, "no"}:
+    if options is None or options.strategy.shards or precision == "no":
         return
     trained = [each for each in model.parameters() if each.requires_grad]
     half = [each for each in trained if each.dtype in {torch.bfloat16, torch.float16}]

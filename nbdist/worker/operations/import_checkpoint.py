@@ -10,10 +10,11 @@ If loading fails, the state is restored from the copy.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
@@ -53,7 +54,9 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         _rename_tied(saved, prepared.meta.aliases)
         # The files of a PEFT model have its adapters only.
         is_adapter = hf_export_plan.is_adapter_only(prepared.meta.model)
-        required = {stored for stored, *_ in names.values()} if is_adapter else None
+        required = {stored for stored, *_ in names.values()} if is_adapter and names else None
+        if is_adapter:
+            _check_adapter(Path(request.path) / "adapter_config.json", prepared.meta.model)
         keys = _match_keys(saved, state, prepared.meta.aliases, report.notes, required)
         optimizer_state = {
             f"{state.optimizer_prefix}." + key.removeprefix("optim."): entry.dtype
@@ -103,6 +106,25 @@ def _rename_tied(saved: ForeignCheckpoint, aliases: Mapping[str, str]) -> None:
     for parameter in [alias for alias in saved.scalar_state if alias in aliases]:
         counts = saved.scalar_state.pop(parameter)
         saved.scalar_state.setdefault(aliases[parameter], counts)
+
+
+def _check_adapter(file: Path, model: Any) -> None:
+    """Raise CheckpointError if an adapter has other settings than that of the prepared model."""
+    try:
+        saved = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {file}: {error}. Load another checkpoint.") from error
+    config = model.peft_config[model.active_adapter]
+    differing = [
+        f"{name}={saved[name]!r} instead of {getattr(config, name)!r}"
+        for name in ("r", "lora_alpha", "use_rslora", "use_dora", "bias")
+        if name in saved and hasattr(config, name) and saved[name] != getattr(config, name)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"The adapter in {file.parent} has {', '.join(differing)}. Create the model with"
+            " PeftModel.from_pretrained(base, folder, is_trainable=True), or with these settings."
+        )
 
 
 def _file_names(prepared: PreparedModel) -> RenamedTensors:

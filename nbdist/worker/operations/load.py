@@ -42,6 +42,7 @@ from nbdist.worker.operations.collective_phases import (
     ByteProgress,
     CollectivePhases,
 )
+from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.training import (
     dataloader_state,
     model_recipe,
@@ -209,6 +210,7 @@ class _CheckpointLoad:
             rng_state.set_rng_state(generators)
         if self._rng is not None:
             rng_state.set_rng_state(self._rng)
+        optimizer_step_gate.last_step_state = None
         self._summarise()
         return self.report
 

@@ -533,14 +533,14 @@ def _take_snapshot(
             {
                 "class": class_name(type(prepared.meta.model)),
                 "variable": prepared.variable,
-                "trainer": trainer_state.state_of(prepared.accelerator(), snapshot.not_saved),
+                "trainer": trainer_state.state_of(prepared, snapshot.not_saved),
                 "steps": max(prepared.num_steps, *steps) if steps else prepared.num_steps,
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
     if (shell := get_ipython()) is not None:
         snapshot.not_saved += prepared_models.unprepared_schedulers(shell.user_ns)
-    places = _copy_generators(snapshot, collectives.rank(), is_ended=bool(ended))
+    places = _copy_generators(snapshot, collectives.rank())
     options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")
     installed = {name: rank_python.OWN.version_of(name) for name in libraries}
@@ -569,13 +569,12 @@ def _generators_and_positions() -> tuple[rng_state.RngState, list[LoaderPosition
     return rng_state.get_rng_state(), positions
 
 
-def _copy_generators(snapshot: StateSnapshot, rank: int, *, is_ended: bool) -> list[dict[str, Any]]:
+def _copy_generators(snapshot: StateSnapshot, rank: int) -> list[dict[str, Any]]:
     """Copy the random generators and the loaders' generators; return the loaders' positions.
 
-    With `is_ended` as they were after the last step: the loop may have read the next batch since.
+    After an interrupt as they were after the last step: the loop may have read a batch since.
     """
-    stopped = optimizer_step_gate.last_step_state if is_ended else None
-    state, positions = stopped or _generators_and_positions()
+    state, positions = optimizer_step_gate.last_step_state or _generators_and_positions()
     if len(positions) != len(prepared_models.all_loaders()):  # the cell dropped one at its end
         positions = _generators_and_positions()[1]
     own_tensors, metadata = rng_state.to_tensors_and_json(state)
