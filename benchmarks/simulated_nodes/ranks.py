@@ -174,7 +174,7 @@ class Ranks:
 
     def serve(self) -> None:
         """Do what the link says until it ends."""
-        self._say(messages.LauncherReady(0.0))
+        self._say(messages.LauncherReady())
         while True:
             with suppress(Empty):  # nothing was said: wanted
                 while line := self.lines.get_nowait():

@@ -151,7 +151,7 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
         START.format("")
         + "; accelerator.backward(model(input_ids=tokens[:2], labels=tokens[:2]).loss)"
     )
-    with pytest.raises(SwitchError, match="1 micro-batches are waiting"):
+    with pytest.raises(SwitchError, match="1 micro-batch are waiting"):
         trained.switch("ddp")
     trained.run("""
         optimizer.zero_grad()
