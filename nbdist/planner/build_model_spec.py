@@ -135,7 +135,7 @@ def adapt(
     """
     if target_modules is not None and lora is None:
         raise PlanError("target_modules needs a rank. Add lora=16, or omit target_modules.")
-    method, storage = (quantize, None) if quantize != NF4_BF16 else ("nf4", "bf16")
+    method = "nf4" if quantize == NF4_BF16 else quantize
     if method is not None and method not in get_args(QuantizationMethod):
         options = ", ".join(get_args(QuantizationMethod))
         raise PlanError(
@@ -155,7 +155,7 @@ def adapt(
     return replace(
         adapted,
         quantization=cast("QuantizationMethod | None", method),
-        shards_quantized=storage is not None,
+        shards_quantized=quantize == NF4_BF16,
     )
 
 

@@ -389,27 +389,13 @@ def metrics_callback(reporter: Reporter) -> type:
 
         offset = 0
 
-        def on_train_begin(
-            self,
-            args: Any,  # noqa: ARG002
-            state: Any,
-            control: Any,  # noqa: ARG002
-            optimizer: Any = None,
-            **_: Any,
-        ) -> None:
-            trainer_state.count_step(optimizer, state.global_step)
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.on_step_end(args, state, control, **given)
             # A Trainer counts from 1: the step after the last reported one.
             self.offset = max(0, reporter.next_step - 1 - state.global_step)
 
-        def on_step_end(
-            self,
-            args: Any,  # noqa: ARG002
-            state: Any,
-            control: Any,  # noqa: ARG002
-            optimizer: Any = None,
-            **_: Any,
-        ) -> None:
-            trainer_state.count_step(optimizer, state.global_step)
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
+            trainer_state.compare_steps(given["optimizer"], state.global_step)
 
         def on_log(
             self,

@@ -234,7 +234,7 @@ class _CheckpointLoad:
                 " optimizer, ...) first, with any backend. A Trainer loads it by itself:"
                 f" trainer.train(resume_from_checkpoint={str(self._location)!r})."
             )
-        prepared_models.order_models([entry.get("variable") for entry in self._entries()])
+        prepared_models.order_models([str(entry.get("variable")) for entry in self._entries()])
         trained = self._only or dict(enumerate(prepared_models.all_models()))
         for prepared in trained.values():
             save.check_savable(prepared, optimizers=not self._weights_only)

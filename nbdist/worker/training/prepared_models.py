@@ -153,7 +153,7 @@ def all_models() -> list[PreparedModel]:
     return list(_trained)
 
 
-def order_models(variables: Sequence[object]) -> None:
+def order_models(variables: Sequence[str]) -> None:
     """Move the models in these variables to the positions of their names; others keep their order.
 
     Has no effect if the number of models differs.

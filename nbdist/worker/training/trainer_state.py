@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -33,8 +33,8 @@ def register_trainer(trainer: Any) -> None:
     _trainers[trainer.accelerator] = weakref.ref(trainer)
 
 
-def count_step(optimizer: Any, global_step: int) -> None:
-    """Compare the steps of a prepared optimizer with the Trainer's, between two steps."""
+def compare_steps(optimizer: Any, global_step: int) -> None:
+    """Compare the steps of a prepared optimizer with those of its Trainer, between two steps."""
     for prepared in prepared_models.all_models():
         accelerator = prepared.accelerator()
         if accelerator and any(each.wrapper() is optimizer for each in prepared.optimizers):
@@ -59,7 +59,7 @@ def state_of(prepared: PreparedModel, left_out: list[str]) -> dict[str, Any] | N
     state = dataclasses.replace(trainer.state, stateful_callbacks=exported)
     before = _uncounted.get(trainer.accelerator, 0)
     # Stopped or saved between the optimizer's step and the Trainer's own count.
-    behind = max(0, prepared.num_steps - before - state.global_step)
+    behind = int(prepared.num_steps - before > state.global_step)
     return {
         "variable": prepared_models.variable_of(trainer),
         # A loss may be NaN, which a manifest does not hold.
@@ -78,7 +78,17 @@ def from_manifest(manifest: Manifest) -> dict[int, dict[str, Any]]:
     models = manifest.extra.get("models")
     entries = models if isinstance(models, list) else []
     states = [entry.get("trainer") if isinstance(entry, dict) else None for entry in entries]
-    return {number: state for number, state in enumerate(states) if isinstance(state, dict)}
+    return {number: state for number, state in enumerate(states) if _is_valid(state)}
+
+
+def _is_valid(state: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether an entry of a manifest, which anybody may have written, has the fields."""
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("state"), str)
+        and isinstance(state.get("scheduler"), dict)
+        and state.get("scheduler_steps") in (0, 1)
+    )
 
 
 def choose_state(manifest: Manifest, trainer: Any, location: object) -> tuple[int, dict[str, Any]]:
@@ -94,10 +104,10 @@ def choose_state(manifest: Manifest, trainer: Any, location: object) -> tuple[in
             " saved after a step of trainer.train()."
         )
     variable = prepared_models.variable_of(trainer)
-    same = {number: state for number, state in states.items() if state["variable"] == variable}
+    same = {number: state for number, state in states.items() if state.get("variable") == variable}
     chosen = states if len(states) == 1 else same if variable else {}
     if len(chosen) != 1:
-        names = ", ".join(str(state["variable"]) for state in states.values())
+        names = ", ".join(str(state.get("variable")) for state in states.values())
         raise CheckpointError(
             f"{location} has the state of {len(states)} Trainers, of the variables {names}. Assign"
             " this Trainer to its variable before train()."
