@@ -160,12 +160,13 @@ def measured(dice: random.Random) -> Iterator[Kept]:
             session.run(SETUP, output="none")
             build(session, loop.build)
             before = profiled(session)
+            original = session.options.to_json()
             for advice in [one for one in before.advice if one.change]:
                 apply(session, loop, advice)
                 after = profiled(session)
                 session.run("model = optimizer = loader = None", output="none")
                 with contextlib.redirect_stdout(io.StringIO()):
-                    session.switch(**{"backend": "ddp", **loop.options})
+                    session.switch(**{name: original[name] for name in advice.changes})
                 build(session, loop.build)
                 again = profiled(session)
                 speed = after.samples_per_s / middle([before.samples_per_s, again.samples_per_s])

@@ -43,6 +43,9 @@ _ACTIVATION_PASSES = 10
 """Memory passes per saved byte in forward and backward, by elementwise kernels and the operands of
 matrix products; fitted together with the catalogue's `compute_efficiency`."""
 _LOSS_PASSES = 3
+_CPU_WEIGHT_PASSES = 6
+"""Memory passes over weights and gradients in forward and backward on CPUs, where the matrix
+products of few tokens are limited by memory; fitted to measured changes of the micro-batch."""
 _COMPILED = 0.5
 """Fraction of the passes that remains when torch.compile has fused elementwise kernels."""
 _ATTENTION_SHARE = 0.6
@@ -252,7 +255,9 @@ def _micro_batch_time(
     launches = repeats * _LAUNCHES * load.blocks * (_COMPILED if options.is_compiled else 1)
     rest_s = (_LOSS_PASSES * load.loss + traffic.copied) / bandwidth
     if cluster.kind == "cpu":  # which does not compute while it launches
-        return repeats * blocks + launches * traffic.cpu_hooks * _CPU_LAUNCH_S + rest_s, load.flops
+        launch_s = launches * traffic.cpu_hooks * _CPU_LAUNCH_S
+        weights_s = _CPU_WEIGHT_PASSES * _ModelSize.of(model).params * model.element / bandwidth
+        return repeats * blocks + launch_s + weights_s + rest_s, load.flops
     return max(repeats * blocks, launches * traffic.hooks * _LAUNCH_S) + rest_s, load.flops
 
 

@@ -30,6 +30,8 @@ _ABLE_TO_HIDE = 0.6
 """Share of the shorter of computation and communication that engines can overlap. DDP overlaps
 only with the backward; the first all-gather and the last reduction are always exposed."""
 _UNSUPPORTED = "The planner does not support the profiled model."
+_BACKWARD_WORK = 2
+"""Work of the backward relative to the forward, without recomputation."""
 _LAUNCH_BOUND = 0.05
 """Share of idle time in the step from which a GPU is limited by kernel launches."""
 
@@ -199,6 +201,14 @@ class CalibratedPlanner:
                 computing = sample_ratio
             idle = max(0.0, micro * (busy + before["idle"]) - computing * busy)
         on_cpu = self.profile.kind == "cpu"
+        copying = 0.0
+        if on_cpu:
+            # A slow CPU also launches kernels slowly, so the measured speed applies to all of it.
+            computing = _ratio(raw.compute_s, self._base.compute_s)
+            # What takes longer than computing the gradients copies them: the same for any batch.
+            work = _BACKWARD_WORK + self.options.activation_checkpointing
+            copying = max(0.0, before["backward"] - work * before["forward"])
+        copies = micro if sample_ratio != micro else computing
         optimizing = _ratio(raw.optimizer_s, self._base.optimizer_s)
         if on_cpu and sample_ratio == 1:
             # The optimizer runs on the same CPU, offloaded or not.
@@ -213,7 +223,7 @@ class CalibratedPlanner:
             "data": sample_ratio * before["data"],
             "copies": sample_ratio * before["copies"],
             "forward": computing * before["forward"],
-            "backward": computing * before["backward"],
+            "backward": computing * (before["backward"] - copying) + copies * copying,
             "optimizer": optimizing * before["optimizer"],
             "communication": exposed,
             "waiting": computing * before["waiting"],
