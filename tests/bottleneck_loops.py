@@ -148,7 +148,7 @@ ONE_UNIT = BottleneckLoop(
 )
 OFFLOADED = BottleneckLoop(
     name="an offloaded optimizer",
-    build="batch_size=1, length=120, hidden=512, optimizer=torch.optim.NAdam",
+    build="batch_size=1, length=250, hidden=512, optimizer=torch.optim.Rprop",
     options={"backend": "zero2", "offload": "cpu"},
     blamed="offload",
     said="offload",

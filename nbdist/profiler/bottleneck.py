@@ -50,7 +50,7 @@ _HIDDEN = 0.5
 """Share of the communication. If more is hidden already, more units would not hide much more."""
 _OFFLOADED = 0.10
 """Offloaded optimizer. The lowest threshold, since only an option puts it there. The planted
-run had 14 %."""
+run has 24 %."""
 _OPTIMIZED = 0.30
 """Optimizer. A third of the step is usual for a small model and batch, and only a larger batch
 reduces it."""
