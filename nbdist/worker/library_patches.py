@@ -159,6 +159,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.zero.partition_parameters:Init._all_gather": LibraryPatch(
         "while a model without weights is prepared: gathers each parameter"
     ),
+    # -- sharded parameters in a file
+    "torch:save": LibraryPatch(
+        "FSDP2, ZeRO-3: writes shards or empty tensors of a state dict without a message",
+        "https://github.com/huggingface/accelerate/issues/3238",
+    ),
     # -- transformers
     "transformers.trainer:Trainer.create_accelerator_and_postprocess": LibraryPatch(
         "take clipping, accumulation and precision from the session"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nbdist import CheckpointError, OptionError, PayloadError, Session
+from nbdist import CellError, CheckpointError, OptionError, PayloadError, Session
 from tests import engines
 from tests.e2e.cells import MODELS
 
@@ -213,6 +213,27 @@ def test_every_engine_gives_a_state_dict(trained: Session, backend: str) -> None
     )
     with pytest.raises(PayloadError, match="gpt2 is a function"):
         trained.pull("gpt2")
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+def test_torch_save_writes_whole_tensors_or_refuses(
+    trained: Session, backend: str, tmp_path: Path
+) -> None:
+    trained.switch(backend)
+    trained.run(BUILD.format("gpt2"))
+    file = str(tmp_path / "model.pt")
+    for saved in (
+        "torch.save({'model': model.state_dict()}",
+        "accelerator.save(model.state_dict()",
+    ):
+        with pytest.raises(CellError, match=r"torch\.save.*get_state_dict.*%nbdist export"):
+            trained.run(f"if rank == 0: {saved}, {file!r})")
+        assert left(tmp_path) == []
+    trained.run(f"torch.save(torch.tensor([]), {file!r} + str(rank))")
+    trained.run("weights = accelerator.get_state_dict(model)")
+    trained.run(f"if rank == 0: torch.save({{'model': weights}}, {file!r})")
+    trained.run("expected = dict(before.state_dict())")
+    assert_same(torch.load(file)["model"], trained.pull("expected"))
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
 
-`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too.
+`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too, and `whole_only`
+for `torch.save()`, which cannot.
 ``too_large_tokenizer`` compares the user's tokenizers with the embedding of a model.
 
 transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
@@ -14,14 +15,16 @@ import contextlib
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from IPython import get_ipython
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from nbdist.errors import OptionError
+from nbdist.errors import CheckpointError, OptionError
 from nbdist.state import collectives, layouts
 from nbdist.state.layouts.base import unwrap_compiled, unwrap_engine
 from nbdist.worker import process_group
@@ -29,7 +32,7 @@ from nbdist.worker.library_patches import patch
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _MODULE = "transformers.generation.utils"
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,6 +97,52 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return save_pretrained
+
+
+def whole_only(original: Callable[..., None]) -> Callable[..., None]:
+    """Make `torch.save()` in a cell refuse tensors that have only a shard on this rank, or nothing.
+
+    Its file would be written without a message, and the trained weights would be missing.
+    """
+
+    def save(obj: object, *args: Any, **kwargs: Any) -> None:
+        caller = sys._getframe(1)  # noqa: SLF001
+        while caller.f_back and caller.f_globals.get("__name__", "").startswith("accelerate."):
+            caller = caller.f_back  # accelerator.save()
+        if caller.f_globals.get("__name__") == "__main__":
+            _check_whole(obj)
+        original(obj, *args, **kwargs)
+
+    return save
+
+
+def _check_whole(saved: object) -> None:
+    freed = [
+        name
+        for prepared in prepared_models.all_models()
+        for name, parameter in prepared.model.named_parameters()
+        if not parameter.numel()
+    ]
+    for name, tensor in _tensors_in(saved):
+        is_shard = isinstance(tensor, DTensor) and tensor.to_local().shape != tensor.shape
+        is_freed = name and not tensor.numel() and any(each.endswith(name) for each in freed)
+        if is_shard or is_freed:
+            raise CheckpointError(
+                f"torch.save() would write {'a shard' if is_shard else 'nothing'} of {name!r},"
+                " which is sharded over the ranks. Call accelerator.get_state_dict(model) on all"
+                " ranks and save what it returns on rank 0, or use %nbdist export DIR for the"
+                " weights and %nbdist save NAME for weights and optimizer."
+            )
+
+
+def _tensors_in(saved: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(saved, torch.Tensor):
+        yield name, saved
+    elif isinstance(saved, nn.Module):
+        yield from saved.named_parameters()
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            yield from _tensors_in(value, str(key))
 
 
 @contextlib.contextmanager
