@@ -130,9 +130,10 @@ class SessionConfig:
         """Validate the requested options.
 
         Raises:
-            OptionError: a value that is not allowed.
+            OptionError: an unknown option, or a value that is not allowed.
             StartError: the cluster is too small.
         """
+        strategies.SessionOptions.check_names(requested)
         options = {key: value for key, value in requested.items() if value is not None}
         nproc, gpus = options.pop("nproc", None), options.pop("devices", None)
         spread = {name: options.pop(name, None) for name in DISTRIBUTION_OPTIONS}

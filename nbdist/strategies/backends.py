@@ -8,8 +8,9 @@ standard library, so that every process can import it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -179,11 +180,26 @@ class Options:
         Raises:
             OptionError: unknown option name.
         """
-        known = cls.__dataclass_fields__.keys()
-        unknown = sorted(fields.keys() - known)
-        if unknown:
-            raise OptionError(f"Unknown option {', '.join(unknown)}. Use {', '.join(known)}.")
+        cls.check_names(fields)
         return cls(**fields)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Check that options exist.
+
+        Raises:
+            OptionError: unknown option name.
+        """
+        flags = {
+            field.metadata["argument"].flag.removeprefix("--"): name
+            for name, field in cls.__dataclass_fields__.items()
+        }
+        known = list(cls.__dataclass_fields__)
+        for name in names:
+            if name not in known:
+                close = [flags[name]] if name in flags else get_close_matches(name, known, n=1)
+                advice = f"Did you mean {close[0]}?" if close else f"Use {', '.join(known)}."
+                raise OptionError(f"Unknown option {name}. {advice}")
 
     def describe(self) -> str:
         """Return the backend and all values that differ from its defaults."""

@@ -92,7 +92,8 @@ def test_another_engine_leaves_the_config_file_behind() -> None:
         ({"offload": "nvme"}, "nvme needs a folder"),
         ({"offload": "tape"}, "Unknown offload"),
         ({"precision": "bf15"}, "Unknown precision"),
-        ({"speed": 1}, "Unknown option"),
+        ({"speed": 1}, r"Unknown option speed\. Use backend, .*nproc"),
+        ({"gpus": "0,1"}, r"Unknown option gpus\. Did you mean devices\?"),
     ],
 )
 def test_what_no_backend_takes_is_refused_under_auto(given: dict[str, Any], words: str) -> None:
