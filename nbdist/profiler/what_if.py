@@ -208,7 +208,7 @@ class CalibratedPlanner:
             # What takes longer than computing the gradients copies them: the same for any batch.
             work = _BACKWARD_WORK + self.options.activation_checkpointing
             copying = max(0.0, before["backward"] - work * before["forward"])
-        copies = micro if sample_ratio != micro else computing
+        copied = micro if sample_ratio != micro else computing
         optimizing = _ratio(raw.optimizer_s, self._base.optimizer_s)
         if on_cpu and sample_ratio == 1:
             # The optimizer runs on the same CPU, offloaded or not.
@@ -223,7 +223,7 @@ class CalibratedPlanner:
             "data": sample_ratio * before["data"],
             "copies": sample_ratio * before["copies"],
             "forward": computing * before["forward"],
-            "backward": computing * (before["backward"] - copying) + copies * copying,
+            "backward": computing * (before["backward"] - copying) + copied * copying,
             "optimizer": optimizing * before["optimizer"],
             "communication": exposed,
             "waiting": computing * before["waiting"],
