@@ -224,12 +224,14 @@ def test_torch_save_writes_whole_tensors_or_refuses(
     file = str(tmp_path / "model.pt")
     for saved in (
         "torch.save({'model': model.state_dict()}",
+        "torch.save([{f'backbone.{name}': value for name, value in model.state_dict().items()}]",
         "accelerator.save(model.state_dict()",
     ):
-        with pytest.raises(CellError, match=r"torch\.save.*get_state_dict.*%nbdist export"):
+        with pytest.raises(CellError, match=r"torch\.save.*%nbdist export.*get_state_dict"):
             trained.run(f"if rank == 0: {saved}, {file!r})")
         assert left(tmp_path) == []
-    trained.run(f"torch.save(torch.tensor([]), {file!r} + str(rank))")
+    trained.run("own = {'weight': torch.tensor([]), 'lazy': torch.nn.LazyLinear(2)}")
+    trained.run(f"own['self'] = own; torch.save(own, {file!r} + str(rank))")
     trained.run("weights = accelerator.get_state_dict(model)")
     trained.run(f"if rank == 0: torch.save({{'model': weights}}, {file!r})")
     trained.run("expected = dict(before.state_dict())")

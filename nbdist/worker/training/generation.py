@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from IPython import get_ipython
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.state import collectives, layouts
@@ -32,7 +34,7 @@ from nbdist.worker.library_patches import patch
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _MODULE = "transformers.generation.utils"
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -100,16 +102,17 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def whole_only(original: Callable[..., None]) -> Callable[..., None]:
-    """Make `torch.save()` in a cell refuse tensors that have only a shard on this rank, or nothing.
+    """Make `torch.save()` in the user's code refuse tensors that the engine shards.
 
-    Its file would be written without a message, and the trained weights would be missing.
+    It would write this rank's shards or empty tensors without a message. FSDP and DeepSpeed write
+    such files on purpose.
     """
 
     def save(obj: object, *args: Any, **kwargs: Any) -> None:
         caller = sys._getframe(1)  # noqa: SLF001
         while caller.f_back and caller.f_globals.get("__name__", "").startswith("accelerate."):
             caller = caller.f_back  # accelerator.save()
-        if caller.f_globals.get("__name__") == "__main__":
+        if not caller.f_code.co_filename.startswith(sysconfig.get_path("purelib")):
             _check_whole(obj)
         original(obj, *args, **kwargs)
 
@@ -117,32 +120,45 @@ def whole_only(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_whole(saved: object) -> None:
-    freed = [
-        name
+    freed = {
+        name.removeprefix("module."): parameter.untyped_storage()._cdata  # noqa: SLF001
         for prepared in prepared_models.all_models()
         for name, parameter in prepared.model.named_parameters()
         if not parameter.numel()
-    ]
-    for name, tensor in _tensors_in(saved):
-        is_shard = isinstance(tensor, DTensor) and tensor.to_local().shape != tensor.shape
-        is_freed = name and not tensor.numel() and any(each.endswith(name) for each in freed)
-        if is_shard or is_freed:
+    }
+    for name, tensor in _tensors_in(saved, "", set()):
+        is_sharded = isinstance(tensor, DTensor)
+        is_freed = not (is_sharded or tensor.numel()) and (
+            name.removeprefix("module.") in freed
+            or tensor.untyped_storage()._cdata in freed.values()  # noqa: SLF001
+        )
+        if is_sharded or is_freed:
             raise CheckpointError(
-                f"torch.save() would write {'a shard' if is_shard else 'nothing'} of {name!r},"
-                " which is sharded over the ranks. Call accelerator.get_state_dict(model) on all"
-                " ranks and save what it returns on rank 0, or use %nbdist export DIR for the"
-                " weights and %nbdist save NAME for weights and optimizer."
+                f"torch.save() would write {'a DTensor' if is_sharded else 'an empty tensor'}"
+                f"{f' for {name!r}' if name else ''}, because the backend shards it. Use"
+                " %nbdist export DIR for the weights, %nbdist save NAME for weights and optimizer,"
+                " or save on rank 0 what accelerator.get_state_dict(model) returns on all ranks."
             )
 
 
-def _tensors_in(saved: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_in(
+    saved: object, name: str, containers: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers and modules; `containers` are those seen already."""
+    items: Iterable[tuple[object, object]] = ()
     if isinstance(saved, torch.Tensor):
-        yield name, saved
+        if saved.layout == torch.strided and not is_lazy(saved):  # parameters of a prepared model
+            yield name, saved
     elif isinstance(saved, nn.Module):
-        yield from saved.named_parameters()
+        items = saved.named_parameters()
     elif isinstance(saved, Mapping):
-        for key, value in saved.items():
-            yield from _tensors_in(value, str(key))
+        items = saved.items()
+    elif isinstance(saved, list | tuple):
+        items = ((name, item) for item in saved)
+    if id(saved) not in containers:
+        containers.add(id(saved))
+        for key, item in items:
+            yield from _tensors_in(item, str(key), containers)
 
 
 @contextlib.contextmanager
