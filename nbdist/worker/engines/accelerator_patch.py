@@ -187,7 +187,7 @@ def patch_accelerator(
     patch(f"{own}.backward", lambda f: prepared_models.wrap_backward(_release_before(f)))
     patch(f"{own}.save_state", _release_before)
     patch(f"{own}.load_state", _release_before)
-    patch("torch:save", generation.whole_only)
+    patch("torch:save", generation.refuse_shards)
     optimizer = "accelerate.optimizer:AcceleratedOptimizer"
     patch(f"{optimizer}.step", prepared_models.wrap_step)
     patch(f"{optimizer}.zero_grad", prepared_models.wrap_zero_grad)

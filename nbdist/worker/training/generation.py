@@ -1,7 +1,7 @@
 """Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
 
-`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too, and `whole_only`
-for `torch.save()`, which cannot.
+`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too, and
+`refuse_shards` for `torch.save()`, which cannot.
 ``too_large_tokenizer`` compares the user's tokenizers with the embedding of a model.
 
 transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
@@ -101,7 +101,7 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
     return save_pretrained
 
 
-def whole_only(original: Callable[..., None]) -> Callable[..., None]:
+def refuse_shards(original: Callable[..., None]) -> Callable[..., None]:
     """Make `torch.save()` in the user's code refuse tensors that the engine shards.
 
     It would write this rank's shards or empty tensors without a message. FSDP and DeepSpeed write
@@ -147,7 +147,7 @@ def _tensors_in(
     """Yield the tensors in nested containers and modules; `containers` are those seen already."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(saved, torch.Tensor):
-        if saved.layout == torch.strided and not is_lazy(saved):  # parameters of a prepared model
+        if saved.layout == torch.strided and not is_lazy(saved):  # as parameters are
             yield name, saved
     elif isinstance(saved, nn.Module):
         items = saved.named_parameters()
