@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from results import Row, middle
+from results import Row, middle, paired_ratio
 
 import nbdist
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROUNDS = 5
+PAIRS = 15
 SETUP = """
 import statistics, time
 from pathlib import Path
@@ -203,7 +204,7 @@ def row(nproc: int, folder: Path) -> Row:
     with nbdist.Session(nproc=nproc, backend="fsdp2", precision="no") as session:
         session.push(folder=str(folder))
         session.run(SETUP, output="none")
-        for number in range(-1, ROUNDS):
+        for number in range(-1, PAIRS):
             for by, losses in lost.items():
                 name = f"{by}{number}"
                 answer = session.run(f"lost({name!r}, {by!r})", output="none")
@@ -216,7 +217,7 @@ def row(nproc: int, folder: Path) -> Row:
     ranks = f"{nproc} rank{'s' * (nproc > 1)} on {os.cpu_count()} cores"
     return Row(
         name=f"training lost to a background save against torch's async_save, {ranks}",
-        value=middle(lost["nbdist"]) / middle(lost["torch"]),
+        **paired_ratio(lost["nbdist"], lost["torch"]),
         unit="x",
         limit=1.0,
         detail=f"{middle(lost['nbdist']):.2f} / {middle(lost['torch']):.2f} s; saved in"
