@@ -101,7 +101,6 @@ train()
 """
 TRAIN_110M = "while True: train()"
 
-
 LORA = """
 import peft
 from pathlib import Path

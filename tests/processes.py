@@ -20,6 +20,13 @@ def runs(pid: int) -> bool:
         return False
 
 
+def wait_until_idle(pid: int) -> None:
+    """Wait until a process has used no processor for half a second."""
+    process = psutil.Process(pid)
+    while process.cpu_percent(0.5) > 0:
+        pass
+
+
 def free_port() -> int:
     """A port of the loopback interface that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""One warm launcher for all sessions of a pytest process: its imports take longer than a test."""
+"""One warm launcher for most sessions of a pytest process: its imports take longer than a test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from nbdist.cluster.launcher_process import remove_launch_variables
 from nbdist.cluster.local_launcher import Launcher, LocalLauncherProvider
 from nbdist.protocol import messages
 from nbdist.session import session as session_module
+from tests.processes import wait_until_idle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
 ENDED_S = 15.0
 
 
+SET_BY_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+"""Of the pytest process, by accelerate and torch while they run."""
+
+
+def environment() -> dict[str, str]:
+    """What a launcher's process has been started with, but for pytest's and libraries' own."""
+    return {
+        name: value
+        for name, value in remove_launch_variables(os.environ).items()
+        if not name.startswith("PYTEST_") and name not in SET_BY_LIBRARIES
+    }
+
+
 class ReusedLauncher(Launcher):
     """A launcher that the next session takes over when a session has closed it."""
 
@@ -37,6 +51,7 @@ class ReusedLauncher(Launcher):
         self._nobody_runs = threading.Event()
         self._nobody_runs.set()
         self._is_ending = False
+        self._has_imported_all = False
         self._tell: Listener | None = None
         self.made_under = environment()
         super().__init__(kind, python)
@@ -84,6 +99,12 @@ class ReusedLauncher(Launcher):
                 path.unlink()
         return True
 
+    def import_all(self) -> None:
+        """Wait for the imports of an idle launcher; the ranks of later sessions need none."""
+        if not self._has_imported_all:
+            wait_until_idle(self.process.pid)
+            self._has_imported_all = True
+
     @property
     def belongings(self) -> set[object]:
         """Its process, folders and threads: no session has left them behind."""
@@ -97,6 +118,7 @@ class ReusingLauncherProvider(LocalLauncherProvider):
     def __init__(self) -> None:
         super().__init__()
         self.kept: ReusedLauncher | None = None
+        self._usual = environment()
         self._ending = False
 
     def acquire_launchers(
@@ -106,18 +128,23 @@ class ReusingLauncherProvider(LocalLauncherProvider):
         progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
         python: RankPython = rank_python.OWN,
     ) -> Launcher:
-        """Hand over the kept launcher, or a new one."""
+        """Hand over the kept launcher where it is of this kind, or a new one."""
         kept, wanted = self.kept, (kind, python, environment())
         if kept is not None and (kept.kind, kept.python, kept.made_under) == wanted:
             self.kept = None
             return kept
-        self.end()
         python.check()
         return ReusedLauncher(kind, python, self)
 
     def keep(self, launcher: ReusedLauncher) -> bool:
-        """Keep a launcher that no session needs; False where one is kept already."""
+        """Keep a launcher that no session needs.
+
+        Returns False where one is kept already, and for one that few tests could use.
+        """
+        if launcher.python != rank_python.OWN or launcher.made_under != self._usual:
+            return False
         if not self._ending and self.kept is None and launcher.emptied():
+            launcher.import_all()
             self.kept = launcher
         return self.kept is launcher
 
@@ -141,10 +168,3 @@ def reusing_launchers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session_module, "LocalLauncherProvider", lambda: reusing_provider)
         yield
-
-
-def environment() -> dict[str, str]:
-    """What a launcher's process has been started with, but for pytest's own."""
-    return {
-        k: v for k, v in remove_launch_variables(os.environ).items() if not k.startswith("PYTEST_")
-    }

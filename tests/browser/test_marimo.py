@@ -30,7 +30,7 @@ pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 FIRST_CELL = ROOT / "notebooks" / "marimo" / "first_cell.py"
-NOTEBOOK = '''import marimo
+BEGIN = """import marimo
 
 app = marimo.App()
 
@@ -42,7 +42,8 @@ def _():
     return (session,)
 
 
-@app.cell
+"""
+NOTEBOOK = '''@app.cell
 def _(session):
     session.panel()
     return
@@ -80,19 +81,7 @@ def _(session):
     """, background=True)
     return
 '''
-BLOCKING = '''import marimo
-
-app = marimo.App()
-
-
-@app.cell
-def _():
-    import nbdist
-    session = nbdist.Session(nproc=2).start()
-    return (session,)
-
-
-@app.cell
+BLOCKING = '''@app.cell
 def _(session):
     session.run("""
     kept = "kept variable"
@@ -147,7 +136,7 @@ def run_cell(page: Page, number: int) -> Locator:
 def test_output_displays_and_the_panel_in_the_editor(
     serve: object, browser: BrowserContext
 ) -> None:
-    url, _ = serve("edit", NOTEBOOK)
+    url, _ = serve("edit", BEGIN + NOTEBOOK)
     page = browser.new_page()
     page.goto(url)
     expect(run_cell(page, 0)).to_contain_text("2 CPU ranks", timeout=1000 * DEADLINE_S)
@@ -181,7 +170,7 @@ def test_output_displays_and_the_panel_in_the_editor(
 def test_the_editors_interrupt_button_stops_the_ranks(
     serve: object, browser: BrowserContext
 ) -> None:
-    url, _ = serve("edit", BLOCKING)
+    url, _ = serve("edit", BEGIN + BLOCKING)
     page = browser.new_page()
     page.goto(url)
     expect(run_cell(page, 0)).to_contain_text("2 CPU ranks", timeout=1000 * DEADLINE_S)
@@ -193,7 +182,7 @@ def test_the_editors_interrupt_button_stops_the_ranks(
 
 
 def test_an_app_shows_displays_and_the_panel(serve: object, browser: BrowserContext) -> None:
-    url, log = serve("run", NOTEBOOK)
+    url, log = serve("run", BEGIN + NOTEBOOK)
     page = browser.new_page()
     page.goto(url)
     expect(page.get_by_text("updated by 1")).to_be_visible(timeout=1000 * DEADLINE_S)

@@ -17,6 +17,7 @@ from nbdist.session import planner
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.conftest import eventually
+from tests.e2e.training import one
 from tests.interrupts import meanwhile
 from tests.nightly import nightly
 
@@ -71,10 +72,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param, precision="bf16") as session:
         session.run(MODEL)
         yield session
-
-
-def value(session: Session, code: str) -> Any:
-    return session.run(code).values[0]
 
 
 def told(error: CellError) -> str:
@@ -139,9 +136,9 @@ def test_a_new_prepare_measures_anew(ranks: Session) -> None:
 
 
 def test_training_is_the_same_with_and_without_the_measured_step(ranks: Session) -> None:
-    measured = value(ranks, PREPARE + "train(model, optimizer, 5)")
+    measured = one(ranks, PREPARE + "train(model, optimizer, 5)")
     later = "from nbdist.worker.memory import memory_probe as measure; measure.WARMUP_STEPS = {}\n"
-    unmeasured = value(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
+    unmeasured = one(ranks, later.format(99) + PREPARE + "train(model, optimizer, 5)")
     assert ranks.measured() == {0: None, 1: None}
     ranks.run(later.format(2))
     assert measured == unmeasured
@@ -163,7 +160,7 @@ def test_a_cell_that_fails_in_the_measured_step_leaves_no_trace(ranks: Session) 
         ranks.run("model(input_ids=ids, labels=ids).loss.backward(); 1 / 0")
     modes = "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"
     assert ranks.run(modes).values == {0: [], 1: []}
-    assert "Footprint" not in value(ranks, "repr(torch.UntypedStorage.resize_)")
+    assert "Footprint" not in one(ranks, "repr(torch.UntypedStorage.resize_)")
     ranks.run("optimizer.zero_grad(); train(model, optimizer, 1)")
     assert all(ranks.measured().values())
 
@@ -186,7 +183,7 @@ def test_accumulation_is_measured_over_all_micro_batches() -> None:
         check = planner.compare_with_measured(session)
         assert check.allocated.relative_error == pytest.approx(0, abs=BAR)
         whole = next(line for line in check.lines if line.part == "gradients")
-        assert whole.measured_bytes == 4 * value(
+        assert whole.measured_bytes == 4 * one(
             session, "sum(p.numel() for p in model.parameters())"
         )
 
@@ -300,7 +297,7 @@ def test_looking_at_the_loader_changes_nothing() -> None:
      slow.batch_size, slow.seq_len, slow.assumption)
     """
     with Session(nproc=1) as session:
-        found = value(session, MODEL + textwrap.dedent(code))
+        found = one(session, MODEL + textwrap.dedent(code))
         assert found[:7] == (2, 64, 3, 64, 0, 2, None)
         assert "could not be read" in found[7]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from nbdist import CellError, Session
 from tests import engines
+from tests.e2e.training import one
 from tests.nightly import nightly
 
 if TYPE_CHECKING:
@@ -110,10 +111,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
         yield session
 
 
-def value(session: Session, code: str) -> Any:
-    return session.run(code).values[0]
-
-
 def test_a_rerun_frees_the_earlier_model_before_the_new_one_needs_room(ranks: Session) -> None:
     for _ in range(3):
         assert ranks.run(RERUN).values == {0: (0, 0, 1, 1), 1: (0, 0, 1, 1)}
@@ -152,14 +149,14 @@ def test_an_earlier_model_whose_loss_is_held_is_neither_loaded_nor_switched(
 
 
 def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
-    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     code = (
         "again = accelerator.prepare(model, optimizer); "
         "assert again[0] is model and again[1] is optimizer; "
         "loader, same = accelerator.prepare(torch.utils.data.DataLoader(tokens), model); "
         "assert same is model and len(loader) == 32\n"
     )
-    found = value(ranks, f"{IN_ONE_CALL}train(model, optimizer)\n{code}train(model, optimizer)")
+    found = one(ranks, f"{IN_ONE_CALL}train(model, optimizer)\n{code}train(model, optimizer)")
     assert found == pytest.approx(expected, abs=1e-5)
     ranks.run("del model, optimizer, again, same, loader")
 
@@ -170,16 +167,16 @@ def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Sess
     for _ in range(2):
         ranks.run(IN_ONE_CALL + watch + "loss = train(model, optimizer)")
     alive = "sum(one() is not None for one in models)"
-    assert value(ranks, f"gc.collect(); {alive}, len(accelerator._optimizers)") == (1, 1)
+    assert one(ranks, f"gc.collect(); {alive}, len(accelerator._optimizers)") == (1, 1)
     ranks.run("del model, optimizer")
 
 
 def test_the_bare_model_of_a_prepared_one_is_right_or_one_sentence(ranks: Session) -> None:
-    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     first = "net = build(); raw = adam(net); "
     twice = "model, optimizer = accelerator.prepare(net, raw); train(model, optimizer)\n"
     if ranks.backend in {"ddp", "fsdp2"}:
-        assert value(ranks, first + twice * 2) == expected
+        assert one(ranks, first + twice * 2) == expected
     else:
         with pytest.raises(CellError, match=r"GPT2LMHeadModel .* already"):
             ranks.run(first + twice * 2)
@@ -191,7 +188,7 @@ CRITIC = IN_ONE_CALL.replace("model", "critic").replace("optimizer", "second")
 
 def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
     code = IN_ONE_CALL + CRITIC + "two = train(model, optimizer), train(critic, second)\n"
-    losses, kept = value(ranks, code + "two, len(accelerator._models)")
+    losses, kept = one(ranks, code + "two, len(accelerator._models)")
     ranks.save("both", folder=tmp_path, wait=True)  # no gradients of a model are pending
     ranks.run("models = [critic]; del critic, second")
     loaded = ranks.load("both", folder=tmp_path, weights_only=True)
@@ -207,11 +204,11 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
 def test_two_models_may_be_loaded_in_another_order(ranks: Session, tmp_path: Path) -> None:
     ranks.run(IN_ONE_CALL + CRITIC + "train(critic, second)")
     ranks.save("both", folder=tmp_path, wait=True)
-    expected = value(ranks, "train(model, optimizer), train(critic, second)")
+    expected = one(ranks, "train(model, optimizer), train(critic, second)")
     ranks.run("del model, optimizer, critic, second")
     ranks.run(CRITIC + IN_ONE_CALL)
     ranks.load("both", folder=tmp_path)
-    assert value(ranks, "train(model, optimizer), train(critic, second)") == expected
+    assert one(ranks, "train(model, optimizer), train(critic, second)") == expected
     ranks.run("del model, optimizer, critic, second")
 
 
@@ -220,10 +217,10 @@ def test_a_model_whose_embedding_or_head_is_shared_trains_as_without_an_engine(
     ranks: Session, build: str
 ) -> None:
     ranks.run(SHARED)
-    expected = value(ranks, f"model = {build}(); without_engine(model, adam(model))")
+    expected = one(ranks, f"model = {build}(); without_engine(model, adam(model))")
     code = IN_ONE_CALL.replace("build", build) + "train(model, optimizer), type(model).__name__\n"
-    loss, wrapped = value(ranks, code)
-    head = value(ranks, "type(accelerator.unwrap_model(model).get_output_embeddings()).__name__")
+    loss, wrapped = one(ranks, code)
+    head = one(ranks, "type(accelerator.unwrap_model(model).get_output_embeddings()).__name__")
     ranks.run("del model, optimizer")
     assert re.fullmatch(WRAPPED[ranks.backend.rstrip("123")], wrapped)
     assert head in {"Linear", "FSDPLinear"}
@@ -246,8 +243,8 @@ def test_the_state_of_the_living_models_is_saved(ranks: Session, tmp_path: Path)
     "ranks", [*map(nightly, ("ddp", "fsdp1", "fsdp2")), "zero3"], indirect=True
 )
 def test_a_trainer_may_evaluate_before_it_trains(ranks: Session) -> None:
-    expected = value(ranks, TRAINER.format(before=""))
-    found = value(ranks, TRAINER.format(before="trainer.evaluate()"))
+    expected = one(ranks, TRAINER.format(before=""))
+    found = one(ranks, TRAINER.format(before="trainer.evaluate()"))
     assert found == pytest.approx(expected, abs=1e-4)
 
 
@@ -263,7 +260,7 @@ def test_a_trainer_that_evaluated_without_training_data_says_so(ranks: Session) 
 
 @pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
 def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None:
-    expected = value(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
     before = "model = build(); raw = adam(model); model = accelerator.prepare(model)\n"
     after = "model = accelerator.prepare(build())\nwith torch.no_grad(): model(input_ids=tokens)\n"
     ways = (
@@ -273,7 +270,7 @@ def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None
         after + "model, optimizer = accelerator.prepare(model, adam(model))\n",
     )
     for way in ways:
-        assert value(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+        assert one(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
     with pytest.raises(CellError, match="not those of a prepared model"):
         ranks.run("accelerator.prepare(adam(build()))")
 
@@ -312,7 +309,7 @@ def test_an_fsdp_config_file_cuts_where_it_says() -> None:
     with Session(nproc=2, backend="fsdp", fsdp_config=FSDP_FILE) as session:
         session.run(MODEL)
         units = "[type(m).__name__ for m in model.modules() if hasattr(m, 'unshard')]"
-        found = value(session, IN_ONE_CALL + f"train(model, optimizer), {units}")
+        found = one(session, IN_ONE_CALL + f"train(model, optimizer), {units}")
         assert found[1].count("FSDPGPT2MLP") == 2
         assert "FSDPGPT2Block" not in found[1]
         assert found[0] < 5.4
@@ -325,8 +322,8 @@ def test_a_deepspeed_config_file_with_auto_values_trains() -> None:
         for _ in range(2):
             assert session.run(RERUN).values[0][1:] == (0, 1, 1)
         config = "accelerator.deepspeed_config['zero_optimization']['reduce_bucket_size']"
-        assert value(session, config) == 45 * 45
-        assert value(session, "train(model, optimizer)") < 5.4
+        assert one(session, config) == 45 * 45
+        assert one(session, "train(model, optimizer)") < 5.4
 
 
 @pytest.mark.nightly

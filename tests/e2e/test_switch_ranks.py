@@ -15,6 +15,7 @@ from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
 from tests.e2e.training import MODEL, WRAPPED, apart, one
+from tests.nightly import nightly
 from tests.session_internals import workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -226,9 +227,14 @@ def test_a_model_that_only_a_trainer_holds_is_not_lost(trained: Session, tmp_pat
     trained.run("del model")
 
 
-def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) -> None:
+@pytest.mark.parametrize(
+    "phases", [("checking", "loading"), nightly(("building", "verifying", "binding"))]
+)
+def test_what_fails_in_new_ranks_brings_the_old_number_back(
+    trained: Session, phases: tuple[str, ...]
+) -> None:
     build(trained)
-    expected = one(trained, "train(6)")
+    expected = one(trained, f"train({len(phases) + 1})")
     trained.run(BOMB)
     trained.run(
         BUILD.replace("bare = gpt2()", "bare = gpt2(); bare.extra = bomb")
@@ -236,7 +242,7 @@ def test_what_fails_in_new_ranks_brings_the_old_number_back(trained: Session) ->
     )
     before = folders()
     found = []
-    for phase in ("checking", "building", "loading", "verifying", "binding"):
+    for phase in phases:
         trained.run(f"bomb.phase = {phase!r}; mine = rank + 5")
         if phase == "checking":
             trained.run(

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
 from tests import engines
+from tests.e2e.training import one
 from tests.trainers import ROWS, build, logged, make
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Session]:
     with Session(nproc=2, backend=request.param) as session:
         session.run(SETUP)
         yield session
-
-
-def value(session: Session, code: str) -> Any:
-    """Rank 0's value of a cell's last line."""
-    return session.run(code).values[0]
 
 
 def test_the_losses_are_those_of_one_process(ranks: Session, tmp_path: Path) -> None:
@@ -77,7 +73,7 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     ranks: Session, tmp_path: Path
 ) -> None:
     ranks.run(RESUME.format(folder=str(tmp_path)))
-    assert value(ranks, RESUMED) == pytest.approx(value(ranks, "logged(whole)"), abs=1e-6)
+    assert one(ranks, RESUMED) == pytest.approx(one(ranks, "logged(whole)"), abs=1e-6)
     folders = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert folders == {"checkpoint-6", "checkpoint-8"}
     backend = ranks.backend
@@ -106,7 +102,7 @@ def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
     ranks: Session, tmp_path: Path
 ) -> None:
     folder = str(tmp_path)
-    expected = value(ranks, STOPPED.format(folder=folder, callback="StopAt(11)"))
+    expected = one(ranks, STOPPED.format(folder=folder, callback="StopAt(11)"))
     ranks.save("stopped", folder=tmp_path)  # the resume waits for it
     with pytest.raises(CellError, match=r"2 Trainers, of the variables whole, stopped\. Assign"):
         ranks.run(CONTINUED.format(folder=folder, name="trainer"))
@@ -116,7 +112,7 @@ def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
     backend = ranks.backend
     for reader in (backend, "ddp" if backend != "ddp" else "zero2"):
         ranks.switch(reader)
-        found = value(ranks, CONTINUED.format(folder=folder, name="stopped"))
+        found = one(ranks, CONTINUED.format(folder=folder, name="stopped"))
         assert found == pytest.approx(expected, abs=1e-6)
     ranks.switch(backend)
     with pytest.raises(CellError, match=r"No checkpoint .*nope.* in .*stopped"):
@@ -141,8 +137,8 @@ def test_a_trainer_resumes_from_a_save_within_a_step(
     code = STOPPED.format(folder=folder, callback="SaveAt()").replace(
         "max_steps=-1", f"max_steps=-1, train_sampling_strategy={order!r}"
     )
-    expected = value(ranks, code)
-    found = value(ranks, CONTINUED.format(folder=folder, name="stopped"))
+    expected = one(ranks, code)
+    found = one(ranks, CONTINUED.format(folder=folder, name="stopped"))
     # It was saved before the fifth step was logged.
     assert found[4:] == pytest.approx(expected[5:], abs=1e-6)
 
@@ -168,7 +164,7 @@ dict(
 def test_the_best_model_is_loaded_and_saved_for_from_pretrained(
     ranks: Session, tmp_path: Path
 ) -> None:
-    found = value(ranks, BEST.format(folder=str(tmp_path)))
+    found = one(ranks, BEST.format(folder=str(tmp_path)))
     assert found["best_step"] < found["steps"] == found["best_step"] + 4
     assert found["evaluated"] == pytest.approx(found["best"], abs=1e-5)
     assert found["predicted"] == pytest.approx(found["best"], abs=1e-5)
@@ -197,7 +193,7 @@ def test_it_trains_with(ranks: Session, arguments: str, tmp_path: Path) -> None:
             ranks.run(code)
         return
     ranks.run(code)
-    losses = value(ranks, "logged(trainer)")
+    losses = one(ranks, "logged(trainer)")
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.03
     saved = sorted(tmp_path.glob("checkpoint-*/model.safetensors"))
@@ -214,7 +210,7 @@ def test_a_model_init_is_called_for_each_training(ranks: Session, tmp_path: Path
     trainer.train()
     first, logged(trainer)
     """
-    first, second = value(ranks, textwrap.dedent(cell))
+    first, second = one(ranks, textwrap.dedent(cell))
     assert first == second
 
 
@@ -238,7 +234,7 @@ AGAIN_ARGUMENTS: dict[str, Any] = {
 @pytest.mark.nightly
 def test_the_same_trainer_trains_again_and_resumes(ranks: Session, tmp_path: Path) -> None:
     code = AGAIN.format(folder=str(tmp_path / "ranks"), arguments=AGAIN_ARGUMENTS)
-    found = value(ranks, code + "again")
+    found = one(ranks, code + "again")
     alone: dict[str, Any] = {"make": make, "logged": logged, "ROWS": ROWS}
     arguments = AGAIN_ARGUMENTS | {"use_cpu": True}
     exec(AGAIN.format(folder=str(tmp_path / "alone"), arguments=arguments), alone)  # noqa: S102 - the same cell
@@ -252,12 +248,12 @@ SAME_FILES = {"fsdp1": "fsdp2", "fsdp2": "fsdp1", "zero1": "zero2", "zero2": "ze
 @pytest.mark.nightly
 def test_new_ranks_resume_where_others_were_stopped(ranks: Session, tmp_path: Path) -> None:
     ranks.run(RESUME.format(folder=str(tmp_path)))
-    expected, backend = value(ranks, "logged(whole)"), ranks.backend
+    expected, backend = one(ranks, "logged(whole)"), ranks.backend
     ranks.restart()
     ranks.switch(SAME_FILES.get(backend, backend))
     ranks.run(SETUP)
     ranks.run(RESUME.format(folder=str(tmp_path)).splitlines()[1])
-    assert value(ranks, RESUMED) == pytest.approx(expected, abs=1e-6)
+    assert one(ranks, RESUMED) == pytest.approx(expected, abs=1e-6)
     ranks.switch(backend)
 
 
@@ -286,12 +282,12 @@ def test_a_deepspeed_config_that_agrees_is_used(clipped: Session, tmp_path: Path
         f"trainer = make({str(tmp_path)!r}, deepspeed={DEEPSPEED}, gradient_accumulation_steps=2)"
     )
     clipped.run(cell + "\ntrainer.train()")
-    used = value(clipped, "trainer.deepspeed.config")
+    used = one(clipped, "trainer.deepspeed.config")
     assert used["zero_optimization"]["reduce_bucket_size"] == 12345
     assert used["gradient_accumulation_steps"] == 2
     assert used["gradient_clipping"] == 0.5
     clipped.switch("zero1")  # the Trainer's model belongs to the session
-    assert value(clipped, "trainer.deepspeed.zero_optimization_stage()") == 1
+    assert one(clipped, "trainer.deepspeed.zero_optimization_stage()") == 1
     clipped.switch("zero2")
 
 
@@ -307,7 +303,7 @@ def test_a_trainer_under_zero_evaluates_before_and_between_trainings(
         losses.append(trainer.evaluate()["eval_loss"])
     losses
     """
-    before, predicted, first, second = value(clipped, textwrap.dedent(cell))
+    before, predicted, first, second = one(clipped, textwrap.dedent(cell))
     assert before == predicted == pytest.approx(alone, abs=1e-4)
     assert second < first < before
 
@@ -323,7 +319,7 @@ given = logged(trainer), logged(trainer, "learning_rate")
 
 
 def test_the_given_optimizer_and_scheduler_are_used(clipped: Session, tmp_path: Path) -> None:
-    found = value(clipped, GIVEN.format(folder=str(tmp_path), arguments={}) + "given")
+    found = one(clipped, GIVEN.format(folder=str(tmp_path), arguments={}) + "given")
     alone: dict[str, Any] = {"build": build, "make": make, "logged": logged, "torch": torch}
     arguments = {"use_cpu": True, "max_grad_norm": 0.5}
     exec(GIVEN.format(folder=str(tmp_path), arguments=arguments), alone)  # noqa: S102 - the same cell
@@ -397,8 +393,8 @@ def test_a_config_that_agrees_is_used(
     with Session(nproc=2, backend=backend) as session:
         session.run(SETUP)
         session.run(f"trainer = make({str(tmp_path)!r}, {arguments}); trainer.train()")
-        assert value(session, used) == expected
-        assert value(session, "len(logged(trainer))") == 8
+        assert one(session, used) == expected
+        assert one(session, "len(logged(trainer))") == 8
 
 
 @pytest.mark.nightly
@@ -409,17 +405,17 @@ def test_options_of_the_session_replace_defaults_only(backend: str, tmp_path: Pa
     with Session(nproc=2, backend=backend, **options) as session:
         session.run(SETUP)
         session.run(f"trainer = make({str(tmp_path)!r}); trainer.train()")
-        assert value(session, numbers) == (0.5, 2, True)
+        assert one(session, numbers) == (0.5, 2, True)
         for written in ("gradient_accumulation_steps=1", "bf16=False"):
             with pytest.raises(CellError, match=f"TrainingArguments has {written} but the session"):
                 session.run(f"make({str(tmp_path)!r}, {written})")
         session.switch(backend, clip=None, accumulate=1, precision="no")
         written = "max_grad_norm=0.3, gradient_accumulation_steps=4, bf16=True"
         session.run(f"trainer = make({str(tmp_path)!r}, {written}); trainer.train()")
-        assert value(session, numbers) == (0.3, 4, True)
+        assert one(session, numbers) == (0.3, 4, True)
         session.switch(backend, compile_model=True)
         compiled = f"make({str(tmp_path)!r}).accelerator.state.dynamo_plugin.backend.name"
-        assert value(session, compiled) == "INDUCTOR"
+        assert one(session, compiled) == "INDUCTOR"
 
 
 @pytest.mark.nightly
@@ -431,4 +427,4 @@ def test_auto_decides_for_the_trainer(tmp_path: Path) -> None:
         session.run(f"trainer = make({str(tmp_path)!r}, bf16=True, optim='adafactor')")
         session.run("trainer.train()")
         assert session.backend in STRATEGIES
-        assert value(session, "len(logged(trainer))") == 8
+        assert one(session, "len(logged(trainer))") == 8

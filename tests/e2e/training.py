@@ -67,6 +67,7 @@ START = "bare, model, optimizer, schedule, loader = build({}); batches = iter(lo
 
 
 def one(session: Session, code: str) -> Any:
+    """Value of a cell on rank 0."""
     return session.run(code).values[0]
 
 

@@ -16,6 +16,7 @@ from nbdist import CellError, Session
 from nbdist.launcher.__main__ import WARM_UP_IMPORTS
 from tests.conftest import eventually
 from tests.faults import training
+from tests.processes import wait_until_idle
 from tests.session_internals import workers
 
 MB = 1e6
@@ -130,7 +131,7 @@ def warmed_up(session: Session) -> None:
     while not imported:
         launcher = psutil.Process(psutil.Process(session.status()["ranks"][0]["pid"]).ppid())
         workers(session).stop_ranks()
-        eventually(lambda: launcher.cpu_percent(0.5) == 0, within_s=120)  # noqa: B023
+        wait_until_idle(launcher.pid)
         session.restart()
         imported = bool(
             session.run(f"import sys; {WARM_UP_IMPORTS[-1]!r} in sys.modules").values[0]

@@ -14,6 +14,7 @@ import nbdist
 from nbdist import CellInterrupted, NbdistError, PayloadError, RankDied, Session
 from nbdist.errors import CheckpointError
 from tests.conftest import eventually
+from tests.faults.training import TRAPPED
 from tests.interrupts import meanwhile
 from tests.nightly import nightly
 from tests.session_internals import workers
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
 PREPARE = """
 import os, signal, time, torch
 trap = None
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x)
-
-    def named_parameters(self, *args, **kwargs):
-        sprung = trap
-        if sprung is not None:
-            spring()
-        return super().named_parameters(*args, **kwargs)
 
 def spring():
     global trap
@@ -57,11 +44,8 @@ def spring():
             kind = "hang"
     while kind == "hang": time.sleep(0.05)
     while kind == "busy": pass
-
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters())
-model, optimizer = accelerator.prepare(model, optimizer)
-
+"""
+STEP = """
 def step():
     loss = model(torch.ones(2, 8)).sum()
     accelerator.backward(loss)
@@ -86,7 +70,7 @@ def session(
 ) -> Iterator[Session]:
     """Two CPU ranks with a model in training, and a checkpoint."""
     with nbdist.Session(nproc=2, backend=request.param) as running:
-        running.run(PREPARE)
+        running.run(PREPARE + TRAPPED + STEP)
         root = tmp_path_factory.mktemp("root")
         running.checkpoints.root = root
         running.save("whole", folder=root, wait=True)
@@ -171,7 +155,7 @@ def test_stop_ends_what_does_not_get_on_and_the_models_train_on(
 @pytest.mark.fault("B2")
 def test_a_rank_that_dies_in_a_save_is_named(tmp_path: Path) -> None:
     with nbdist.Session(nproc=2) as session:
-        session.run(PREPARE)
+        session.run(PREPARE + TRAPPED + STEP)
         session.run("if rank == 1: trap = 'death'")
         with pytest.raises(RankDied, match=r"(?s)rank 1.*SIGKILL"):
             session.save("never", folder=tmp_path, wait=True)

@@ -18,6 +18,7 @@ import nbdist
 from nbdist import CellInterrupted, Session, SessionBusy
 from nbdist.session import interrupt, rank_activity
 from tests.conftest import eventually
+from tests.faults.training import TRAPPED
 from tests.interrupts import meanwhile, press
 from tests.nightly import nightly
 from tests.session_internals import escalation, num_stops
@@ -36,7 +37,7 @@ import ctypes, os, pathlib, signal, torch
 trap = None
 flag = ctypes.c_int(0)
 
-def fall():
+def spring():
     global trap
     kind, trap = trap, None
     pathlib.Path(MARK).touch()
@@ -48,23 +49,6 @@ def fall():
         ctypes.PyDLL(LIBRARY).spin(ctypes.byref(flag))
     if kind == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x)
-
-    def named_parameters(self, *args, **kwargs):
-        if trap is not None:
-            fall()
-        return super().named_parameters(*args, **kwargs)
-
-model = Net()
-optimizer = torch.optim.AdamW(model.parameters())
-model, optimizer = accelerator.prepare(model, optimizer)
 """
 TRAPS = ["spins", "sleeps", "holds the GIL", "is stopped"]
 WORKS = ["cell", "switch", "save", "load", "export", "pull", "resize"]
@@ -112,7 +96,7 @@ def session(library: Path, whole: Path) -> Iterator[Session]:
 def works(session: Session, whole: Path, tmp_path: Path) -> dict[str, Callable[[], object]]:
     """What all ranks do together, by name."""
     return {
-        "cell": lambda: session.run("if rank == 1: fall()\nwhile rank == 0: pass"),
+        "cell": lambda: session.run("if rank == 1: spring()\nwhile rank == 0: pass"),
         "save": lambda: session.save("another", folder=tmp_path, wait=True),
         "load": lambda: session.load("whole", folder=whole),
         "switch": lambda: session.switch("fsdp2"),
@@ -123,7 +107,7 @@ def works(session: Session, whole: Path, tmp_path: Path) -> dict[str, Callable[[
 
 
 def prepare(session: Session, library: Path, mark: Path) -> None:
-    session.run(f"LIBRARY, MARK = {str(library)!r}, {str(mark)!r}\n{PREPARE}")
+    session.run(f"LIBRARY, MARK = {str(library)!r}, {str(mark)!r}\n{PREPARE + TRAPPED}")
 
 
 @pytest.mark.fault("C17")
@@ -182,7 +166,7 @@ def test_three_stops_at_once_end_the_ranks_too(
             eventually(lambda count=count: num_stops(session) >= count, within_s=10)  # type: ignore[misc]
 
     with meanwhile(press_thrice), pytest.raises(CellInterrupted, match="all ranks were replaced"):
-        session.run("if rank == 1: trap = 'spins'; fall()")
+        session.run("if rank == 1: trap = 'spins'; spring()")
     assert session.run("rank").values == {0: 0, 1: 1}
 
 
@@ -191,7 +175,7 @@ def test_a_rank_that_spins_when_another_has_failed_is_reported_and_aborted_witho
     session: Session, library: Path, tmp_path: Path
 ) -> None:
     prepare(session, library, tmp_path / "mark")
-    code = "if rank == 0: raise ValueError('boom')\ntrap = 'spins'\nfall()"
+    code = "if rank == 0: raise ValueError('boom')\ntrap = 'spins'\nspring()"
     session.run(code, background=True)
     says = "rank 0 raised ValueError at line 1; rank 1 has been in ctypes.CDLL"
     eventually(lambda: says in session.standstill, within_s=20)
@@ -217,7 +201,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
         "    if name == 'keeping': raise torch.OutOfMemoryError('CUDA out of memory')\n"
         "def spin(name):\n"
         "    global trap\n"
-        "    if name == 'keeping': trap = 'spins'; fall()\n"
+        "    if name == 'keeping': trap = 'spins'; spring()\n"
         "phases.before_phase.append(spin if rank == 1 else fail)"
     )
     told: list[str] = []
@@ -252,5 +236,5 @@ def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
         stages.append(found.stage)
 
     with meanwhile(press_once), pytest.raises(CellInterrupted, match="all variables are kept"):
-        session.run(f"{timer}\ntrap = 'spins'\nfall()")
+        session.run(f"{timer}\ntrap = 'spins'\nspring()")
     assert stages == [interrupt.InterruptStage.INTERRUPTED]

@@ -39,3 +39,23 @@ MODEL = textwrap.dedent(
     """
 )
 """Defines build(), step(), train(steps) and fingerprint(); its losses depend on `done` alone."""
+
+TRAPPED = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def named_parameters(self, *args, **kwargs):
+        if trap is not None:
+            spring()
+        return super().named_parameters(*args, **kwargs)
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+"""
+"""A model that calls spring() in the middle of a save, load or switch while `trap` is set."""
