@@ -43,7 +43,7 @@ check: env ## run lint, formatting, types and unit tests, and print the package'
 	@$(BIN)/python tests/unit/test_size.py
 
 test: env ## run the tests: unit, real ranks, a notebook, a browser; CI runs this
-	@echo "==> tests: unit, real ranks, a notebook, a browser (about a quarter of an hour on two cores)"
+	@echo "==> tests: unit, real ranks, a notebook, a browser (about 12 minutes on two cores)"
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 wide: env ## run the tests that `make test` skips: all engines, faults and notebooks, fuzzing, JupyterLab
