@@ -1,18 +1,21 @@
-"""Paths as users write them; pure."""
+"""Paths that users write, and the folder for what is kept between sessions."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nbdist.errors import OptionError
 
-if TYPE_CHECKING:
-    import os
-
-
 PACKAGE_DIR = Path(__file__).parent
 """Folder of the installed package."""
+
+
+def cache_dir() -> Path:
+    """Return the folder for files kept between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
+    if folder_variable := os.environ.get("NBDIST_CACHE_DIR"):
+        return Path(folder_variable).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.planner import user_cache
+from nbdist import paths
 from tests.faults import fault_table
 from tests.processes import runs
 from tests.reused_launcher import reusing_provider
@@ -37,13 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def nothing_learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plan with the catalogue, and let no profile of a test teach the user's own planner.
 
-    A test with `own_cache`, or that sets XDG_CACHE_HOME, has its own folder.
+    A test with `own_cache`, or that sets one of the variables, has its own folder.
     """
-    usual, own = user_cache.cache_dir, tmp_path_factory.mktemp("cache")
+    usual, own = paths.cache_dir, tmp_path_factory.mktemp("cache")
+    variables = {"NBDIST_CACHE_DIR", "XDG_CACHE_HOME"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            user_cache, "cache_dir", lambda: usual() if os.environ.get("XDG_CACHE_HOME") else own
-        )
+        patch.setattr(paths, "cache_dir", lambda: usual() if variables & os.environ.keys() else own)
         yield
 
 

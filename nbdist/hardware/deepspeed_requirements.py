@@ -1,4 +1,4 @@
-"""Checks the requirements for compiling DeepSpeed ops, and locates the build cache."""
+"""Checks the requirements for compiling DeepSpeed ops."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 NVME_OP = "async_io"
 STALE_S = 1800.0
 """An older lock was left by a killed build: no build takes this long."""
-
-
-def cache_dir() -> Path:
-    """Return the folder for files kept between sessions: NBDIST_CACHE_DIR or ~/.cache/nbdist."""
-    if folder_variable := os.environ.get("NBDIST_CACHE_DIR"):
-        return Path(folder_variable).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nbdist"
 
 
 def build_search_path() -> str:

@@ -30,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from nbdist import paths
 from nbdist.errors import StartError
 from nbdist.hardware import deepspeed_requirements, process_identity
 from nbdist.launcher import device_visibility, process_tree
@@ -97,7 +98,7 @@ def build_missing_ops(
 def _check_owner(folder: Path) -> None:
     """Raise if others can write to the folder: libraries in it are loaded and executed."""
     for path in (folder, *folder.parents):
-        if path == deepspeed_requirements.cache_dir().parent:
+        if path == paths.cache_dir().parent:
             return
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # not created yet
             status = path.stat()
@@ -119,7 +120,7 @@ def _folder(kind: str) -> Path:
                 processor = hashlib.sha256(line.encode()).hexdigest()[:8]
                 break
     name = f"{version}-torch{torch}-deepspeed{deepspeed}-{kind}-{processor}"
-    return deepspeed_requirements.cache_dir() / "extensions" / name
+    return paths.cache_dir() / "extensions" / name
 
 
 @contextlib.contextmanager

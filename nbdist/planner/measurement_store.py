@@ -15,7 +15,7 @@ from functools import cache as once
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist import rank_python
+from nbdist import paths, rank_python
 from nbdist.planner import user_cache
 
 if TYPE_CHECKING:
@@ -255,8 +255,8 @@ class MeasurementStore:
 
 
 def store_path() -> Path:
-    """Return the file: nbdist/measurements.json in XDG_CACHE_HOME, or ~/.cache."""
-    return user_cache.cache_dir() / "measurements.json"
+    """Return the file of this user: measurements.json in the cache folder."""
+    return paths.cache_dir() / "measurements.json"
 
 
 @once

@@ -8,16 +8,9 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
-
-
-def cache_dir() -> Path:
-    """Return nbdist's cache folder, in XDG_CACHE_HOME or ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "nbdist"
 
 
 def read_entries(file: Path) -> dict[str, Any]:

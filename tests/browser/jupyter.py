@@ -76,7 +76,6 @@ def environment(folder: Path, *, server_side: bool = False) -> dict[str, str]:
     names += ["JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"]
     env = {**os.environ, **{name: str(folder / name.lower()) for name in names}}
     env["JUPYTER_PREFER_ENV_PATH"] = "0"  # our kernel, not the server's own
-    env["NBDIST_CACHE_DIR"] = str(Path.home() / ".cache" / "nbdist")
     spec = Path(env["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
     spec.mkdir(parents=True)
     python = os.environ.get("NBDIST_PYTHON", sys.executable)

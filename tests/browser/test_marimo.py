@@ -111,7 +111,6 @@ def serve(tmp_path: Path) -> Iterator[object]:
             port = free_port()
             command = [sys.executable, "-m", "marimo", "-y", mode, str(path), f"--port={port}"]
             env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-            env["NBDIST_CACHE_DIR"] = str(Path.home() / ".cache" / "nbdist")
             log = tmp_path / "server.log"
             output = servers.enter_context(log.open("w"))
             server = subprocess.Popen(

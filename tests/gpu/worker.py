@@ -17,7 +17,7 @@ import checks
 import rank_code
 
 import nbdist
-from nbdist.hardware import deepspeed_requirements
+from nbdist import paths
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,8 +80,12 @@ def serve(rehearse: bool, ranks: int, work: Path) -> None:  # noqa: FBT001
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what sessions print goes to the log
     # What a plan learns here stays here; built kernels are kept for the next run.
-    os.environ["NBDIST_CACHE_DIR"] = str(deepspeed_requirements.cache_dir())
-    os.environ["XDG_CACHE_HOME"] = str(work / "cache")
+    kernels, cache = paths.cache_dir() / "extensions", work / "cache"
+    if not cache.exists():  # by an earlier worker
+        kernels.mkdir(parents=True, exist_ok=True)
+        cache.mkdir()
+        (cache / "extensions").symlink_to(kernels)
+    os.environ["NBDIST_CACHE_DIR"] = str(cache)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     names: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(names,), daemon=True).start()

@@ -27,7 +27,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist import rank_python
+from nbdist import paths, rank_python
 from nbdist.errors import PlanError
 from nbdist.planner import user_cache
 from nbdist.planner.model_spec import (
@@ -417,7 +417,7 @@ def _store_trace(key: str, fields: Mapping[str, Any]) -> None:
 
 
 def _trace_file(key: str) -> Path:
-    return user_cache.cache_dir() / "traces" / f"{key}.json"
+    return paths.cache_dir() / "traces" / f"{key}.json"
 
 
 # -- the child process -----------------------------------------------------------------------
