@@ -242,20 +242,13 @@ def test_another_optimizer_continues_under_the_same_engine(session: Session) -> 
 @pytest.mark.parametrize("engine", engines.each("none"))
 @pytest.mark.parametrize(
     "make",
-    [
-        "muon",
-        "eight_bits",
-        "quantized",
-        "torch.optim.Adafactor",
-        "relative",
-        "Averaging",
-    ],
+    ["muon", "eight_bits", "quantized", "torch.optim.Adafactor", "relative", "Averaging"],
 )
 def test_every_engine_continues_with_every_optimizer(
     living: Session, engine: str, make: str
 ) -> None:
-    if make == "quantized":
-        pytest.importorskip("torchao")
+    if module := {"eight_bits": "bitsandbytes", "quantized": "torchao"}.get(make):
+        pytest.importorskip(module)
     if living.backend != engine:
         living.restart(backend=engine)
         living.run(TRAINING)
