@@ -105,9 +105,9 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Return arguments that make Hugging Face's Trainer clip gradients only as set by --clip.
 
-    Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. Trainer
-    uses the session's options without it. Under --auto the backend is chosen here, for `model` and
-    `seq_len`.
+    Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. A
+    Trainer follows the session's options even if this function is not called. Under --auto the
+    backend is chosen here, for `model` and `seq_len`.
 
     Args:
         model: the model to be passed to Trainer; required under --auto.
@@ -162,8 +162,9 @@ def full_parameters(model: Any) -> AbstractContextManager[Any]:
 
     Use it in a cell on all ranks: `with nbdist.full_parameters(model) as bare:`. `bare` is the
     model without its engine. Inside, each rank can read the parameters and call the model by
-    itself. The dtype is the one that the engine gathers in. Changes to the parameters are discarded
-    under FSDP and ZeRO-3. Under DDP, ZeRO-1 and ZeRO-2 nothing needs to be gathered.
+    itself. FSDP2 and ZeRO-3 gather in the dtype of the computation, FSDP1 in that of the weights.
+    Changes to the parameters are discarded under FSDP and ZeRO-3. Under DDP, ZeRO-1 and ZeRO-2
+    nothing needs to be gathered.
 
     Args:
         model: a model as `accelerator.prepare()` returned it.

@@ -295,13 +295,13 @@ class PendingFolderCheckpoint(PendingCheckpoint):
                 reports[rank] = RankWriteReport(error=why)
         return reports
 
-    def written_bytes(self) -> int:
-        """Return the bytes written so far; -2 if files changed while they were counted."""
+    def written_bytes(self) -> int | None:
+        """Return the bytes written so far; None if files changed while they were counted."""
         try:
             return sum(path.stat().st_size for path in self.location.iterdir())
         except FileNotFoundError:
             if self.location.is_dir():
-                return -2  # a file was removed while the folder was listed
+                return None  # a file was removed while the folder was listed
             raise CheckpointError(
                 f"{self.location} was removed while it was being written. Save again."
             ) from None

@@ -31,6 +31,7 @@ from nbdist.checkpoint.name_validation import MANIFEST_NAME
 from nbdist.checkpoint.reader import crc32_of_file
 from nbdist.checkpoint.safetensors_writer import LENGTH_BYTES, MAX_HEADER_BYTES
 from nbdist.errors import CheckpointError
+from nbdist.paths import expand_user
 from nbdist.redaction import redact_secrets
 
 if TYPE_CHECKING:
@@ -130,10 +131,14 @@ def is_url(text: object) -> TypeGuard[str]:
 
 
 def parse_location(text: object, within: Path = Path()) -> Path | Url:
-    """Parse a URL or a path. A relative path is joined to `within`."""
+    """Parse a URL or a path. "~" is expanded, and a relative path is joined to `within`.
+
+    Raises:
+        OptionError: "~" of a user that does not exist.
+    """
     if isinstance(text, Url):
         return text
-    return Url(text) if is_url(text) else within / str(text)
+    return Url(text) if is_url(text) else within / expand_user(str(text))
 
 
 def location_with_password(where: Path | Url) -> str:

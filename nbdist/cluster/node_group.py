@@ -564,7 +564,7 @@ class NodeGroup(LauncherGroup):
         node.requests[number] = reply
         reply.add_done_callback(lambda _: node.requests.pop(number, None))
         if node.lost is not None:
-            reply.set_exception(SessionError(node.lost))
+            reply.set_exception(SessionError(f"{node.title} {node.lost or 'was closed'}"))
         else:
             query = protocol.AgentRequest(number, kind, arguments)
             self.agent_connections.send(node.index, query, *frames)
@@ -649,8 +649,9 @@ class NodeGroup(LauncherGroup):
     def _on_connection_end(self, index: int, reason: str) -> None:
         node = self.nodes[index]
         if not self._closing.is_set():
-            reason = self._cluster.lost_nodes().get(index, reason)
-            self._events.put(lambda: self._lose_node(node, reason))
+            self._events.put(
+                lambda: self._lose_node(node, self._cluster.lost_nodes().get(index, reason))
+            )
         elif node.lost is None:
             node.lost = ""
 
@@ -726,7 +727,7 @@ class NodeGroup(LauncherGroup):
         self._failure = self._failure or failure
         for reply in list(node.requests.values()):
             with contextlib.suppress(futures.InvalidStateError):  # cancelled meanwhile
-                reply.set_exception(SessionError(node.lost))
+                reply.set_exception(SessionError(failure))
         if ended is None:
             ended = messages.AllRanksExited(LAUNCHER_GONE, error=failure, node=node.place.name)
         self.listener(ended)

@@ -20,8 +20,8 @@ def doctor(*, run: bool = False, front_end: bool = False) -> Diagnosis:
 
     Args:
         run: check the training run instead: its last errors and its last profile.
-        front_end: check instead what this front end can do, and show the report. Takes a few
-            seconds and asks for input.
+        front_end: check instead what this front end can do, and show the report. Takes
+            about ten seconds and asks for input.
     """
     if front_end:
         from nbdist.doctor.front_end import FrontEndCheck

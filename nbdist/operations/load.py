@@ -143,6 +143,7 @@ def import_checkpoint(
     *,
     trust: bool,
     model: str | None,
+    weights_only: bool,
 ) -> ForeignReport:
     """Load the files on all ranks together.
 
@@ -152,7 +153,9 @@ def import_checkpoint(
     absolute = expand_user(path).absolute()
     with StatusLine("load") as line:
         reports = CollectiveRequest(workers, IMPORT, line.show).run(
-            ImportCheckpointRequest(path=str(absolute), trust=trust, model=model)
+            ImportCheckpointRequest(
+                path=str(absolute), trust=trust, model=model, weights_only=weights_only
+            )
         )
         line.show("done")
     return ForeignReport(

@@ -268,6 +268,7 @@ class ImportCheckpointRequest:
     """True to allow pickled code in it to run."""
     model: str | None
     """Variable that holds the model; None: the only prepared model."""
+    weights_only: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

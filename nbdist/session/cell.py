@@ -83,7 +83,6 @@ class RankCellState:
     last_message_at: float = 0.0
     """Time of its last message; output may continue long after the reply."""
     is_idle: bool = False
-    status: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
     num_stream_chars: int = 0
     num_output_chars: int = 0
@@ -143,8 +142,8 @@ class Cell:
         self.rank_states = {rank: RankCellState() for rank in ranks}
         self._unfinished = list(self.rank_states.values())
         """Progress of the ranks up to the last one that is not done."""
-        self.requests: dict[int, str] = {}
-        """Id of the execute_request, by rank."""
+        self.request_id = ""
+        """Id of the execute_request."""
         self.count = 0
         """Number of the cell in the notebook."""
         self.code = ""
@@ -154,6 +153,8 @@ class Cell:
         """Status line below the output: which ranks block others."""
         self.interrupted_at = 0.0
         """Unix time of the first interrupt in seconds; 0 if there was none."""
+        self.failed_at: float | None = None
+        """`time.monotonic()` of the first error; interrupts do not count."""
         self.detached = False
         self.joined = False
         """True if the result has been reported to the user, who may have waited for it."""
@@ -367,12 +368,11 @@ class Cell:
 
     def _show_error_while_others_run(self) -> None:
         """Show an error of a rank that others may be waiting for."""
-        failed = [error for error in self.errors.values() if not error.is_interrupt]
-        if not failed or not self.running:
+        if self.failed_at is None or not self.running:
             return
         if self.interrupted_at and not self._has_own_error():
             return  # the error is only the aborted process group of an interrupt
-        if time.time() - min(error.at for error in failed) > PROMPT_ERROR_S:
+        if time.monotonic() - self.failed_at > PROMPT_ERROR_S:
             self.show_errors()
 
     # -- messages of the ranks
@@ -398,18 +398,19 @@ class Cell:
     def _on_reply(self, rank: int, message: Message) -> None:
         state, content = self.rank_states[rank], message["content"]
         state.replied_at = time.monotonic()
-        state.status = content["status"]
         for page in content.get("payload", []):
             if page.get("source") == "page":  # `len?`: a front end opens a pager for it
                 self.renderer.write_text(
                     (rank,), "stdout", page["data"].get("text/plain", "") + "\n"
                 )
-        if state.status == "error" and state.error is None:
+        if content["status"] == "error" and state.error is None:
             state.error = _rank_error(rank, message)
 
     def _on_error(self, rank: int, message: Message) -> None:
         # It arrives before the reply.
         self.rank_states[rank].error = error = _rank_error(rank, message)
+        if not error.is_interrupt:
+            self.failed_at = self.failed_at or time.monotonic()
         self.rank_states[rank].add_output(
             {
                 "output_type": "error",

@@ -117,7 +117,7 @@ class CellRunner:
             on_send=self._on_send,
             on_done=self._cell_done,
             on_comm=lambda cell, rank, message: self._workers.send_comm_message(
-                rank, cell.requests[rank], message
+                rank, cell.request_id, message
             ),
         )
         cell.code, cell.count = code, count or next(self._counter)
@@ -154,10 +154,10 @@ class CellRunner:
                 self._recent_cells[-MAX_CELLS:],
             )
         for past in old:
-            self._workers.drop_requests(set(past.requests.values()))
+            self._workers.drop_requests({past.request_id})
             past.comms.close()
         content = messages.make_execute_request(cell.code, allow_stdin=allow_stdin)
-        request = self._workers.send_request(
+        cell.request_id = self._workers.send_request(
             cell.ranks,
             "shell",
             "execute_request",
@@ -166,7 +166,6 @@ class CellRunner:
             note=note,
             together=True,
         )
-        cell.requests.update(dict.fromkeys(cell.ranks, request))
         self._prompts = InputPrompts(cell, self.escalation, self._workers, self._rank_activity)
         return self._prompts
 

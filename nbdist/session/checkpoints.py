@@ -21,7 +21,6 @@ from nbdist.display.elements import show_as_text
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
 from nbdist.output.sink import finished_cell
-from nbdist.paths import expand_user
 from nbdist.protocol.operations import SAVE
 from nbdist.session.collective_request import CollectiveRequest
 from nbdist.session.progress import StatusLine
@@ -491,7 +490,7 @@ def parse_root(root: str | os.PathLike[str]) -> Path | Url:
             f"Invalid checkpoint folder {root!r}. Use a folder such as checkpoints, or a URL such"
             " as s3://bucket/path."
         )
-    return Url(root) if checkpoint.is_url(root) else Path.cwd() / expand_user(root)
+    return checkpoint.parse_location(root, Path.cwd())
 
 
 def check_root(root: str | os.PathLike[str]) -> Path | Url:

@@ -64,7 +64,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         stoppable: bool = True,
     ) -> None:
         self.ranks = tuple(range(workers.world_size))
-        self.requests: dict[int, str] = {}
+        self.request_id = ""
         self.errors: dict[int, messages.RankError] = {}
         self.finished = threading.Event()
         self.failure: RankDied | None = None
@@ -103,14 +103,13 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         try:
             # It may be called while this thread holds any lock: `_wait` escalates the interrupt.
             with suppress_interrupt(lambda: self._presses.append(True)):
-                request = self._workers.send_request(
+                self.request_id = self._workers.send_request(
                     self.ranks,
                     "shell",
                     self._operation.message_type,
                     asdict(content),
                     self._on_reply,
                 )
-                self.requests.update(dict.fromkeys(self.ranks, request))
                 self._wait()
                 problem = "" if self.detached else self._resync()
         finally:
@@ -160,7 +159,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
                 return
 
     def _drop_requests(self) -> None:
-        self._workers.drop_requests(set(self.requests.values()))
+        self._workers.drop_requests({self.request_id})
         self._rank_activity.clear()
         if self._workers.collective_request is self:
             self._workers.collective_request = None

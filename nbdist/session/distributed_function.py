@@ -43,9 +43,10 @@ def distribute(
     """Decorate a function so that a call runs its body on every rank.
 
     A call starts the session if there is none, applies the options to it, and blocks until all
-    ranks have returned. Arguments, closures and the functions and variables of the notebook that
-    the function uses are copied to the ranks. In the function, the names of a `%%distribute` cell
-    are defined too: `accelerator`, `rank`, `report` and the variables of earlier cells.
+    ranks have returned. Arguments, closures and the functions and variables of the notebook or
+    file that the function uses are copied to the ranks. In the function, the names of a
+    `%%distribute` cell are defined too: `accelerator`, `rank`, `report` and the variables of
+    earlier cells.
 
     Example:
         @nbdist.distribute(backend="fsdp", nproc=2)

@@ -113,8 +113,7 @@ class Interruptible(Protocol):
     """A cell, or a request to all ranks."""
 
     ranks: tuple[int, ...]
-    requests: dict[int, str]
-    """Ids of the sent requests, by rank."""
+    request_id: str
     finished: threading.Event
     interrupted_at: float
     """Unix time of the first interrupt in seconds; 0 if there was none."""
@@ -404,9 +403,8 @@ class InterruptEscalation:
 
     def _stop_after(self, step: int) -> None:
         self._held_at, self._named = 0.0, step
-        pending = self.work.pending
-        for request in {self.work.requests[rank] for rank in pending}:
-            content = messages.InterruptRequest(request=request, after=step)
+        if pending := self.work.pending:
+            content = messages.InterruptRequest(request=self.work.request_id, after=step)
             self._workers.send_request(pending, "control", "interrupt_request", content)
 
     def _abort_groups(self) -> None:

@@ -106,6 +106,8 @@ class SessionLifecycle:
         self._death: RankDied | None = None
         self._ended_by_stop = False
         """True if the ranks were ended by an interrupt."""
+        self._terminated_generation: int | None = None
+        """Generation of the ranks that were asked to end last."""
         self._pid = os.getpid()
         self._at_stop: list[Callable[[], object]] = []
         self._saves = checkpoints.BackgroundSaves(checkpoint_root)
@@ -500,11 +502,11 @@ class SessionLifecycle:
         show_wait_reason(self.operation)
         with self.lock:
             self.num_restarts += 1
-            self._configure(self._options_with(changes))
             self._saves.wait_for_running()
             self.abandon()
             self._termination.close()
             self._workers.stop_ranks()
+            self._configure(self._options_with(changes))
             self._fail_running_saves("the ranks were restarted")
             self.state, self._cells.last_cell = "new", None
             self._saving.clear()
@@ -573,7 +575,11 @@ class SessionLifecycle:
 
     def _on_termination(self, notice: messages.TerminationNotice) -> None:
         """Save and end the ranks, because one of their processes was asked to end."""
-        arguments = (notice, self._workers.generation)
+        generation = self._workers.generation
+        if self._terminated_generation == generation:
+            return  # by the notice of another rank
+        self._terminated_generation = generation
+        arguments = (notice, generation)
         threading.Thread(target=self._end_terminated, args=arguments, daemon=True).start()
 
     def _end_terminated(self, notice: messages.TerminationNotice, generation: int) -> None:
@@ -587,9 +593,10 @@ class SessionLifecycle:
             return
         self._workers.end("", notice.cause, by_stop=False)
         with self.lock:
-            if self._death is not None:
-                self._workers.close()
-            self._termination.close()
+            if self._workers.generation == generation:
+                if self._death is not None:
+                    self._workers.close()
+                self._termination.close()
             self._termination.finish()
 
     def _fail_running_saves(self, reason: str) -> None:

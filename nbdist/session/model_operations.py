@@ -105,15 +105,21 @@ class ModelOperations(lifecycle.SessionLifecycle):
         requested = self._options_with(with_backend)
         then = self._choice.merge_auto_decision(SessionConfig.from_options(requested, self._where))
         differing = self._choice.diff(then)
-        if self.state in {"new", "stopped"} or not differing:
-            if self.state == "new":
-                self._configure(requested)
+        if self.state == "new":
+            self._configure(requested)
+        if self.state == "new" or not (differing or reset):
             return SwitchReport.nothing(self._choice.describe())
         self._ensure_free()
+        change = operations_switch.describe_change(self._choice.describe(), then.describe())
 
         def switched() -> None:
             self._requested_options, self._choice = requested, then
             self._mark_ready()
+            record()
+
+        def record() -> None:
+            self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
+            self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
 
         # The launcher creates and removes an offload folder when ranks start and end.
         needs_new_ranks = (
@@ -125,6 +131,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             if needs_new_ranks:
                 report = self._hand_over(then, reset_optimizer=reset)
                 self._requested_options = requested
+                record()
             else:
                 report = operations_switch.switch_backend(
                     self._workers,
@@ -134,9 +141,6 @@ class ModelOperations(lifecycle.SessionLifecycle):
                     on_late_success=switched,
                 )
                 switched()
-        change = operations_switch.describe_change(report.before, report.after)
-        self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
-        self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
         return report
 
     def _hand_over(self, new_config: SessionConfig, *, reset_optimizer: bool) -> SwitchReport:
@@ -267,9 +271,15 @@ class ModelOperations(lifecycle.SessionLifecycle):
             path = self._folder(name)
             root, last = path.parent, path.name
             if isinstance(path, Path) and path.exists() and not (path / MANIFEST_NAME).exists():
-                return self.load_foreign(path, trust=trust)
+                if reset_optimizer:
+                    raise CheckpointError(
+                        f"{path} is a checkpoint of another tool, which --reset-optimizer does not"
+                        " apply to. Use --weights-only (weights_only=True)."
+                    )
+                return self.load_foreign(path, trust=trust, weights_only=weights_only)
         self._ensure_free()
         self.start()
+        self._saves.wait_for_running()
         with self.operation.track("loading", f"loading {last}"):
             report = operations_load.load_checkpoint(
                 self._workers,
@@ -348,7 +358,12 @@ class ModelOperations(lifecycle.SessionLifecycle):
 
     @exclusive_for_current_ranks
     def load_foreign(
-        self, path: str | os.PathLike[str], *, trust: bool = False, model: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        trust: bool = False,
+        model: str | None = None,
+        weights_only: bool = False,
     ) -> ForeignReport:
         """Load files of another tool into the prepared model, under any backend and world size.
 
@@ -361,6 +376,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             trust: unpickle files that contain more than tensors and plain values; this can
                 execute arbitrary code.
             model: variable of the model. Default: the only prepared one.
+            weights_only: load only weights and buffers.
 
         Raises:
             CheckpointError: unknown format, needs `trust`, or belongs to another model; the model
@@ -371,8 +387,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         with self.operation.track("loading", f"loading {path}"):
             report = operations_load.import_checkpoint(
-                self._workers, path, trust=trust, model=model
+                self._workers, path, trust=trust, model=model, weights_only=weights_only
             )
+        self.events.add(TrainingEvent(self.metrics.last_step, "load", Path(path).name))
         self.history.add_command("load", str(path))
         return report
 

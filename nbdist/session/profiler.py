@@ -217,7 +217,7 @@ class SessionProfiler:
         request = messages.ProfileRequest(
             id=run.id,
             ranks=list(ranks),
-            cell="" if cell is None else cell.requests[ranks[0]],
+            cell="" if cell is None else cell.request_id,
             running=cell is not None,
             steps=run.options.steps,
             limit_s=MAX_PROFILE_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,12 @@ from nbdist.worker.script_session import display, send, start  # noqa: F401 - fo
 
 accelerator, report, save, load, export = start({options})
 '''
+_CLIP = "clip_grad_norm_"
+_ONLY_WITH_NBDIST = {
+    "resume_from_checkpoint": "resumes a Trainer: from a checkpoint of %nbdist save only",
+    _CLIP: "clips gradients, which DeepSpeed does with gradient_clipping in ds_config.json, or",
+}
+"""Text in a cell -> what it needs nbdist for."""
 _SBATCH = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -109,12 +115,11 @@ def write_script(
         numbers = ", ".join(map(str, uses_nbdist))
         notes.append(f"cell {numbers} uses nbdist, so the script needs it: see requirements.txt")
     with_nbdist = with_nbdist or bool(uses_nbdist)
-    resumes = [run.number for run, _ in runs if _has_word(run, "resume_from_checkpoint")]
-    if resumes and not with_nbdist:
-        notes.append(
-            f"cell {', '.join(map(str, resumes))} resumes a Trainer: from a checkpoint of"
-            " %nbdist save only with --with-nbdist (with_nbdist=True)"
-        )
+    for word, note in _ONLY_WITH_NBDIST.items():
+        numbers = ", ".join(str(run.number) for run, _ in runs if _has_word(run, word))
+        is_deepspeed = session.options.strategy.engine == "deepspeed"
+        if numbers and not with_nbdist and (is_deepspeed or word != _CLIP):
+            notes.append(f"cell {numbers} {note} with --with-nbdist (with_nbdist=True)")
     script = build_script(
         runs,
         docstring=(
@@ -130,7 +135,8 @@ def write_script(
     notes += [f"set in train.py: {text}" for text in script.to_provide]
     notes += [f"copy {path} into the folder: train.py imports it" for path in own_modules(script)]
     commands = _commands(session)
-    files = _config_files(session, with_nbdist=with_nbdist) | {
+    saves_model = any(_has_word(run, "save_model") for run, _ in runs)
+    files = _config_files(session, with_nbdist=with_nbdist, saves_model=saves_model) | {
         "train.py": script.source,
         "requirements.txt": _requirements(script, session, with_nbdist=with_nbdist),
         "submit.sbatch": _sbatch(session, target.resolve().name),
@@ -264,10 +270,16 @@ def _setup(options: strategies.Options) -> str:
     return f"setup({', '.join(arguments)})" if arguments else ""
 
 
-def _config_files(session: SessionLifecycle, *, with_nbdist: bool) -> dict[str, str]:
+def _config_files(
+    session: SessionLifecycle, *, with_nbdist: bool, saves_model: bool
+) -> dict[str, str]:
     import yaml  # only here: most sessions write no config file
 
     options, hardware = session.options, session.hardware
+    if options.strategy.engine == "fsdp" and saves_model:
+        # transformers 5.23: save_model() of a Trainer writes nothing with SHARDED_STATE_DICT.
+        config = {"state_dict_type": "FULL_STATE_DICT"} | dict(options.fsdp_config or {})
+        options = replace(options, fsdp_config=config)
     devices = session.placement.devices
     accelerate = strategies.write_accelerate_config(
         options,

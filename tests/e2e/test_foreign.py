@@ -59,6 +59,8 @@ def test_training_goes_on_under_another_engine(
         report = trained.load_foreign(tmp_path / "state")
         assert report.steps == 3
         found = one(trained, "train(3)")
+        report = trained.load(tmp_path / "state", weights_only=True)
+        assert report.notes[-1] == "weights only: the optimizer state is unchanged"
         assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= 1e-6
 
 

@@ -199,6 +199,21 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
     if ranks.backend not in {"ddp", "fsdp1"}:
         with pytest.raises(CellError, match=r"got 2 models, .* one in a call"):
             ranks.run("accelerator.prepare(build(), build())")
+    if "zero" in ranks.backend:
+        with pytest.raises(CellError, match="got 2 optimizers"):
+            ranks.run("twice = build(); accelerator.prepare(twice, adam(twice), adam(twice))")
+
+
+def test_a_model_trains_on_after_an_error_in_backward(ranks: Session) -> None:
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    ranks.run(IN_ONE_CALL + "kept = model(input_ids=tokens[:4], labels=tokens[:4])")
+    with pytest.raises(CellError, match="on purpose"):
+        ranks.run(
+            "def fail(_): raise ValueError('on purpose')\n"
+            "kept.loss.register_hook(fail); accelerator.backward(kept.loss)"
+        )
+    assert one(ranks, "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+    ranks.run("del kept")
 
 
 def test_two_models_may_be_loaded_in_another_order(ranks: Session, tmp_path: Path) -> None:

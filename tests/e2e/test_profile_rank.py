@@ -89,18 +89,15 @@ class Profiler:
         self.session, self._heard = session, heard
 
     def ask(
-        self, *, steps: int | None = 5, cells: Mapping[int, str] | None = None, **changes: Any
+        self, *, steps: int | None = 5, cell: str = "", **changes: Any
     ) -> tuple[str, dict[int, Any]]:
         """Arm all ranks; returns the profile's id and their replies."""
         usual = {"limit_s": 30.0, "trace": "", "memory": False, **changes}
         name = secrets.token_hex(4)
-        asked = {"id": name, "ranks": [0, 1], "steps": steps, "running": bool(cells), **usual}
-        replies: dict[int, Any] = {}
-        for rank in (0, 1):
-            ours = {**asked, "cell": (cells or {}).get(rank, "")}
-            replies |= workers(self.session).request_all(
-                [rank], messages.PROFILE, ours, channel="control"
-            )
+        asked = {"id": name, "ranks": [0, 1], "steps": steps, "running": bool(cell), "cell": cell}
+        replies = workers(self.session).request_all(
+            [0, 1], messages.PROFILE, {**asked, **usual}, channel="control"
+        )
         return name, replies
 
     def told(self, name: str) -> Mapping[int, Any]:
@@ -401,17 +398,17 @@ def test_two_profiles_at_once_are_refused_and_a_running_loop_can_be_profiled(
 ) -> None:
     loop = "for _ in range(2000):\n    train(1)"
     result = profiler.session.run(loop, background=True)
-    cells = dict(result._cell.requests)
-    name, replies = profiler.ask(cells=cells)
+    cell = result._cell.request_id
+    name, replies = profiler.ask(cell=cell)
     assert {one["status"] for one in replies.values()} == {"ok"}
-    _, second = profiler.ask(cells=cells)
+    _, second = profiler.ask(cell=cell)
     assert "already running" in second[0]["error"]
     ends = [profiler.told(name)[rank]["figures"]["ends"] for rank in (0, 1)]
     assert [len(one) for one in ends] == [6, 6]
     profiler.session.interrupt()
     with pytest.raises(CellError, match="KeyboardInterrupt"):
         profiler.session.wait()
-    _, late = profiler.ask(cells=cells)
+    _, late = profiler.ask(cell=cell)
     assert "already finished" in late[0]["error"]
 
 

@@ -149,6 +149,18 @@ def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path)
     assert (tmp_path / "notes.txt").exists()
 
 
+def test_what_a_job_does_without_nbdist_is_set_or_named(session: Session, tmp_path: Path) -> None:
+    session.switch("fsdp2")
+    session.run("saves = 'trainer.save_model()'")
+    session.script(tmp_path)
+    assert "fsdp_state_dict_type: FULL_STATE_DICT" in (tmp_path / "accelerate.yaml").read_text()
+    session.switch("zero2")
+    session.run("clips = 'accelerator.clip_grad_norm_()'")
+    notes = " ".join(session.script(tmp_path, overwrite=True).notes)
+    assert "clips gradients, which DeepSpeed does with gradient_clipping in ds_config.json" in notes
+    session.switch("ddp")
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "fsdp1", "zero1", "zero2", "zero3"])

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "rank_sets": {"errors"},
     "signal_handling": set(),
     "protocol": {"errors", "signal_handling"},
-    "checkpoint": {"errors", "hardware", "redaction"},
+    "checkpoint": {"errors", "hardware", "paths", "redaction"},
     "strategies": {"errors", "paths"},
     "state": {"errors", "checkpoint", "number_formatting"},
     "planner": {"display", "errors", "hardware", "number_formatting", "paths", "rank_python"}

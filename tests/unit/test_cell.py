@@ -27,8 +27,9 @@ def message(kind: str, **content: Any) -> Any:
 
 def fail(cell: Cell, rank: int) -> None:
     error = message("error", ename="MemoryError", evalue="", traceback=["MemoryError"])
-    error["header"]["date"] = datetime(2020, 1, 1, tzinfo=UTC)
+    error["header"]["date"] = datetime.now(UTC)
     cell.on_message((rank,), "iopub", error)
+    cell.failed_at = 0.0  # long ago
 
 
 def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:

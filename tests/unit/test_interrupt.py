@@ -23,7 +23,7 @@ class Work:
 
     def __init__(self) -> None:
         self.ranks = self.running = self.pending = (0, 1)
-        self.requests = {0: "cell", 1: "cell"}
+        self.request_id = "cell"
         self.finished = threading.Event()
         self.interrupted_at, self.notice, self.failure = 0.0, "", None
         self.errors: dict[int, messages.RankError] = {}

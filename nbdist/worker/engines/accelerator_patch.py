@@ -271,7 +271,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     _keep_shared_states()
     self._nbdist_arguments = arguments
     self._nbdist_session = None if own else session
-    self._nbdist_clipped = False
+    self._nbdist_clipped = set()
     release_models.add_accelerator(self)
     for variable in _LEFT_BEHIND:
         os.environ.pop(variable, None)
@@ -537,15 +537,15 @@ def _clip_step(
     *,
     max_norm: float,
 ) -> None:
-    if accelerator._nbdist_clipped:  # noqa: SLF001
-        accelerator._nbdist_clipped = False  # noqa: SLF001
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = set(map(id, parameters))
+    if ids & accelerator._nbdist_clipped:  # noqa: SLF001
+        accelerator._nbdist_clipped -= ids  # noqa: SLF001
         return
     # A GradScaler has already unscaled the gradients, except for a fused optimizer (torch 2.13),
     # which does it in its kernel: scale the limit instead.
     if (scale := getattr(optimizer, "grad_scale", None)) is not None:
         max_norm *= float(scale)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ids = set(map(id, parameters))
     owners = [m for m in accelerator._models if ids & set(map(id, m.parameters()))]  # noqa: SLF001
     if owners and isinstance(owners[-1], Fsdp1):
         owners[-1].clip_grad_norm_(max_norm)  # reduces the norm over the ranks
@@ -560,7 +560,9 @@ def _clip_grad_norm(
     norm_type: float = 2,
 ) -> Any:
     """Clip now, or under DeepSpeed at the next step; return the norm before clipping."""
-    self._nbdist_clipped = math.isfinite(max_norm)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if math.isfinite(max_norm):
+        self._nbdist_clipped |= set(map(id, parameters))
     if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_engine_wrapped:
         return deepspeed.clip_grad_norm(self, parameters, max_norm, norm_type)
     if self.distributed_type == DistributedType.FSDP:

@@ -41,6 +41,7 @@ from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.worker.engines import cpu_patches, wrap_policy
 from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
+from nbdist.worker.training.rebind_variables import is_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -175,7 +176,8 @@ def _patch_deepspeed() -> None:
 
 
 def _living_engines() -> list[Any]:
-    return [engine for reference in _engines.values() if (engine := reference()) is not None]
+    engines = [reference() for reference in _engines.values()]
+    return [each for each in engines if each is not None and not is_stale(each)]
 
 
 def _has_gradients(zero: Any) -> bool:
@@ -480,7 +482,8 @@ def prepare(
         options: None for a user's own plugin, whose config is not changed.
     """
     model = next((arg for arg in args if isinstance(arg, nn.Module)), None)
-    optimizer = next((arg for arg in args if isinstance(arg, (Optimizer, DummyOptim))), None)
+    optimizers = [arg for arg in args if isinstance(arg, (Optimizer, DummyOptim))]
+    optimizer = next(iter(optimizers), None)
     if model is None:
         # A Trainer's second train() passes only its prepared optimizer.
         model = getattr(optimizer, "engine", None)
@@ -489,7 +492,7 @@ def prepare(
         _match_accumulation(accelerator, used.deepspeed_config)
     if find_engine(model) is not None:
         return _prepare_for_engine(accelerator, original, args, model, optimizer)
-    _check_supported(used.zero_stage, model, optimizer)
+    _check_supported(used.zero_stage, model, optimizers)
     if model is None:
         # accelerate 1.15 returns schedulers without a model as they are: with N ranks they would
         # be N times too slow.
@@ -500,14 +503,13 @@ def prepare(
         ]
         return tuple(prepared) if len(args) > 1 else prepared[0]
     before = accelerator.deepspeed_engine_wrapped
-    # accelerate 1.15 would keep the first engine for backward() when a second one is prepared.
-    accelerator.deepspeed_engine_wrapped = None
-    if options is not None:
-        _fill_auto_values(accelerator, args, model, optimizer)
     exchange = contextlib.nullcontext() if wrap_policy.has_weights() else _skip_weight_broadcast()
-    # deepspeed 0.19.8 formats all parameters for a debug log, 5 ms each.
-    with exchange, torch._tensor_str.printoptions(threshold=1, edgeitems=1):  # noqa: SLF001
-        result = original(accelerator, *args)
+    with _new_engine(accelerator):
+        if options is not None:
+            _fill_auto_values(accelerator, args, model, optimizer)
+        # deepspeed 0.19.8 formats all parameters for a debug log, 5 ms each.
+        with exchange, torch._tensor_str.printoptions(threshold=1, edgeitems=1):  # noqa: SLF001
+            result = original(accelerator, *args)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
     _cast_inputs(engine)
@@ -521,6 +523,20 @@ def prepare(
     if optimizer is None and before is not None:
         accelerator.deepspeed_engine_wrapped = before
     return result
+
+
+@contextlib.contextmanager
+def _new_engine(accelerator: Accelerator) -> Iterator[None]:
+    """Use the engine that is prepared in this context for `backward()`; on an error the old one.
+
+    accelerate 1.15 would keep the first engine when a second one is prepared.
+    """
+    before, accelerator.deepspeed_engine_wrapped = accelerator.deepspeed_engine_wrapped, None
+    try:
+        yield
+    except BaseException:
+        accelerator.deepspeed_engine_wrapped = before
+        raise
 
 
 def _match_accumulation(accelerator: Accelerator, config: dict[str, Any]) -> None:
@@ -598,9 +614,10 @@ def _prepare_for_engine(
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _check_supported(stage: int, model: nn.Module | None, optimizer: object) -> None:
-    """Raise OptionError unless model and optimizer are prepared in one call, without scalars.
+def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[object]) -> None:
+    """Raise OptionError unless a model and one optimizer are prepared in one call, without scalars.
 
+    accelerate 1.15 would use the last of several optimizers, and not train what the others have.
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
     """
     named = () if model is None else model.named_parameters()
@@ -609,8 +626,13 @@ def _check_supported(stage: int, model: nn.Module | None, optimizer: object) -> 
             f"DeepSpeed does not support scalar parameters, and the model has {', '.join(scalars)}."
             " Change it to a 1D tensor with one element, or use ddp."
         )
-    alone = "model" if optimizer is None else "optimizer"
-    if (model is None) == (optimizer is None) or (model is not None and stage == CUTS_PARAMETERS):
+    if len(optimizers) > 1:
+        raise OptionError(
+            f"accelerator.prepare() got {len(optimizers)} optimizers. DeepSpeed supports one per"
+            " model, which may have several parameter groups. Use one, or ddp, fsdp or fsdp1."
+        )
+    alone = "optimizer" if optimizers else "model"
+    if (model is None) != bool(optimizers) or (model is not None and stage == CUTS_PARAMETERS):
         return
     advice = (
         "For a model that is not trained, use model.to(device)"

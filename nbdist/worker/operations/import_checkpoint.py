@@ -50,6 +50,9 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         saved = importers.open_checkpoint(
             Path(request.path), trust=request.trust, names=names, groups=groups
         )
+        if request.weights_only:
+            for key in [key for key in saved.keys if key.startswith("optim.")]:
+                del saved.keys[key]
         state = ModelAndOptimizerState(prepared)
         _rename_tied(saved, prepared.meta.aliases)
         # The files of a PEFT model have its adapters only.
@@ -65,9 +68,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
         }
         for owned in prepared.live_optimizers if optimizer_state else ():
             if reason := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
-                raise CheckpointError(
-                    f"{reason}. Load the weights alone, from files without optimizer state."
-                )
+                raise CheckpointError(f"{reason}. Load with --weights-only (weights_only=True).")
     with phase("keeping"):
         counts = state.scalar_state()
         backup = ModelRecipe.back_up(state, state.owned_shards(), counts)

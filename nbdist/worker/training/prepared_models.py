@@ -492,7 +492,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
             for model in _models_of(self):
                 model.num_pending_micro_batches, model.has_forward = 0, False
                 # Only its first optimizer counts the steps of a model with several.
-                model.num_steps += int(model.optimizers[0].wrapper() is self)
+                model.num_steps += int(model.live_optimizers[0].wrapper() is self)
         return result
 
     return step
@@ -525,7 +525,7 @@ def reset_micro_batches(model: nn.Module) -> None:
     """Reset the micro-batch count of a prepared model whose gradients were dropped."""
     for prepared in all_models():
         if unwrap_compiled(prepared.model) is model:
-            prepared.num_pending_micro_batches = 0
+            prepared.num_pending_micro_batches, prepared.has_forward = 0, False
 
 
 def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
