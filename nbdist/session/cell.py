@@ -409,8 +409,8 @@ class Cell:
     def _on_error(self, rank: int, message: Message) -> None:
         # It arrives before the reply.
         self.rank_states[rank].error = error = _rank_error(rank, message)
-        if not error.is_interrupt:
-            self.failed_at = self.failed_at or time.monotonic()
+        if self.failed_at is None and not error.is_interrupt:
+            self.failed_at = time.monotonic()
         self.rank_states[rank].add_output(
             {
                 "output_type": "error",
