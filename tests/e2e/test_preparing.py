@@ -204,6 +204,16 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
             ranks.run("twice = build(); accelerator.prepare(twice, adam(twice), adam(twice))")
 
 
+def test_a_compiled_model_is_prepared_and_saved(ranks: Session, tmp_path: Path) -> None:
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    compiled = IN_ONE_CALL.replace("build()", "torch.compile(build(), backend='aot_eager')")
+    assert one(ranks, compiled + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+    ranks.save("compiled", folder=tmp_path, wait=True)
+    ranks.load("compiled", folder=tmp_path)
+    ranks.export(tmp_path / "model")
+    ranks.run(f"build().from_pretrained({str(tmp_path / 'model')!r});")
+
+
 def test_a_model_trains_on_after_an_error_in_backward(ranks: Session) -> None:
     expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
     ranks.run(IN_ONE_CALL + "kept = model(input_ids=tokens[:4], labels=tokens[:4])")

@@ -393,6 +393,7 @@ def renew_deepspeed_plugin(state: AcceleratorState) -> None:
 
 
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    args = tuple(map(wrap_policy.compile_in_place, args))
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
         # accelerate 1.15 treats a model prepared for evaluation as prepared: with DDP, a Trainer

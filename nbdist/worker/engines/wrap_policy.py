@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils.other import is_compiled_module
 from torch import nn
 
 from nbdist.errors import OptionError
@@ -42,6 +43,18 @@ def compile_units(model: nn.Module, chosen: Collection[nn.Module]) -> None:
         config.use_cache = False
     for module in chosen or [model]:
         module.compile(backend="inductor")
+
+
+def compile_in_place(value: Any) -> Any:
+    """Return a model for the result of `torch.compile(model)`, compiled as by `model.compile()`.
+
+    Its parameters have their own names, without `_orig_mod`, in which engines find them.
+    """
+    if not is_compiled_module(value) or getattr(value, "_is_accelerate_prepared", False):
+        return value
+    module: Any = value._orig_mod  # noqa: SLF001
+    module._compiled_call_impl = value.dynamo_ctx(module._call_impl)  # noqa: SLF001
+    return module
 
 
 def with_checkpoint_wrappers(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
