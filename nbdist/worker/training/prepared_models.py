@@ -379,9 +379,12 @@ def pending_gradients(prepared: PreparedModel) -> str:
     count = prepared.num_pending_micro_batches if has_gradients else 0
     if not count:
         return ""
+    meta = prepared.meta_or_none
+    name = "model" if meta is None else type(meta.model).__name__
     return (
         f"The gradients of {count} micro-batch{'es' * (count > 1)} are waiting for an optimizer"
-        " step. Run the code up to the step, or drop them with optimizer.zero_grad()."
+        f" step of the {name}. Run the code up to the step, or drop them with zero_grad() of its"
+        " optimizer."
     )
 
 
