@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
+from safetensors.torch import load_file
 
 from nbdist import CellError, Session
 from tests import engines
@@ -204,14 +205,27 @@ def test_two_models_stay_and_both_train(ranks: Session, tmp_path: Path) -> None:
             ranks.run("twice = build(); accelerator.prepare(twice, adam(twice), adam(twice))")
 
 
-def test_a_compiled_model_is_prepared_and_saved(ranks: Session, tmp_path: Path) -> None:
-    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
-    compiled = IN_ONE_CALL.replace("build()", "torch.compile(build(), backend='aot_eager')")
-    assert one(ranks, compiled + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+COMPILED = """
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+net, steps = accelerator.prepare({net}, torch.optim.SGD(net.parameters(), lr=0.1))
+for _ in range(3):
+    loss = net(torch.arange(16.0).view(2, 8)).mean()
+    accelerator.backward(loss); steps.step(); steps.zero_grad()
+loss.item()
+"""
+
+
+def test_a_compiled_model_is_prepared_saved_and_exported(ranks: Session, tmp_path: Path) -> None:
+    expected = one(ranks, COMPILED.format(net="net"))
+    ranks.run("del net, steps, loss")
+    compiled = COMPILED.format(net="torch.compile(net, backend='aot_eager')")
+    assert one(ranks, compiled) == pytest.approx(expected, abs=1e-5)
     ranks.save("compiled", folder=tmp_path, wait=True)
     ranks.load("compiled", folder=tmp_path)
-    ranks.export(tmp_path / "model")
-    ranks.run(f"build().from_pretrained({str(tmp_path / 'model')!r});")
+    ranks.export(tmp_path / "model", model="net")
+    assert "0.weight" in load_file(tmp_path / "model" / "model.safetensors")
+    ranks.run("del net, steps, loss")
 
 
 def test_a_model_trains_on_after_an_error_in_backward(ranks: Session) -> None:

@@ -228,7 +228,7 @@ def test_a_model_that_only_a_trainer_holds_is_not_lost(trained: Session, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "phases", [("checking", "loading"), nightly(("building", "verifying", "binding"))]
+    "phases", [("loading",), nightly(("checking", "building", "verifying", "binding"))]
 )
 def test_what_fails_in_new_ranks_brings_the_old_number_back(
     trained: Session, phases: tuple[str, ...]

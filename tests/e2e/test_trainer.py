@@ -314,6 +314,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 trainer = make({folder!r}, model, optimizers=(optimizer, scheduler), **{arguments})
 trainer.train()
+trainer.train()
 given = logged(trainer), logged(trainer, "learning_rate")
 """
 

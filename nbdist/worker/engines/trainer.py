@@ -283,7 +283,7 @@ def _keep_optimizer(init: Callable[..., Any]) -> Callable[..., Any]:
         optimizer, scheduler = self.optimizer, self.lr_scheduler
         is_own = isinstance(optimizer, deepspeed.SteppingOptimizerWrapper)
         if is_own and optimizer.engine is self.model_wrapped:
-            return optimizer, None
+            return optimizer, scheduler  # None if the Trainer had created it
         created = init(self, *args, **kwargs)
         is_given = created[0] is not None and optimizer is not None
         return (optimizer, scheduler) if is_given and not is_own else created
