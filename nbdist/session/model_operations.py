@@ -112,14 +112,14 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         change = operations_switch.describe_change(self._choice.describe(), then.describe())
 
+        def record() -> None:
+            self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
+            self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
+
         def switched() -> None:
             self._requested_options, self._choice = requested, then
             self._mark_ready()
             record()
-
-        def record() -> None:
-            self.events.add(TrainingEvent(self.metrics.last_step, "switch", change))
-            self.history.add_command("switch", change.removeprefix(f"{self.place}: "))
 
         # The launcher creates and removes an offload folder when ranks start and end.
         needs_new_ranks = (

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nbdist.worker.operations import RankContext
 
 STALE_REASON = (
-    "This object was prepared before a cell was interrupted within a step. Models and optimizers"
-    " were rebuilt and the variables that held them rebound. Use those variables instead."
+    "This object was prepared before a cell ended within a step, by an error or Stop. Models and"
+    " optimizers were rebuilt, and the variables that held them have the new ones: use those."
 )
 
 

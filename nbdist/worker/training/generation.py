@@ -69,7 +69,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             contexts.enter_context(kind.root_parameters(_engine(prepared.model)))
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
-            prepared.interrupted_pass, prepared.has_evaluated = "", True
+            prepared.interrupted_pass, prepared.may_be_gathered = "", True
             return result
 
     return generate

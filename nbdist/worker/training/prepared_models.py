@@ -90,7 +90,7 @@ class PreparedModel:
     """Parameters that an engine does not train if they are unfrozen after `prepare()`."""
     local_gradients: LocalGradients | None = None
     """Of a DDP model."""
-    has_evaluated: bool = False
+    may_be_gathered: bool = False
     """There was a forward, which may leave parameters gathered, after the last backward."""
 
     @property
@@ -422,7 +422,7 @@ def hook_forward(prepared: PreparedModel) -> None:
 
     def after_forward(*_: object) -> None:
         prepared.interrupted_pass = ""
-        prepared.has_evaluated = gathers
+        prepared.may_be_gathered = gathers
 
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
@@ -459,7 +459,7 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
             model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
         for model in models:
-            model.interrupted_pass, model.has_evaluated = "", False
+            model.interrupted_pass, model.may_be_gathered = "", False
             model.num_pending_micro_batches += 1
             if model.local_gradients is not None:
                 model.local_gradients.check_used()
@@ -483,11 +483,11 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                     " would not average their gradients, and DeepSpeed would not train them."
                     " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1."
                 )
-            if model.has_evaluated:
+            if model.may_be_gathered:
                 # torch 2.13: units that stay gathered after an evaluation between backward and
                 # step would be used in the next forward as they were before the step.
                 layouts.layout_for(model.model)
-                model.has_evaluated = False
+                model.may_be_gathered = False
         average_gradients(_models_of(self))
         with optimizer_step_gate.step(self):
             with memory_probe.step(self):
