@@ -35,12 +35,8 @@ from nbdist.worker.script_session import display, send, start  # noqa: F401 - fo
 
 accelerator, report, save, load, export = start({options})
 '''
-_CLIP = "clip_grad_norm_"
-_ONLY_WITH_NBDIST = {
-    "resume_from_checkpoint": "resumes a Trainer: from a checkpoint of %nbdist save only",
-    _CLIP: "clips gradients, which DeepSpeed does with gradient_clipping in ds_config.json, or",
-}
-"""Text in a cell -> what it needs nbdist for."""
+_RESUMES = "resumes a Trainer: from a checkpoint of %nbdist save only"
+_CLIPS = "clips gradients, which DeepSpeed does with gradient_clipping in ds_config.json, or"
 _SBATCH = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -115,10 +111,12 @@ def write_script(
         numbers = ", ".join(map(str, uses_nbdist))
         notes.append(f"cell {numbers} uses nbdist, so the script needs it: see requirements.txt")
     with_nbdist = with_nbdist or bool(uses_nbdist)
-    for word, note in _ONLY_WITH_NBDIST.items():
+    needs_nbdist = {"resume_from_checkpoint": _RESUMES}
+    if session.options.strategy.engine == "deepspeed":
+        needs_nbdist["clip_grad_norm_"] = _CLIPS
+    for word, note in needs_nbdist.items():
         numbers = ", ".join(str(run.number) for run, _ in runs if _has_word(run, word))
-        is_deepspeed = session.options.strategy.engine == "deepspeed"
-        if numbers and not with_nbdist and (is_deepspeed or word != _CLIP):
+        if numbers and not with_nbdist:
             notes.append(f"cell {numbers} {note} with --with-nbdist (with_nbdist=True)")
     script = build_script(
         runs,
