@@ -43,7 +43,7 @@ _NOT_LOOKED_INTO = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetaModel:
-    """A module as it was before `prepare()`, without parameter data."""
+    """A module as it was before `prepare()`, without parameter data (but of frozen 8-bit ones)."""
 
     model: nn.Module
     """Copy on the meta device; tied parameters stay tied."""
@@ -126,16 +126,35 @@ def materialize(meta_model: MetaModel) -> nn.Module:
 def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
+        if hasattr(tensor, "SCB"):
+            memo[id(tensor)] = _share_8_bit(tensor)
+            continue
         empty = torch.empty_like(tensor, device=device, requires_grad=False)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
+    for module in model.modules():  # the scales of bitsandbytes, which training does not change
+        if (scales := vars(module).get("quant_state")) is not None:
+            memo[id(scales)] = scales
+        if hasattr(state := vars(module).get("state"), "SCB"):
+            memo[id(state)] = copy.copy(state)
     copied: nn.Module = copy.deepcopy(model, memo)
     for module in copied.modules():
         for name, value in vars(module).items():
             if isinstance(value, types.MethodType):
                 vars(module)[name] = types.MethodType(_rebound(value.__func__, memo), module)
     return copied
+
+
+def _share_8_bit(weight: torch.Tensor) -> torch.Tensor:
+    """Return a parameter with the data and the scales of an 8-bit weight of bitsandbytes 0.50.
+
+    It cannot be empty: the layer holds the data in further variables, and sets the parameter's data
+    to them in each forward.
+    """
+    shared = torch.Tensor._make_subclass(type(weight), weight.data, False)  # noqa: FBT003, SLF001
+    vars(shared).update(vars(weight))
+    return shared
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

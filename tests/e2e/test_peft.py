@@ -37,6 +37,7 @@ trainer.train()
 trainer.save_model()
 [row["loss"] for row in trainer.state.log_history if "loss" in row]
 """
+TRAIN_AGAIN = "trainer.train()\n[row['loss'] for row in trainer.state.log_history if 'loss' in row]"
 NF4 = "load_in_4bit=True, bnb_4bit_quant_type='nf4'"
 
 
@@ -228,20 +229,22 @@ def test_a_4_bit_base_is_trained_with_an_adapter_or_refused(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_switch_keeps_a_4_bit_base(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "backends"), [(NF4, ["ddp", "fsdp2"]), ("load_in_8bit=True", ["zero3", "ddp"])]
+)
+def test_a_switch_keeps_a_quantized_base(
+    folder: str, tmp_path: Path, config: str, backends: list[str]
+) -> None:
     pytest.importorskip("bitsandbytes")
-    losses = {}
-    for backend in ("ddp", "fsdp2"):
-        with Session(nproc=2, backend="ddp") as session:
+    losses = []
+    for backend in backends:
+        with Session(nproc=2, backend=backends[0]) as session:
             session.run(f"from tests.fine_tuning import *\nfolder = {folder!r}")
-            session.run(QUANTIZED.format(config=NF4, output=str(tmp_path / backend)))
-            if backend != "ddp":
+            session.run(QUANTIZED.format(config=config, output=str(tmp_path / backend)))
+            if backend != backends[0]:
                 session.switch(backend)
-            losses[backend] = session.run(
-                "trainer.train()\n"
-                "[row['loss'] for row in trainer.state.log_history if 'loss' in row]"
-            ).values[0]
-    assert losses["fsdp2"] == pytest.approx(losses["ddp"], abs=1e-3)
+            losses.append(session.run(TRAIN_AGAIN).values[0])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 
 @pytest.mark.nightly

@@ -25,6 +25,17 @@ def test_a_twin_has_no_data_and_keeps_what_is_shared_and_frozen() -> None:
     assert not any(one.is_meta for one in model.parameters())
 
 
+def test_the_scales_of_quantized_weights_are_shared() -> None:
+    four, eight = nn.Linear(2, 2), nn.Linear(2, 2)
+    four.quant_state = types.SimpleNamespace(absmax=torch.ones(2))  # as in bitsandbytes 0.50
+    eight.weight.SCB = eight.weight.data
+    twin = meta_model.meta_copy(nn.ModuleList([four, eight]))
+    assert twin[0].weight.is_meta
+    assert twin[0].quant_state is four.quant_state
+    assert twin[1].weight.data_ptr() == eight.weight.data_ptr()
+    assert twin[1].weight.SCB is eight.weight.SCB
+
+
 def test_a_module_that_cannot_be_copied_has_no_twin() -> None:
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
