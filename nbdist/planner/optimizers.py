@@ -46,7 +46,9 @@ class OptimizerSpec:
     min_quantized_size: int = 0
     """Smaller tensors keep two fp32 moments."""
     cannot_step: tuple[str, ...] = ()
-    """Strategies whose sharded parameters it cannot step; see `state.optimizer_recipes`."""
+    """Strategies whose sharded parameters it cannot step. torch 2.13: Muon needs matrices, but ZeRO
+    and FSDP1 step parts of flattened parameters; Adafactor's row and column norms fail on DTensors,
+    and so do the kernels of bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor")."""
 
     def state_bytes(
         self,
@@ -184,6 +186,7 @@ _CLASSES: Mapping[str, str] = MappingProxyType(
         "AdamW8bit": "adamw_8bit",
         "PagedAdam8bit": "adamw_8bit",
         "PagedAdamW8bit": "adamw_8bit",
+        "Optimizer8bit": "adamw_8bit",  # base class
         "SGD": "sgd",
         "Lion": "lion",
         "Adagrad": "adagrad",
@@ -216,6 +219,16 @@ def find_optimizer(name: object) -> OptimizerSpec:
             f"Unknown optimizer {requested!r}. {hint}Use one of {', '.join(OPTIMIZERS)}."
         )
     return OPTIMIZERS[_NAMES[key]]
+
+
+def why_unsupported_by(cls: type, backend: str) -> str:
+    """Return why an optimizer cannot train with a backend; empty if it can."""
+    rows = [
+        OPTIMIZERS[_CLASSES[base.__name__]] for base in cls.__mro__ if base.__name__ in _CLASSES
+    ]
+    if any(backend in row.cannot_step for row in rows):
+        return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
+    return ""
 
 
 def trained_shapes(model: ModelSpec, shards: int = 1) -> list[tuple[int, WeightShape]]:

@@ -141,22 +141,6 @@ def is_reshardable(optimizer: Optimizer) -> bool:
     return not why_not_reshardable(type(optimizer))
 
 
-def why_unsupported_by(cls: type, backend: str) -> str:
-    """Return why an optimizer cannot train with a backend, even with new state; empty if it can."""
-    # torch 2.13: Muon needs matrices, but ZeRO and FSDP1 step parts of flattened parameters;
-    # Adafactor's row and column norms fail on FSDP2's DTensors, and so do the kernels of
-    # bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor").
-    for name, backends in _NO_STEP.items():
-        if backend in backends and any(base.__name__ == name for base in cls.__mro__):
-            return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
-    return ""
-
-
-_NO_STEP = {
-    "Muon": frozenset({"fsdp1", "zero1", "zero2", "zero3"}),
-    "Adafactor": frozenset({"fsdp2"}),
-    "Optimizer8bit": frozenset({"fsdp2"}),
-}
 _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
 

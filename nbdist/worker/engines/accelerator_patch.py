@@ -30,8 +30,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
+from nbdist.planner.optimizers import why_unsupported_by
 from nbdist.planner.tracing import wrap_units
-from nbdist.state import optimizer_recipes
 from nbdist.worker import process_group
 from nbdist.worker.engines import cpu_patches, deepspeed, fsdp, sharded_load, wrap_policy
 from nbdist.worker.library_patches import patch
@@ -419,9 +419,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         wrap_policy.keep_4bit_layout(model)
     for arg in args:
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
-            if options and (
-                reason := optimizer_recipes.why_unsupported_by(type(arg), options.backend)
-            ):
+            if options and (reason := why_unsupported_by(type(arg), options.backend)):
                 raise OptionError(f"{reason} or another optimizer.")
             # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed
             # 0.19.8).

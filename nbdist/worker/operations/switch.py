@@ -27,6 +27,7 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
+from nbdist.planner.optimizers import why_unsupported_by
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
@@ -321,9 +322,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             raise SwitchError(owned.recipe.rebuild_error)
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
-        if reason := optimizer_recipes.why_unsupported_by(
-            owned.recipe.optimizer_class, new_options.backend
-        ):
+        if reason := why_unsupported_by(owned.recipe.optimizer_class, new_options.backend):
             raise SwitchError(f"{reason} or another optimizer.")
 
 
