@@ -62,6 +62,11 @@ def test_the_peak_is_that_of_the_allocator(backend: str, quantize: str | None) -
         # The graph keeps the embedding's output, a leaf under checkpointing, and its gradient.
         ({"hidden_size": 512, "intermediate_size": 1216, "head_dim": 64, "vocab_size": 10_027},
          {"devices": "2xcpu", "seq_len": 256, "activation_checkpointing": True}, 105.938),
+        # The last layer's backward needs no saved tensor, so the forward runs again after it.
+        ({"hidden_size": 384, "intermediate_size": 1408, "num_hidden_layers": 2,
+          "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 846},
+         {"devices": "2xcpu", "batch_size": 3, "seq_len": 128, "activation_checkpointing": True},
+         21.892),
     ],
 )  # fmt: skip
 def test_what_int8_adapters_hold_in_a_forward(
@@ -110,7 +115,7 @@ def test_the_argument_of_an_adapted_layer_lives_until_its_call_ends() -> None:
     given = {"devices": "2xcpu", "batch_size": 4, "seq_len": 128, "optimizer": "adamw"}
     adapters = {"lora": 8, "target_modules": "all-linear", "quantize": "nf4"}
     row = plan(config, backend="ddp", activation_checkpointing=True, **given, **adapters).row("ddp")
-    assert row.allocated_bytes / 2**20 == pytest.approx(18.353, rel=0.006)
+    assert row.allocated_bytes / 2**20 == pytest.approx(18.269, rel=0.005)
 
 
 def test_nf4_has_half_a_byte_and_its_scales_per_parameter() -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HALF_BYTES = 2
 FULL_BYTES = 4
+RNG_STATE_BYTES = 5056
+"""Bytes of the state of torch's CPU generator. A checkpointed block keeps a copy."""
 QuantizationMethod = Literal["nf4", "int8"]
 NF4_BLOCK = 64
 """Elements that share a scale."""
@@ -353,19 +355,19 @@ class AutogradTape:
         """Return whether a node saves a tensor's memory."""
         return x.root in self._saved_tensors()
 
-    def forward_peak_bytes(self, first: TapeTensor | None = None) -> int:
-        """Return the peak bytes inside the forward, including what it saves.
-
-        `first` is its input, which the caller holds until the forward ends.
-        """
-        return max(self.forward_peaks(first))
-
     def forward_peaks(
-        self, first: TapeTensor | None = None, *, is_recomputed: bool = False
+        self,
+        first: TapeTensor | None = None,
+        *,
+        is_recomputed: bool = False,
+        stop: int | None = None,
     ) -> list[int]:
         """Return the peak bytes until the second matrix is used, from there to the third, ...
 
-        A forward that is recomputed later saves plain attributes only.
+        Args:
+            first: its input, which the caller holds until the forward ends.
+            is_recomputed: it is recomputed later, and saves plain attributes only.
+            stop: number of operations that run; all by default.
         """
         saved = set(self._attributes() if is_recomputed else self._saved_tensors())
         last: dict[TapeTensor, int] = {}
@@ -377,7 +379,7 @@ class AutogradTape:
         kept = saved | seen
         peaks = [alive]
         num_matrices = 0
-        for number, node in enumerate(self.nodes):
+        for number, node in enumerate(self.nodes[:stop]):
             num_matrices += node.has_matrix
             if num_matrices > len(peaks):
                 peaks.append(alive)
@@ -390,14 +392,18 @@ class AutogradTape:
                     alive -= tensor.size_bytes
         return peaks
 
-    def run_backward(self, incoming: int, held_bytes: int = 0) -> BackwardMoments:
+    def run_backward(
+        self, incoming: int, checkpointed: TapeTensor | None = None
+    ) -> BackwardMoments:
         """Return the moments of the backward that may be its peak, and those of gradients.
 
         Args:
             incoming: bytes of the incoming gradient.
-            held_bytes: additional bytes held throughout, such as a checkpointed input.
+            checkpointed: input of a checkpointed block, the only tensor it saves besides plain
+                attributes, which are not counted.
         """
-        moments, gradients = _run_backward(self.nodes, incoming, held_bytes)
+        recomputation = self._recomputation(checkpointed) if checkpointed else None
+        moments, gradients = _run_backward(self.nodes, incoming, recomputation)
         return BackwardMoments(worst_moments(moments), tuple(gradients))
 
     # -- implementation --------------------------------------------------------------------
@@ -414,6 +420,19 @@ class AutogradTape:
         node.sends, node.passes = sends, passes
         self.nodes.append(node)
         return node.out
+
+    def _recomputation(self, first: TapeTensor) -> _Recomputation:
+        """Return where torch 2.13 runs a checkpointed forward again, and the peak of that.
+
+        It begins when the backward first needs a saved tensor, and ends when the last one is saved
+        (`early_stop`); an operation saves its inputs before it runs.
+        """
+        attributes = set(self._attributes())
+        saving = [n for n, node in enumerate(self.nodes) if set(node.keeps) - attributes]
+        last = self.nodes[saving[-1]]
+        peak = max(self.forward_peaks(first, stop=saving[-1] + (last.out in last.keeps)))
+        peak += RNG_STATE_BYTES if self.device == "cpu" else 0
+        return _Recomputation(last, first, peak - first.size_bytes)
 
     def _attributes(self) -> dict[TapeTensor, None]:
         return {t.root: None for node in self.nodes for t in node.attributes}
@@ -436,8 +455,18 @@ def _operands(x: TapeTensor, y: TapeTensor) -> tuple[TapeTensor, ...]:
     return ((x,) if y.needs_grad else ()) + ((y,) if x.needs_grad else ())
 
 
+class _Recomputation(NamedTuple):
+    """A forward that runs again in the backward."""
+
+    before: TapeNode
+    """Operation whose backward needs it first."""
+    input: TapeTensor
+    peak_bytes: int
+    """Peak inside it, besides its input."""
+
+
 def _run_backward(
-    nodes: Sequence[TapeNode], incoming: int, held: int
+    nodes: Sequence[TapeNode], incoming: int, recomputation: _Recomputation | None
 ) -> tuple[list[BackwardPeakCandidate], list[BackwardPeakCandidate]]:
     """Walk back over the nodes as autograd does.
 
@@ -446,12 +475,19 @@ def _run_backward(
         accumulated after it has run.
     """
     uses = Counter(t.root for node in nodes for t in node.keeps)
-    alive = held + incoming + sum(tensor.size_bytes for tensor in uses)
+    is_saved = recomputation is None
+    saved = [recomputation.input] if recomputation else uses
+    alive = incoming + sum(tensor.size_bytes for tensor in saved)
     grads = 0
     moments = [BackwardPeakCandidate(alive, 0)]
     gradients: list[BackwardPeakCandidate] = []
     waiting = {nodes[-1].out: _PendingGradient(incoming)}
     for node in reversed(nodes):
+        if recomputation and node is recomputation.before:
+            is_saved = True
+            moments.append(BackwardPeakCandidate(alive + recomputation.peak_bytes, grads))
+            again = (tensor for tensor in +uses if tensor is not recomputation.input)
+            alive += sum(tensor.size_bytes for tensor in again)
         gradient = waiting.pop(node.out, None)
         if gradient is None:
             continue
@@ -465,7 +501,7 @@ def _run_backward(
         alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
             uses[tensor.root] -= 1
-            alive -= 0 if uses[tensor.root] else tensor.root.size_bytes
+            alive -= tensor.root.size_bytes if is_saved and not uses[tensor.root] else 0
         if node.weights:
             gradients.append(BackwardPeakCandidate(alive, grads))
         for tensor, new in sent:

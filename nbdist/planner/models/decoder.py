@@ -31,6 +31,7 @@ from nbdist.planner.models.autograd_tape import (
     FULL_BYTES,
     HALF_BYTES,
     NF4_BLOCK,
+    RNG_STATE_BYTES,
     SYMBOLIC_BATCH_SIZE,
     AutogradTape,
     QuantizationMethod,
@@ -443,7 +444,7 @@ class DecoderSpec(ABC):
         position_bytes = positions * tape.element_bytes if self.trains_base else 0
         embedding = LayerActivations(
             saved_bytes=tape.saved_bytes() + saved_bytes,
-            forward_peaks=(tape.forward_peak_bytes() + saved_bytes,),
+            forward_peaks=(max(tape.forward_peaks()) + saved_bytes,),
             backward_moments=worst_moments(
                 moment._replace(held_bytes=moment.held_bytes + position_bytes)
                 for moment in tape.run_backward(stream.size_bytes).peaks
@@ -500,17 +501,13 @@ class DecoderSpec(ABC):
                 gradient_moments=backward.gradients,
             )
             return block, kept
-        # Only the input is saved; the backward begins with another forward.
-        recomputed = BackwardPeakCandidate(tape.forward_peak_bytes(first=x) + out.size_bytes, 0)
-        input_bytes = 0 if tape.is_saved(x) else x.size_bytes
-        backward = tape.run_backward(out.size_bytes, input_bytes)
+        backward = tape.run_backward(out.size_bytes, checkpointed=x)
         block = LayerActivations(
-            saved_bytes=x.size_bytes + kept,
+            saved_bytes=x.size_bytes + kept + (RNG_STATE_BYTES if work.kind == "cpu" else 0),
             input_bytes=x.size_bytes + held,
             forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x, is_recomputed=True)),
             backward_moments=worst_moments(
-                moment._replace(held_bytes=moment.held_bytes + kept)
-                for moment in (recomputed, *backward.peaks)
+                moment._replace(held_bytes=moment.held_bytes + kept) for moment in backward.peaks
             ),
             input_grad_bytes=input_grad,
             gradient_moments=tuple(
@@ -563,7 +560,7 @@ class DecoderSpec(ABC):
         backward = tape.run_backward(out.size_bytes)
         tail = LayerActivations(
             saved_bytes=saved,
-            forward_peaks=(tape.forward_peak_bytes() + INDEX_BYTES * tokens,),
+            forward_peaks=(max(tape.forward_peaks()) + INDEX_BYTES * tokens,),
             backward_moments=backward.peaks,
             input_grad_bytes=x.size_bytes,
             gradient_moments=backward.gradients,
