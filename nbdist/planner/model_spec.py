@@ -143,6 +143,8 @@ class LayerActivations:
 
     saved_bytes: int
     """Bytes kept from its forward until its backward."""
+    kept_bytes: int = 0
+    """Further bytes kept from its forward as long as the graph."""
     forward_peaks: tuple[int, ...]
     """Peak bytes inside its forward, including what it has saved: until its second matrix of
     parameters is used, from there to the third, ...; a single value if that is not known."""
@@ -358,19 +360,21 @@ def _alive(
     model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks
 ) -> tuple[list[int], list[int]]:
     """Bytes of activations and of logits at each of the steps."""
-    before = saved_bytes_before_groups(model, run)
+    before = saved_bytes_before_groups(model, run, in_forward=True)
     activations: list[int] = []
     for indices, part, base in zip(visited, run.layers, before, strict=False):
         for nth in indices:
-            saved = base + nth * part.saved_bytes
+            saved = base + nth * (part.saved_bytes + part.kept_bytes)
             activations += [saved + part.input_bytes, saved + max(part.forward_peaks)]
     # The variable still holds the logits of the previous micro-batch.
     before_loss = run.output_bytes + run.kept_bytes
     logits = [before_loss] * len(activations) + [run.output_bytes + run.loss_bytes]
     activations.append(before[-1])
+    before = saved_bytes_before_groups(model, run)
+    kept = activations[-1] - before[-1]
     for indices, part, base in reversed([*zip(visited, run.layers, before, strict=False)]):
         for nth in reversed(indices) if part.backward_moments else ():
-            saved = base + nth * part.saved_bytes
+            saved = kept + base + nth * part.saved_bytes
             activations += [saved + moment.held_bytes for moment in part.backward_moments]
             activations.append(saved + part.input_grad_bytes)
     return activations, logits + [run.output_bytes] * (len(activations) - len(logits))
@@ -381,9 +385,15 @@ def step_name(phase: str, group: LayerGroup, nth: int) -> str:
     return f"{phase} of {group.name}{f' {nth}' if group.count > 1 else ''}"
 
 
-def saved_bytes_before_groups(model: ModelSpec, run: MicroBatchActivations) -> list[int]:
-    """Return the bytes saved before each group, and after the last."""
+def saved_bytes_before_groups(
+    model: ModelSpec, run: MicroBatchActivations, *, in_forward: bool = False
+) -> list[int]:
+    """Return the bytes saved before each group, and after the last.
+
+    A forward adds what is kept as long as the graph; all of it is alive in the backward.
+    """
     sums = [0]
     for group, part in zip(model.groups, run.layers, strict=True):
-        sums.append(sums[-1] + group.count * part.saved_bytes)
+        each = part.saved_bytes + in_forward * part.kept_bytes
+        sums.append(sums[-1] + group.count * each)
     return sums

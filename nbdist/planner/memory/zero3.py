@@ -201,11 +201,11 @@ class Zero3Timeline(ZeroTimeline):
         self, run: MicroBatchActivations
     ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """Yield the forward of all groups but the tail, then what every stage has."""
-        before = model_spec.saved_bytes_before_groups(self.model, run)
+        before = model_spec.saved_bytes_before_groups(self.model, run, in_forward=True)
         for (group, index), allocations in self._in_forward.items():
             name = model_spec.step_name("forward", self.model.groups[group], index)
             own = run.layers[group]
-            saved = before[group] + index * own.saved_bytes
+            saved = before[group] + index * (own.saved_bytes + own.kept_bytes)
             pairs = [*zip(own.forward_peaks, allocations, strict=False)]
             if len(own.forward_peaks) != len(allocations):
                 pairs = [(max(own.forward_peaks), max(allocations, key=attrgetter("total")))]
@@ -432,9 +432,10 @@ def _uses_in_backward(
     """Order the uses of an instance as in its backward, after `num_grads` elements of gradients."""
     pairs = sorted(zip(parameters, uses, strict=True), key=lambda pair: pair[0].is_last)
     found = []
-    for parameter, use in reversed(pairs):
-        num_grads += parameter.size if parameter.trainable else 0
-        found.append(replace(use, num_grads=num_grads))
+    for _, same in groupby(reversed(pairs), lambda pair: pair[0].module):
+        for parameter, use in reversed([*same]):  # as DeepSpeed lists them
+            num_grads += parameter.size if parameter.trainable else 0
+            found.append(replace(use, num_grads=num_grads))
     if not recompute:
         return found
     # The last layer is gathered for its backward, which begins with the forward of all. What is

@@ -163,10 +163,12 @@ class AutogradTape:
         if method == "nf4":
             restored += FULL_BYTES * (weight // NF4_BLOCK)
         out = TapeTensor(tokens * wide, x.width)
-        in_forward = restored
+        in_forward = in_backward = restored
         if method == "int8" and self.device == "cpu" and x.width == HALF_BYTES:
             restored += 2 * FULL_BYTES * weight  # mul_ with the fp32 scales makes two fp32 copies
-            in_forward = max(in_forward, restored - out.size_bytes)  # before the product
+            # before the product
+            in_forward = max(in_forward, restored - out.size_bytes)
+            in_backward = max(in_backward, restored - x.size_bytes)
         if method == "int8" and self.device == "cuda":
             in_forward = (HALF_BYTES + 1) * x.elements + FULL_BYTES * tokens * wide
         keeps = (x,) if method == "int8" else ()
@@ -177,7 +179,7 @@ class AutogradTape:
                 keeps=keeps,
                 attributes=keeps,
                 sends=(x,),
-                workspace=restored,
+                workspace=in_backward,
             )
         )
 
@@ -399,8 +401,9 @@ class AutogradTape:
 
         Args:
             incoming: bytes of the incoming gradient.
-            checkpointed: input of a checkpointed block, the only tensor it saves besides plain
-                attributes, which are not counted.
+            checkpointed: input of a checkpointed block, which saves nothing else.
+
+        Plain attributes are not counted: all of the model's are alive in the whole backward.
         """
         recomputation = self._recomputation(checkpointed) if checkpointed else None
         moments, gradients = _run_backward(self.nodes, incoming, recomputation)
@@ -474,7 +477,14 @@ def _run_backward(
         All moments, and those at which gradients of weights are complete. A node's own are
         accumulated after it has run.
     """
-    uses = Counter(t.root for node in nodes for t in node.keeps)
+    # Those of a forward that runs again are other tensors, and freed with its graph.
+    attributes = {t.root for node in nodes for t in node.attributes if not recomputation}
+    uses = Counter(
+        t.root
+        for node in nodes
+        for t in node.keeps
+        if t not in node.attributes and t.root not in attributes
+    )
     is_saved = recomputation is None
     saved = [recomputation.input] if recomputation else uses
     alive = incoming + sum(tensor.size_bytes for tensor in saved)
@@ -500,8 +510,9 @@ def _run_backward(
         moments.append(BackwardPeakCandidate(alive + node.workspace, grads, node.weights))
         alive -= gradient.drop() + sum(part.drop() for part in slices)
         for tensor in node.keeps:
-            uses[tensor.root] -= 1
-            alive -= tensor.root.size_bytes if is_saved and not uses[tensor.root] else 0
+            if tensor.root in uses and tensor not in node.attributes:
+                uses[tensor.root] -= 1
+                alive -= tensor.root.size_bytes if is_saved and not uses[tensor.root] else 0
         if node.weights:
             gradients.append(BackwardPeakCandidate(alive, grads))
         for tensor, new in sent:

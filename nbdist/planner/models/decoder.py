@@ -468,11 +468,11 @@ class DecoderSpec(ABC):
             for number, (block_input, count) in enumerate(zip(inputs, counts, strict=False))
         ]
         tail, loss_bytes, output_bytes = self._tail_activations(work, x)
-        kept_bytes = sum(n * size for n, (_, size) in zip(counts, blocks, strict=True))
+        kept_bytes = sum(n * block.kept_bytes for n, block in zip(counts, blocks, strict=True))
         if not self.trains_base and stream.needs_grad:
             kept_bytes += 2 * stream.size_bytes  # a leaf of the graph, and its gradient
         return MicroBatchActivations(
-            layers=(*root, embedding, *(block for block, _ in blocks), tail),
+            layers=(*root, embedding, *blocks, tail),
             loss_bytes=loss_bytes,
             output_bytes=output_bytes if work.keep_outputs else 0,
             kept_bytes=kept_bytes,
@@ -480,42 +480,33 @@ class DecoderSpec(ABC):
 
     def _block_activations(
         self, work: Workload, x: TapeTensor, *, is_first: bool
-    ) -> tuple[LayerActivations, int]:
-        """A block, and the bytes that live as long as the graph."""
+    ) -> LayerActivations:
+        """Compute the activations of a block with an input."""
         tape = self._new_tape(work)
         out = self.record_block(tape, work, x)
-        kept, input_grad = tape.attribute_bytes(), x.size_bytes if x.needs_grad else 0
         held = 0  # embeddings of tokens and positions, which the model's forward holds in variables
         if self.position_weights():
             held = tape.element_bytes * self.hidden * (work.num_tokens + work.seq_len)
         elif not is_first and not work.activation_checkpointing:
             held = 0 if self.trains_base and tape.is_saved(x) else x.size_bytes
+        kept, saved_bytes = tape.attribute_bytes(), x.size_bytes
         if not work.activation_checkpointing:
-            backward = tape.run_backward(out.size_bytes)
-            block = LayerActivations(
-                saved_bytes=tape.saved_bytes(),
-                input_bytes=x.size_bytes + held,
-                forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x)),
-                backward_moments=backward.peaks,
-                input_grad_bytes=input_grad,
-                gradient_moments=backward.gradients,
-            )
-            return block, kept
-        backward = tape.run_backward(out.size_bytes, checkpointed=x)
-        block = LayerActivations(
-            saved_bytes=x.size_bytes + kept + (RNG_STATE_BYTES if work.kind == "cpu" else 0),
-            input_bytes=x.size_bytes + held,
-            forward_peaks=tuple(peak + held for peak in tape.forward_peaks(x, is_recomputed=True)),
-            backward_moments=worst_moments(
-                moment._replace(held_bytes=moment.held_bytes + kept) for moment in backward.peaks
-            ),
-            input_grad_bytes=input_grad,
-            gradient_moments=tuple(
-                moment._replace(held_bytes=moment.held_bytes + kept)
-                for moment in backward.gradients
-            ),
+            saved_bytes = tape.saved_bytes() - kept
+        elif work.kind == "cpu":
+            saved_bytes += RNG_STATE_BYTES
+        peaks = tape.forward_peaks(x, is_recomputed=work.activation_checkpointing)
+        backward = tape.run_backward(
+            out.size_bytes, checkpointed=x if work.activation_checkpointing else None
         )
-        return block, kept
+        return LayerActivations(
+            saved_bytes=saved_bytes,
+            kept_bytes=kept,
+            input_bytes=x.size_bytes + held,
+            forward_peaks=tuple(peak + held for peak in peaks),
+            backward_moments=backward.peaks,
+            input_grad_bytes=x.size_bytes if x.needs_grad else 0,
+            gradient_moments=backward.gradients,
+        )
 
     def _tail_activations(self, work: Workload, x: TapeTensor) -> tuple[LayerActivations, int, int]:
         """Final norm, head and the loss's forward; bytes of the loss, and of the output."""
@@ -598,6 +589,7 @@ def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
     layers = tuple(
         LayerActivations(
             saved_bytes=at(part.saved_bytes),
+            kept_bytes=at(part.kept_bytes),
             input_bytes=at(part.input_bytes),
             forward_peaks=tuple(map(at, part.forward_peaks)),
             backward_moments=moments(part.backward_moments),
