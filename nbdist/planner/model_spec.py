@@ -111,6 +111,8 @@ class LayerGroup:
     """Each parameter of one instance that is not quantized, if known."""
     num_late_tensors: int = 0
     """How many of the root's `tensors`, the last ones, are used after the last block."""
+    ends_with_dropout: bool = False
+    """True if the backward needs a saved tensor before that of the last matrix."""
     tied_tensor: int | None = None
     """Index of the root's tensor that is both the embedding's and the head's weight, if any."""
 

@@ -355,7 +355,7 @@ def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
         for position, (number, each) in enumerate(zip(num_used, sizes, strict=True))
     ]
     last = max((n for n in range(len(found)) if n not in vectors), default=None)
-    if last is not None:
+    if last is not None and not group.ends_with_dropout:
         found[last] = found[last]._replace(is_last=True)
     for position, shape in enumerate(tensors):
         if shape.num_calls_before:

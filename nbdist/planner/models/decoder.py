@@ -80,6 +80,8 @@ class DecoderSpec(ABC):
     tied: bool = False
     attention: Literal["sdpa", "eager"] = "sdpa"
     attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    """Rate of the dropout at the end of a block."""
     element: int = FULL_BYTES
     """Bytes of one parameter as loaded."""
     lora_rank: int = 0
@@ -170,6 +172,7 @@ class DecoderSpec(ABC):
                 kept.append(WeightShape(self.lora_rank, self.lora_rank * shape.into))
                 kept.append(WeightShape(shape.out, shape.out * self.lora_rank))
         group = _layer_group("block", "block", kept, self.layers)
+        group = replace(group, ends_with_dropout=self.residual_dropout > 0)
         if self.quantization is None:
             return group
         return replace(
