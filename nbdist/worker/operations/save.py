@@ -428,6 +428,8 @@ def check_savable(
         raise CheckpointError(prepared.rebuild_error)
     if micro_batches and (problem := prepared_models.pending_gradients(prepared)):
         raise CheckpointError(problem)
+    if optimizers and (problem := prepared_models.prepared_twice([prepared])):
+        raise CheckpointError(problem)
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     if optimizers:

@@ -280,6 +280,8 @@ def check_models(
     release_models.release_unused_models()
     hardware = accelerator_patch.current_config().hardware
     notes: list[str] = []
+    if problem := prepared_models.prepared_twice(prepared_models.models_in_use(variables)):
+        raise SwitchError(problem)
     for prepared in prepared_models.models_in_use(variables):
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
         notes += memory_advice.check_memory(prepared, new_options, hardware, world_size=world_size)
@@ -303,6 +305,12 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             " predefined `accelerator` to switch it."
         )
     layouts.check_layout(prepared.model)
+    names = {meta_model.bare_name(name) for name, _ in prepared.model.named_parameters()}
+    if added := names.symmetric_difference(prepared.meta.names):
+        raise SwitchError(
+            f"{type(prepared.meta.model).__name__} got or lost {len(added)} parameters after"
+            f" accelerator.prepare(), such as {min(added)}. Prepare it again, then switch."
+        )
     prepared_models.refresh_param_groups(prepared)
     # An engine of DeepSpeed holds the optimizer's state, and cannot be restored without it.
     is_from_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ from nbdist.worker.engines import fsdp
 from nbdist.worker.engines.ddp import LocalGradients
 from nbdist.worker.memory import memory_probe, tensor_categories
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.training import release_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -144,6 +146,8 @@ class PreparedModel:
 
 
 _trained: list[PreparedModel] = []
+_by_model: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
+"""By prepared model, also of those whose Trainer is gone."""
 _loaders: list[weakref.ref[DataLoader[Any]]] = []
 
 
@@ -246,9 +250,11 @@ class PrepareCall:
         for arg in args:
             if not isinstance(arg, nn.Module):
                 continue
-            if known := [old for old in all_models() if arg is old.model]:
+            if (known := _by_model.get(arg)) is not None:
                 # A second Trainer with the same model: the first one may be gone.
-                known[0].accelerator = weakref.ref(accelerator)
+                known.accelerator = weakref.ref(accelerator)
+                if known not in _trained:
+                    _trained.append(known)
                 continue
             record = PreparedModel(
                 accelerator=weakref.ref(accelerator), user_model=weakref.ref(arg)
@@ -299,6 +305,7 @@ class PrepareCall:
             if id(before) in self._new and isinstance(after, nn.Module):
                 model = self._new[id(before)]
                 model.wrapper = weakref.ref(after)
+                _by_model[after] = model
                 _trained.append(model)
                 model.frozen = _frozen_for_good(after)
             elif isinstance(after, DataLoader) and not any(
@@ -385,6 +392,27 @@ def pending_gradients(prepared: PreparedModel) -> str:
         f"The gradients of {count} micro-batch{'es' * (count > 1)} are waiting for an optimizer"
         f" step of the {name}. Run the code up to the step, or drop them with zero_grad() of its"
         " optimizer."
+    )
+
+
+def prepared_twice(models: Sequence[PreparedModel]) -> str:
+    """Return a sentence if models share a parameter, or optimizers of one model do."""
+    for is_released in (False, True):
+        living = [model for model in models if model.is_alive]
+        lists = [[model.model.parameters() for model in living]]
+        lists += [
+            [optimizer_parameters(owned.inner_optimizer) for owned in model.live_optimizers]
+            for model in living
+        ]
+        counts = [Counter(each for part in parts for each in {*map(id, part)}) for parts in lists]
+        if all(count < 2 for counter in counts for count in counter.values()):  # noqa: PLR2004
+            return ""
+        if not is_released:  # a Trainer that was deleted is in a reference cycle
+            del lists, living
+            release_models.release_unused_models()
+    return (
+        f"{type(living[0].meta.model).__name__} was prepared twice, as by two Trainers. Delete the"
+        " Trainer or the optimizer that is no longer needed, such as `del trainer`, and repeat."
     )
 
 
