@@ -38,7 +38,8 @@ _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 Locking is skipped there, so only one notebook at a time may save to such a folder.
 """
 _EXPORTED = re.compile(
-    r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|(adapter_)?model\.safetensors\.index\.json"
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|(adapter_)?model\.safetensors\.index\.json"
+    r"|adapter_config\.json"
 )
 """Files written by an export. The next export replaces them even if its file names differ."""
 

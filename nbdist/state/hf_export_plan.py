@@ -82,7 +82,8 @@ def plan_export(
         CheckpointError: the model cannot be exported. The message has the reason.
     """
     kind = type(model).__name__
-    if getattr(model, "hf_quantizer", None) is not None:
+    adapter = is_adapter_only(model)
+    if getattr(model, "hf_quantizer", None) is not None and not adapter:
         raise CheckpointError(
             f"{kind} is quantized and can only be saved by its own save_pretrained."
         )
@@ -92,9 +93,11 @@ def plan_export(
             " its state dict with %nbdist pull."
         )
     state = model.state_dict(keep_vars=True)
+    if adapter:  # its base may have scales
+        known = meta_model.first_names(model)
+        state = {name: value for name, value in state.items() if id(value) in known}
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     provenance = _ProvenanceMode(model, tensors, keys)
-    adapter = is_adapter_only(model)
     try:
         with provenance:
             outputs = _convert(model, dict(provenance.state), adapter=adapter)

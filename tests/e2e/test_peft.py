@@ -244,6 +244,7 @@ def test_a_switch_keeps_a_quantized_base(
             if backend != backends[0]:
                 session.switch(backend)
             losses.append(session.run(TRAIN_AGAIN).values[0])
+            assert "8 tensors" in str(session.export(tmp_path / f"export-{backend}"))
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
 
 

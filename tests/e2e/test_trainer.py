@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from nbdist import CellError, Session
+from nbdist import CellError, Session, SwitchError
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.e2e.training import one
@@ -80,7 +80,42 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     ranks.switch("ddp" if backend != "ddp" else "zero2")
     with pytest.raises(CellError, match=rf"was saved under {backend[:4]}.*, but the session uses"):
         ranks.run(RESUMED)
+    other = tmp_path / "checkpoint-8" / ranks.options.strategy.trainer_state_files.replace("*", "8")
+    other.parent.mkdir(exist_ok=True)
+    other.touch()  # as if a run under this backend had saved to the same folder
+    with pytest.raises(CellError, match="checkpoint-8 has files of two runs"):
+        ranks.run(RESUMED)
     ranks.switch(backend)
+
+
+RERUN = """
+trainer = make({folder!r}, model=model)
+trainer.train()
+trainer.evaluate()["eval_loss"]
+"""
+
+
+def test_a_model_has_another_trainer(ranks: Session, tmp_path: Path) -> None:
+    if (backend := ranks.backend) not in {"ddp", "fsdp2"}:
+        pytest.skip("refuses to prepare a model again")
+    other = "ddp" if backend == "fsdp2" else "fsdp2"
+    ranks.run("model = build(0.1)")
+    losses = [one(ranks, RERUN.format(folder=str(tmp_path))) for _ in range(2)]
+    assert losses[1] < losses[0]
+    ranks.save("again", folder=tmp_path, wait=True)
+    ranks.run(f"second = make({str(tmp_path)!r}, model=model)\nsecond.train()")
+    with pytest.raises(SwitchError, match="LlamaForCausalLM was prepared twice, as by two Trainer"):
+        ranks.switch(other)
+    ranks.run("del trainer\nmodel.extra = torch.nn.Linear(2, 2)")
+    with pytest.raises(
+        SwitchError, match=r"got or lost 2 parameters after .*, such as extra\.bias"
+    ):
+        ranks.switch(other)
+    ranks.run("del model.extra")
+    ranks.switch(other)
+    assert one(ranks, "accelerator.unwrap_model(model) is second.model")
+    ranks.switch(backend)
+    ranks.run("del model, second")
 
 
 STOPPED = """

@@ -201,6 +201,11 @@ def _check_backend(trainer: Any, path: Any) -> None:
         if other.trainer_state_files != strategy.trainer_state_files
         and any(Path(path).glob(other.trainer_state_files))
     ]
+    if names and any(Path(path).glob(strategy.trainer_state_files)):
+        raise OptionError(
+            f"{path} has files of two runs, under {strategy.name} and under {' or '.join(names)}."
+            " Delete it and resume from another checkpoint. Use an output_dir for each run."
+        )
     if names:
         raise OptionError(
             f"{path} was saved under {' or '.join(names)}, but the session uses"
