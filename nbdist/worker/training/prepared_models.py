@@ -411,8 +411,8 @@ def prepared_twice(models: Sequence[PreparedModel]) -> str:
             del lists, living
             release_models.release_unused_models()
     return (
-        f"{type(living[0].meta.model).__name__} was prepared twice, as by two Trainers. Delete the"
-        " Trainer or the optimizer that is no longer needed, such as `del trainer`, and repeat."
+        "A model was prepared twice, or two optimizers train the same parameter. Delete the Trainer"
+        " or the optimizer that is no longer needed, such as `del trainer`, and repeat."
     )
 
 
