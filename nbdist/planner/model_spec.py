@@ -170,6 +170,9 @@ class MicroBatchActivations:
     """Peak bytes of the loss and its gradients, in addition to saved tensors and outputs."""
     output_bytes: int
     """Bytes of the model's output (logits) that the cell's variable keeps alive."""
+    batch_bytes: int = 0
+    """Bytes of the batch, which the cell's variable keeps alive in the optimizer step too; 0 for
+    texts."""
     kept_bytes: int = 0
     """Bytes of activations that live as long as the graph: until the loss's variable changes."""
 

@@ -30,7 +30,7 @@ def fields() -> dict[str, Any]:
         "gradients": [[[10, 20], 7]],
         "flops": 5.0,
     }
-    run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2]}
+    run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2], "batch": [0, 8]}
     group = {
         "count": 2,
         "trainable": 7,
@@ -242,8 +242,17 @@ def test_another_transformers_is_another_trace(
         {"groups": []},
         {"groups": 7},
         {"passes": {"cuda half": 7}},
-        {"passes": {"cuda half": {"groups": [], "loss": [], "outputs": [0, 1]}}},
-        {"passes": {"cuda half": {"groups": [], "loss": [], "outputs": [float("nan"), 1]}}},
+        {"passes": {"cuda half": {"groups": [], "loss": [], "outputs": [0, 1], "batch": [0, 1]}}},
+        {
+            "passes": {
+                "cuda half": {
+                    "groups": [],
+                    "loss": [],
+                    "outputs": [float("nan"), 1],
+                    "batch": [0, 1],
+                }
+            }
+        },
         {"more": 1},
     ],
     ids=str,

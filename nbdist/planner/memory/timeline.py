@@ -199,11 +199,10 @@ class StepTimeline(ABC):
         """
 
     def other_allocations(
-        self,
-        run: MicroBatchActivations,  # noqa: ARG002 - of a subclass
+        self, run: MicroBatchActivations
     ) -> Iterator[tuple[str, NonActivationMemory, int]]:
         """Yield name, memory and bytes of activations for moments that are not steps of a walk."""
-        yield "optimizer step", self._update, 0
+        yield "optimizer step", self._update, run.batch_bytes
 
     def memory_usage(self, run: MicroBatchActivations) -> Iterator[MemoryUsage]:
         """Yield all moments of an optimizer step with such micro-batches."""

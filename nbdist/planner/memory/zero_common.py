@@ -152,7 +152,7 @@ class ZeroTimeline(timeline.StepTimeline):
         for reduction, allocation in self._peak_reductions:
             yield "gradient reduction", allocation, self._alive(reduction, run, before)
         for name, allocation in self._updates:
-            yield name, allocation, 0
+            yield name, allocation, run.batch_bytes
 
     @cached_property
     def _updates(self) -> list[tuple[str, NonActivationMemory]]:

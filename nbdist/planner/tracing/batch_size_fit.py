@@ -49,6 +49,7 @@ class MemoryTraceByGroup(NamedTuple):
     loss_moments: list[tuple[int, int]]
     """After the model has returned; bytes on top of the model's output as well."""
     output_bytes: int
+    batch_bytes: int
 
 
 def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
@@ -76,7 +77,7 @@ def split_by_group(recording: MicroBatchMemoryTrace) -> MemoryTraceByGroup:
         before += saved
     inside = _subtract_saved(spans.get(("exit", 0), []), before)
     loss = _subtract_saved(spans.get(("returned", 0), []), before + recording.output_bytes)
-    return MemoryTraceByGroup(groups, inside, loss, recording.output_bytes)
+    return MemoryTraceByGroup(groups, inside, loss, recording.output_bytes, recording.batch_bytes)
 
 
 def _subtract_saved(moments: Iterable[tuple[int, int]], before: int) -> list[tuple[int, int]]:
@@ -132,6 +133,7 @@ def fit_two_batch_sizes(
         "inside": front(recording.head_moments, other.head_moments),
         "loss": front(recording.loss_moments, other.loss_moments),
         "outputs": fit_line(recording.output_bytes, batch, other.output_bytes, other_batch),
+        "batch": fit_line(recording.batch_bytes, batch, other.batch_bytes, other_batch),
     }
 
 
@@ -161,6 +163,7 @@ def extend_to_full_depth(run: dict[str, Any], times: Sequence[int]) -> dict[str,
         "groups": groups,
         "loss": pareto_front([*inside, *run["loss"]]),
         "outputs": run["outputs"],
+        "batch": run["batch"],
     }
 
 

@@ -74,6 +74,8 @@ class MicroBatchMemoryTrace(NamedTuple):
     autocast's copies of weights that no operation has saved."""
     output_bytes: int
     """Bytes of the model's output."""
+    batch_bytes: int
+    """Bytes of the batch."""
     gradients: dict[int, list[MemoryTracePoint]]
     """Moments at which a gradient of a group is complete, by group index."""
     depends_on_values: bool
@@ -116,6 +118,7 @@ def record_micro_batch(
         saved,
         passing,
         sum(_sizes(outputs).values()),
+        sum(_sizes(batch).values()),
         trace.gradients,
         trace.depends_on_values,
     )

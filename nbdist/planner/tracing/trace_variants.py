@@ -330,6 +330,7 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
                 "groups": [row.parts[column] for row in merged] + ends,
                 "loss": run["loss"],
                 "outputs": run["outputs"],
+                "batch": run["batch"],
             }
             for column, (name, run) in enumerate(passes.items())
         }
