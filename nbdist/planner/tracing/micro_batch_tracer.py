@@ -383,7 +383,8 @@ def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
     """Return the bytes that a convolution needs on this processor besides its result.
 
     oneDNN copies weights, inputs and results into layouts that depend on the processor. Real
-    convolutions of one and of two images measure them; more images need proportionally more.
+    convolutions measure them: of one image, or of two and of three, from which more images differ
+    proportionally.
 
     Args:
         num_batched: number of leading arguments whose first dimension is that of the images.
@@ -392,8 +393,11 @@ def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
         (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else _hashable(arg)
         for arg in args
     )
-    small, large = (_measure_workspace(operation, num_batched, n, described) for n in (1, 2))
-    return small + (len(args[0]) - 1) * (large - small)
+    measure = partial(_measure_workspace, operation, num_batched, described=described)
+    if (num_images := len(args[0])) == 1:
+        return measure(1)
+    small, large = measure(2), measure(3)
+    return small + (num_images - 2) * (large - small)
 
 
 def _hashable(value: Any) -> Any:

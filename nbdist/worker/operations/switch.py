@@ -21,6 +21,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from nbdist.errors import SwitchError
@@ -30,7 +31,7 @@ from nbdist.number_formatting import format_bytes
 from nbdist.planner.optimizers import why_unsupported_by
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
-from nbdist.state.layouts.base import is_deepspeed_engine, unwrap_compiled
+from nbdist.state.layouts.base import bare_name, is_deepspeed_engine, unwrap_compiled
 from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_advice, memory_probe
@@ -305,12 +306,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             " predefined `accelerator` to switch it."
         )
     layouts.check_layout(prepared.model)
-    names = {meta_model.bare_name(name) for name, _ in prepared.model.named_parameters()}
-    if added := names.symmetric_difference(prepared.meta.names):
-        raise SwitchError(
-            f"{type(prepared.meta.model).__name__} got or lost {len(added)} parameters after"
-            f" accelerator.prepare(), such as {min(added)}. Prepare it again, then switch."
-        )
+    _check_parameters(prepared)
     prepared_models.refresh_param_groups(prepared)
     # An engine of DeepSpeed holds the optimizer's state, and cannot be restored without it.
     is_from_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))
@@ -332,6 +328,25 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             _check_optimizer(owned, prepared, new_options)
         if reason := why_unsupported_by(owned.recipe.optimizer_class, new_options.backend):
             raise SwitchError(f"{reason} or another optimizer.")
+
+
+def _check_parameters(prepared: PreparedModel) -> None:
+    """Raise if a model does not have the parameters that it was prepared with, by their names."""
+    engine: Any = unwrap_compiled(prepared.model)
+    is_wrapped = is_deepspeed_engine(engine) or isinstance(engine, DistributedDataParallel)
+    parameters = (engine.module if is_wrapped else engine).named_parameters()
+    names = {bare_name(name) for name, _ in parameters}
+    if changed := names.symmetric_difference(prepared.meta.names):
+        raise SwitchError(
+            f"{type(prepared.meta.model).__name__} got or lost {len(changed)} parameters after"
+            f" accelerator.prepare(), such as {min(changed)}. Create it with the parameters that it"
+            " has now, prepare that, then switch."
+        )
+    if prepared.live_optimizers and not is_wrapped and any(n[:7] == "module." for n in names):
+        raise SwitchError(
+            f"{type(prepared.meta.model).__name__} has a submodule called `module`, which a switch"
+            " from FSDP would take for a wrapper. Rename it."
+        )
 
 
 def check_host_memory(needed: int) -> None:

@@ -396,23 +396,30 @@ def pending_gradients(prepared: PreparedModel) -> str:
 
 
 def prepared_twice(models: Sequence[PreparedModel]) -> str:
-    """Return a sentence if models share a parameter, or optimizers of one model do."""
+    """Return a sentence if models train the same parameter, or optimizers of one model do.
+
+    Optimizers of different classes whose state has different names are allowed.
+    """
     for is_released in (False, True):
-        living = [model for model in models if model.is_alive]
-        lists = [[model.model.parameters() for model in living]]
-        lists += [
-            [optimizer_parameters(owned.inner_optimizer) for owned in model.live_optimizers]
-            for model in living
-        ]
-        counts = [Counter(each for part in parts for each in {*map(id, part)}) for parts in lists]
-        if all(count < 2 for counter in counts for count in counter.values()):  # noqa: PLR2004
+        alive = [model for model in models if model.is_alive]
+        trained = Counter(
+            id(each) for model in alive for each in model.model.parameters() if each.requires_grad
+        )
+        states = Counter(
+            (number, id(each), name)
+            for number, model in enumerate(alive)
+            for optimizer in [owned.inner_optimizer for owned in model.live_optimizers]
+            for each in optimizer_parameters(optimizer)
+            for name in {type(optimizer).__name__, *optimizer.state.get(each, ())}
+        )
+        if max([*trained.values(), *states.values()], default=0) <= 1:
             return ""
         if not is_released:  # a Trainer that was deleted is in a reference cycle
-            del lists, living
             release_models.release_unused_models()
     return (
-        "A model was prepared twice, or two optimizers train the same parameter. Delete the Trainer"
-        " or the optimizer that is no longer needed, such as `del trainer`, and repeat."
+        "A model was prepared twice, or two optimizers have the state of one parameter. Delete the"
+        " Trainer, prepared model, optimizer or scheduler that is no longer needed, such as"
+        " `del trainer`, and repeat."
     )
 
 
