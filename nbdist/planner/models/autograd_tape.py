@@ -430,8 +430,7 @@ class AutogradTape:
         It begins when the backward first needs a saved tensor, and ends when the last one is saved
         (`early_stop`); an operation saves its inputs before it runs.
         """
-        attributes = set(self._attributes())
-        saving = [n for n, node in enumerate(self.nodes) if set(node.keeps) - attributes]
+        saving = [n for n, node in enumerate(self.nodes) if {*node.keeps} - {*node.attributes}]
         last = self.nodes[saving[-1]]
         peak = max(self.forward_peaks(first, stop=saving[-1] + (last.out in last.keeps)))
         peak += RNG_STATE_BYTES if self.device == "cpu" else 0
