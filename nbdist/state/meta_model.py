@@ -43,7 +43,7 @@ _NOT_LOOKED_INTO = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MetaModel:
-    """A module as it was before `prepare()`, without parameter data (but of frozen 8-bit ones)."""
+    """A module as it was before `prepare()`, without parameter data except 8-bit weights."""
 
     model: nn.Module
     """Copy on the meta device; tied parameters stay tied."""
@@ -126,7 +126,7 @@ def materialize(meta_model: MetaModel) -> nn.Module:
 def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if hasattr(tensor, "SCB"):
+        if hasattr(tensor, "SCB"):  # 8-bit, with scales
             memo[id(tensor)] = _share_8_bit(tensor)
             continue
         empty = torch.empty_like(tensor, device=device, requires_grad=False)

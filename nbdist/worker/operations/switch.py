@@ -342,7 +342,7 @@ def _check_parameters(prepared: PreparedModel) -> None:
             f" accelerator.prepare(), such as {min(changed)}. Create it with the parameters that it"
             " has now, prepare that, then switch."
         )
-    if prepared.live_optimizers and not is_wrapped and any(n[:7] == "module." for n in names):
+    if prepared.live_optimizers and not is_wrapped and any(n.startswith("module.") for n in names):
         raise SwitchError(
             f"{type(prepared.meta.model).__name__} has a submodule called `module`, which a switch"
             " from FSDP would take for a wrapper. Rename it."
