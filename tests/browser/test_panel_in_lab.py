@@ -105,6 +105,7 @@ def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel, way: str
     notebook.comms_while_busy(served=True)
 
 
+@pytest.mark.nightly
 def test_switch_from_a_row_of_the_plan(notebook: Notebook, panel: Panel) -> None:
     panel.tab("Strategies").click()
     row = panel.root.get_by_role("button", name=re.compile("^fsdp2 fits"))
@@ -181,6 +182,7 @@ def test_axe_finds_nothing(notebook: Notebook, panel: Panel) -> None:
     assert found == []
 
 
+@pytest.mark.nightly
 def test_a_reload_finds_the_history_and_a_second_view(notebook: Notebook, panel: Panel) -> None:
     last = panel.step()
     notebook.save()

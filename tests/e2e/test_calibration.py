@@ -81,6 +81,7 @@ def measured(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Calibr
     return ranks.calibrate(disk=tmp_path_factory.mktemp("disk"))
 
 
+@pytest.mark.nightly
 def test_each_collective_is_measured_at_four_sizes_and_its_latency(
     measured: CalibrationReport,
 ) -> None:

@@ -163,6 +163,7 @@ def test_sigterm_to_a_rank_does_not_end_the_ranks_of_a_restart(session: Session)
     assert session.run("__import__('time').sleep(1); rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("B17")
 def test_sigterm_to_a_kernel_that_runs_a_cell_saves_before_it_ends(folder: Path) -> None:
     with LiveKernel(folder) as kernel:

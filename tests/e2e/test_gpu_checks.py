@@ -31,6 +31,7 @@ def rows(out: Path) -> dict[str, dict[str, Any]]:
     return {row["check"]: row for row in json.loads((out / "gpu.json").read_text())["checks"]}
 
 
+@pytest.mark.nightly
 def test_a_short_rehearsal_writes_gpu_json_and_the_table(tmp_path: Path) -> None:
     names = "start,device-before,train-bf16-ddp,descriptors,collectives,fp8"
     process = started(tmp_path, "--only", names)

@@ -136,6 +136,7 @@ def test_it_goes_to_other_engines_and_back(two_nodes: Session) -> None:
     assert apart(found, expected) <= 1e-6
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_the_same_under_it(two_nodes: Session, tmp_path: Path) -> None:
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))

@@ -560,6 +560,7 @@ with Session(2, engine=ClusterLauncherProvider(cluster)) as session:
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("N4")
 def test_nodes_end_with_a_killed_kernel(folder: Path) -> None:  # noqa: ARG001 - runs there
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as kernel:

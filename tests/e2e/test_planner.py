@@ -393,6 +393,7 @@ accelerator.prepare(model, DataLoader(Stuck(), batch_size=2))
 """
 
 
+@pytest.mark.nightly
 def test_stop_during_a_decision_stops_all_ranks(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
 

@@ -97,6 +97,7 @@ def test_a_job_has_the_losses_of_the_session(session: Session, tmp_path: Path) -
     assert written(tmp_path / "job") == losses
 
 
+@pytest.mark.nightly
 def test_a_job_exports_the_model_that_was_named(session: Session, tmp_path: Path) -> None:
     train(session)
     session.run("runtime = 3.0\nother = accelerator.prepare(nn.Linear(8, 8))")

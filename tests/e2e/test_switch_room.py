@@ -38,6 +38,7 @@ def session(trained: Session) -> Iterator[Session]:
     trained.run("choose.available_bytes = really_free", output="none")
 
 
+@pytest.mark.nightly
 def test_state_larger_than_the_device_is_refused_before_anything_moves(session: Session) -> None:
     session.run(WITH.format(free=STATE_BYTES * 3 // 4), output="none")
     with pytest.raises(SwitchError, match=r"under ddp: a rank needs [\d.]+ KiB for weights"):

@@ -76,6 +76,7 @@ def test_twenty_thousand_displays_end_with_their_cell(
     assert rest(capsys) == "[0-1] next\n"  # nothing of the flood comes after its cell
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("D1")
 @pytest.mark.timeout(120)
 def test_two_hundred_thousand_lines_are_counted(

@@ -118,6 +118,7 @@ def test_the_next_start_removes_what_is_left_whichever_process_was_killed_first(
     assert not running.files()
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("B7")
 def test_a_launcher_that_was_stopped_is_ended_by_the_next_start(running: Running) -> None:
     running.launcher.suspend()

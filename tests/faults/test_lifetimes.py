@@ -91,6 +91,7 @@ def test_stale_environment_and_busy_port(monkeypatch: pytest.MonkeyPatch) -> Non
             assert session.run("(rank, world_size)").values == {0: (0, 2), 1: (1, 2)}
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("A7")
 def test_a_kernel_that_used_accelerate_and_openmp(tmp_path: Path) -> None:
     with LiveKernel(tmp_path, ACCELERATE_USE_FSDP="true") as kernel:

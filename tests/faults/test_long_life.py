@@ -157,6 +157,7 @@ def check(cells: int, restarts: int, switches: int, *, warm: bool) -> None:
             holds_no_more(session, before, UNKNOWN if what == "restarts" and not warm else set())
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("F7")
 @pytest.mark.timeout(180)
 def test_what_a_session_holds_does_not_grow() -> None:

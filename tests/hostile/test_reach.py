@@ -137,6 +137,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("S10")
 def test_a_strangers_store_client_and_junk_get_nothing_and_stop_nothing(session: Session) -> None:
     pids = [rank["pid"] for rank in session.status()["ranks"]]
