@@ -95,8 +95,12 @@ def try_meta_copy(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def capture_meta_model(model: nn.Module) -> MetaModel:
+def capture_meta_model(model: nn.Module, *, before_engine: MetaModel | None = None) -> MetaModel:
     """Capture what is needed to rebuild a bare model.
+
+    Args:
+        before_engine: the capture of a model that was in an engine of DeepSpeed since, which has
+            changed its dtype: that of this capture is kept.
 
     Raises:
         SwitchError: the module contains an object that cannot be copied.
@@ -107,7 +111,15 @@ def capture_meta_model(model: nn.Module) -> MetaModel:
         for name, buffer in model.named_buffers()
         if name not in persistent
     }
-    return MetaModel(model=meta_copy(model), buffers=buffers)
+    copied = meta_copy(model)
+    if before_engine is not None:
+        buffers |= {n: each for n, each in before_engine.buffers.items() if n in buffers}
+        tensors = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
+        earlier = before_engine.model
+        for name, before in (*earlier.named_parameters(), *earlier.named_buffers()):
+            if name in tensors:
+                tensors[name].data = tensors[name].data.to(before.dtype)
+    return MetaModel(model=copied, buffers=buffers)
 
 
 def materialize(meta_model: MetaModel) -> nn.Module:
@@ -129,7 +141,9 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
         if hasattr(tensor, "SCB"):  # 8-bit, with scales
             memo[id(tensor)] = _share_8_bit(tensor)
             continue
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        # an adapter's base may be partitioned by ZeRO-3 already
+        shape = getattr(tensor, "ds_shape", tensor.shape)
+        empty = torch.empty(shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty

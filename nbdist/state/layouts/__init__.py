@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-__all__ = ["Layout", "check_layout", "free_model", "kind_of", "layout_for"]
+__all__ = ["Layout", "check_layout", "free_engine", "free_model", "kind_of", "layout_for"]
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def free_model(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> None:
     for optimizer in map(innermost_optimizer, optimizers):
         _free_optimizer(optimizer)
     if is_deepspeed_engine(prepared):
-        _free_deepspeed(prepared)
+        free_engine(prepared)
     for module in modules:
         if isinstance(module, FSDPModule):
             _free_fsdp2(module)
@@ -163,7 +163,8 @@ def _free_optimizer(optimizer: Any) -> None:
         group["params"] = []
 
 
-def _free_deepspeed(engine: Any) -> None:
+def free_engine(engine: Any) -> None:
+    """Free a DeepSpeed engine and its optimizer, but not the parameters of its module."""
     zero = vars(engine).get("optimizer")
     try:
         engine.destroy()

@@ -393,7 +393,7 @@ def renew_deepspeed_plugin(state: AcceleratorState) -> None:
 
 
 def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None = None) -> Any:
-    args = tuple(map(wrap_policy.compile_in_place, args))
+    args = _allow_second_prepare(self, args)
     models = [arg for arg in args if isinstance(arg, nn.Module)]
     for model in _evaluated.intersection(models):
         # accelerate 1.15 treats a model prepared for evaluation as prepared: with DDP, a Trainer
@@ -436,6 +436,14 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
     generation.patch_generate()
     memory_probe.start_probe(self, result, options)
     return result
+
+
+def _allow_second_prepare(self: Accelerator, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what to prepare instead of models and optimizers that were prepared before."""
+    args = tuple(map(prepared_models.prepared_form, map(wrap_policy.compile_in_place, args)))
+    if self.distributed_type == DistributedType.DEEPSPEED:
+        return deepspeed.release_earlier_engines(args)
+    return args
 
 
 def _remove_empty_groups(optimizer: Optimizer) -> None:

@@ -37,11 +37,12 @@ from torch.utils.data import DataLoader
 
 from nbdist.errors import OptionError
 from nbdist.signal_handling import defer_interrupt
+from nbdist.state import layouts
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.worker.engines import cpu_patches, wrap_policy
 from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
-from nbdist.worker.training.rebind_variables import is_stale
+from nbdist.worker.training.rebind_variables import ReplacementMap, is_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,6 +64,20 @@ _SHOWN = "_nbdist_shown"
 
 _FIRST_CONFIG = "_nbdist_config"
 """Attribute of an Accelerator with its DeepSpeed config as it was before the first `prepare()`."""
+
+_OF_ZERO3_MODULES = (
+    "_external_params",
+    "all_parameters",
+    "applied_pre_backward_ref_cnt",
+    "ds_external_parameters",
+    "ds_grads_remaining",
+    "ds_id",
+    "ds_inflight_param_registry",
+    "ds_recompute_parameters",
+    "post_bwd_fn",
+    "pre_bwd_fn",
+)
+"""Attributes that deepspeed 0.19.8 adds to each module under ZeRO-3, some with its engine."""
 
 CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
@@ -468,6 +483,72 @@ def _cast_inputs(engine: Any) -> None:
     engine.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
+def release_earlier_engines(args: Sequence[object]) -> tuple[object, ...]:
+    """Free the engines of models that get a new optimizer, and return the args with bare models.
+
+    A second Trainer with the same model does this. The new engine starts from the weights in the
+    dtype of the earlier one, as without nbdist.
+
+    Raises:
+        OptionError: the optimizer has no parameters, or the earlier engine has them on NVMe.
+    """
+    bare: list[Any] = list(args)
+    optimizers = [arg for arg in args if isinstance(arg, (Optimizer, DummyOptim))]
+    if not optimizers or any(isinstance(each, DeepSpeedOptimizerWrapper) for each in optimizers):
+        return tuple(bare)
+    groups = [each.param_groups for each in optimizers if isinstance(each, Optimizer)]
+    if groups and not any(group["params"] for each in groups for group in each):
+        raise OptionError(
+            "The optimizer has no parameters. If the model is frozen, as after peft's"
+            " merge_and_unload(), call model.requires_grad_(True) before the optimizer is created."
+        )
+    for position, model in enumerate(bare):
+        for engine in _living_engines() if isinstance(model, nn.Module) else ():
+            module: nn.Module = engine.module
+            # Also an adapter around the model, or the base of an adapter that was merged.
+            if module in set(model.modules()) or model in set(module.modules()):
+                if model is engine:
+                    bare[position] = module
+                _release(engine)
+    return tuple(bare)
+
+
+def _release(engine: Any) -> None:
+    """Free an engine and its optimizer; its module keeps the parameters, which may be partitioned.
+
+    A Trainer may still hold them, so they are made to raise when they are used.
+    """
+    module = engine.module
+    if getattr(engine.optimizer, "params_in_nvme_and_cpu", False):
+        raise OptionError(
+            f"This {type(module).__name__} is already in a DeepSpeed engine with its weights on"
+            " NVMe. Create it again for another optimizer or Trainer."
+        )
+    _engines.pop(module, None)
+    replaced = ReplacementMap()
+    for number, part in enumerate(prepared_models.forget(engine)):
+        replaced.add_old(number, part)
+    layouts.free_engine(engine)
+    replaced.invalidate(
+        "The model of this object was given to another Trainer or optimizer. Use that one, or"
+        " create this one again with the model."
+    )
+    for part in module.modules():
+        attributes = vars(part)
+        if attributes.pop("_original_parameters", None) is not None:
+            attributes["_parameters"] = dict(attributes["_parameters"])
+        for name in _OF_ZERO3_MODULES:
+            attributes.pop(name, None)
+        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
+            # deepspeed 0.19.8 leaves those of the engine
+            for key in [key for key, hook in hooks.items() if _is_of_engine(hook)]:
+                del hooks[key]
+
+
+def _is_of_engine(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("deepspeed.", "nbdist."))
+
+
 def prepare(
     accelerator: Accelerator,
     original: Callable[..., Any],
@@ -490,8 +571,8 @@ def prepare(
     used = accelerator.state.deepspeed_plugin
     if options is not None:
         _match_accumulation(accelerator, used.deepspeed_config)
-    if find_engine(model) is not None:
-        return _prepare_for_engine(accelerator, original, args, model, optimizer)
+    if (earlier := find_engine(model)) is not None:
+        return _prepare_for_engine(accelerator, original, args, earlier)
     _check_supported(used.zero_stage, model, optimizers)
     if model is None:
         # accelerate 1.15 returns schedulers without a model as they are: with N ranks they would
@@ -585,32 +666,19 @@ def find_engine(model: nn.Module | None) -> Any:
 
 
 def _prepare_for_engine(
-    accelerator: Accelerator,
-    original: Callable[..., Any],
-    args: Sequence[object],
-    model: nn.Module | None,
-    optimizer: object,
+    accelerator: Accelerator, original: Callable[..., Any], args: Sequence[object], engine: Any
 ) -> Any:
-    """Prepare the remaining objects for an existing engine and its optimizer.
-
-    Raises:
-        OptionError: the model is already wrapped in an engine with another optimizer.
-    """
-    engine = find_engine(model)
-    if model is not engine or getattr(optimizer, "engine", engine) is not engine:
-        raise OptionError(
-            f"This {type(getattr(engine, 'module', engine)).__name__} is already in a DeepSpeed "
-            "engine. Build a new model and use one call for both: "
-            "model, optimizer = accelerator.prepare(model, optimizer)."
-        )
+    """Prepare the remaining objects for an existing engine and its optimizer."""
     accelerator.deepspeed_engine_wrapped = BackwardOnlyEngineWrapper(engine)
     if all(known is not engine for known in accelerator._models):  # noqa: SLF001
         # A Trainer's train() has freed the list, and would prepare the model for an evaluation.
         accelerator._models.append(engine)  # noqa: SLF001
-    rest = [arg for arg in args if arg is not engine and arg is not optimizer]
+    kept = {id(arg): arg for arg in args if isinstance(arg, DeepSpeedOptimizerWrapper)}
+    kept |= {id(arg): engine for arg in args if isinstance(arg, nn.Module)}
+    rest = [arg for arg in args if id(arg) not in kept]
     prepared = original(accelerator, *rest) if rest else ()
     remaining = iter(prepared if len(rest) > 1 else [prepared])
-    result = [arg if arg is engine or arg is optimizer else next(remaining) for arg in args]
+    result = [kept[id(arg)] if id(arg) in kept else next(remaining) for arg in args]
     return tuple(result) if len(result) > 1 else result[0]
 
 

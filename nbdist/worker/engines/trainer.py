@@ -24,14 +24,20 @@ from torch.distributed.tensor import DTensor
 
 from nbdist import checkpoint
 from nbdist.checkpoint.name_validation import MANIFEST_NAME
-from nbdist.errors import OptionError
+from nbdist.errors import OptionError, SwitchError
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.strategies import STRATEGIES
 from nbdist.worker import process_group
 from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.library_patches import patch, patched, when_imported
-from nbdist.worker.training import generation, prepared_models, rng_state, trainer_state
+from nbdist.worker.training import (
+    generation,
+    prepared_models,
+    rebind_variables,
+    rng_state,
+    trainer_state,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -114,6 +120,7 @@ def _resume(
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trainer_state.register_trainer(self)
+        _forget_released_engine(self)
         path = resume_from_checkpoint
         if path and path is not True:
             wait_for_save()
@@ -223,6 +230,7 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _forget_released_engine(self)
         state = self.accelerator.state
         stage = getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", None)
         version = getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None)
@@ -239,6 +247,16 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
             self.is_deepspeed_enabled = True
 
     return evaluation_loop
+
+
+def _forget_released_engine(trainer: Any) -> None:
+    """Let a Trainer prepare its model again if another Trainer with the model has freed its engine.
+
+    Until then its engine and optimizer raise when they are used.
+    """
+    if rebind_variables.is_stale(trainer.model_wrapped):
+        trainer.model_wrapped = trainer.model
+        trainer.optimizer = trainer.lr_scheduler = trainer.deepspeed = None
 
 
 def _write_sharded_model(save_model: Callable[..., None]) -> Callable[..., None]:
@@ -365,12 +383,18 @@ def update_trainer_engine(trainer: Any) -> None:
     """
     from transformers.integrations.deepspeed import propagate_args_to_deepspeed
 
+    _forget_released_engine(trainer)
     state = trainer.accelerator.state
     trainer.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
     trainer.is_fsdp_enabled = getattr(state, "fsdp_plugin", None) is not None
+    if (reference := prepared_models.find_model(trainer.model_wrapped)) is not None:
+        trainer.model_wrapped = reference.prepared.model
     wrapped = trainer.model_wrapped
     if isinstance(wrapped, nn.Module):
-        bare = trainer.accelerator.unwrap_model(wrapped)
+        try:
+            bare = trainer.accelerator.unwrap_model(wrapped)
+        except SwitchError:
+            return  # an adapter that was merged: another Trainer has its base
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
         trainer.deepspeed = wrapped if is_deepspeed_engine(wrapped) else None
     if trainer.is_deepspeed_enabled and trainer.deepspeed is None:  # train() creates the engine

@@ -147,7 +147,11 @@ class EngineSwitch:
 
     def _free_engines(self) -> None:
         """Free the memory of the current engines even if references to them remain."""
+        trainers = trainer.find_trainers(self._context.variables)
         for number, prepared in enumerate(prepared_models.all_models()):
+            if any(each.accelerator is prepared.accelerator() for each in trainers):
+                # The user has the bare model, which FSDP2 does not tell from the prepared one.
+                self._replaced.add_old((number, "bare"), prepared.user_model())
             for key, part in replaceable_objects(number, prepared).items():
                 self._replaced.add_old(key, part)
             optimizers = filter(None, (each.wrapper() for each in prepared.optimizers))
@@ -305,8 +309,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             "The model was prepared by an Accelerator with its own plugin. Prepare it with the"
             " predefined `accelerator` to switch it."
         )
-    layouts.check_layout(prepared.model)
     _check_parameters(prepared)
+    layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
     # An engine of DeepSpeed holds the optimizer's state, and cannot be restored without it.
     is_from_deepspeed = is_deepspeed_engine(unwrap_compiled(prepared.model))

@@ -18,6 +18,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from IPython import get_ipython
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -109,7 +110,8 @@ class PreparedModel:
         accelerator = self.accelerator()
         if accelerator is None:
             raise SwitchError(
-                "The accelerator of a prepared model was deleted. Prepare the model again."
+                f"The Trainer or Accelerator of `{self.variable}` was deleted. Give this model to a"
+                " new one, or delete it too."
             )
         return accelerator
 
@@ -128,11 +130,11 @@ class PreparedModel:
 
     @property
     def is_alive(self) -> bool:
-        """True if the prepared model still exists, with something to train it."""
-        # A variable may keep the model of a deleted Trainer.
+        """True if the prepared model still exists, in a variable or with something to train it."""
+        if self.wrapper is None or self.wrapper() is None:
+            return False
         held = [self.accelerator, *(optimizer.wrapper for optimizer in self.optimizers)]
-        is_used = any(reference() is not None for reference in held)
-        return is_used and self.wrapper is not None and self.wrapper() is not None
+        return any(reference() is not None for reference in held) or self.variable is not None
 
     @property
     def variable(self) -> str | None:
@@ -147,7 +149,7 @@ class PreparedModel:
 
 _trained: list[PreparedModel] = []
 _by_model: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
-"""By prepared model, also of those whose Trainer is gone."""
+"""By prepared model, if its Trainer is gone too; by user's model if its engine was freed."""
 _loaders: list[weakref.ref[DataLoader[Any]]] = []
 
 
@@ -250,7 +252,8 @@ class PrepareCall:
         for arg in args:
             if not isinstance(arg, nn.Module):
                 continue
-            if (known := _by_model.get(arg)) is not None:
+            known = _by_model.get(arg)
+            if known is not None and known.wrapper is not None and known.wrapper() is arg:
                 # A second Trainer with the same model: the first one may be gone.
                 known.accelerator = weakref.ref(accelerator)
                 if known not in _trained:
@@ -260,7 +263,9 @@ class PrepareCall:
                 accelerator=weakref.ref(accelerator), user_model=weakref.ref(arg)
             )
             try:
-                record.meta_or_none = meta_model.capture_meta_model(arg)
+                record.meta_or_none = meta_model.capture_meta_model(
+                    arg, before_engine=known.meta_or_none if known else None
+                )
             except SwitchError as error:
                 record.rebuild_error = str(error)
             self._new[id(arg)] = record
@@ -462,14 +467,47 @@ def hook_forward(prepared: PreparedModel) -> None:
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
     prepared.model.register_forward_hook(after_forward)
-    inner = model.module if gathers and is_deepspeed_engine(model) else None
+    is_wrapper = is_deepspeed_engine(model) or isinstance(model, FullyShardedDataParallel)
+    inner = model.module if gathers and is_wrapper else None
     if isinstance(inner, nn.Module):  # as accelerator.unwrap_model() returns it
+        # The hook also keeps the wrapper, without which the module's parameters are of no use.
         inner.register_forward_pre_hook(require_all_ranks, prepend=True)
     if isinstance(model, DistributedDataParallel):
         prepared.local_gradients = LocalGradients(model, prepared.model)
         if hasattr(model.module, "generate"):
             # The wrappers of the other engines pass on the attributes of the model.
             vars(prepared.model)["generate"] = model.module.generate
+
+
+def prepared_form(value: object) -> object:
+    """Return what `prepare()` returned for a value if FSDP1 or DeepSpeed cannot prepare it again.
+
+    Any other value is returned as it is.
+    """
+    for prepared in all_models() if isinstance(value, (nn.Module, Optimizer)) else ():
+        model: Any = prepared.model
+        is_engine = is_deepspeed_engine(model)
+        is_wrapper = is_engine or isinstance(model, FullyShardedDataParallel)
+        if is_wrapper and model.module is value:
+            return model
+        for owned in prepared.live_optimizers if is_engine else ():
+            if owned.user_optimizer() is value:
+                return owned.wrapper()
+    return value
+
+
+def forget(model: nn.Module) -> list[object]:
+    """Remove a prepared model and what was prepared with it; return these objects."""
+    removed: list[object] = [model]
+    for record in [each for each in all_models() if each.model is model]:
+        _trained.remove(record)
+        removed += [each.wrapper() for each in record.live_optimizers]
+        if (user_model := record.user_model()) is not None:
+            _by_model[user_model] = record
+        accelerator = record.accelerator()
+        for prepared in (accelerator._models, accelerator._optimizers) if accelerator else ():  # noqa: SLF001
+            prepared[:] = [one for one in prepared if all(one is not each for each in removed)]
+    return removed
 
 
 def clear() -> None:
