@@ -129,6 +129,30 @@ def test_a_model_has_another_trainer(ranks: Session, tmp_path: Path) -> None:
     ranks.run("del model, trainer")
 
 
+COMPILED = """
+trainer = make({folder!r}, torch_compile=True, torch_compile_backend="eager")
+trainer.train()
+trainer.evaluate()["eval_loss"]
+"""
+
+
+@pytest.mark.nightly
+def test_a_compiled_model_trains_again_after_an_evaluation_and_a_switch(
+    ranks: Session, tmp_path: Path
+) -> None:
+    alone = make(str(tmp_path), use_cpu=True)
+    alone.train()
+    other = "ddp" if (backend := ranks.backend) != "ddp" else "fsdp2"
+    expected = alone.evaluate()["eval_loss"]
+    assert one(ranks, COMPILED.format(folder=str(tmp_path))) == pytest.approx(expected, abs=1e-4)
+    for step, where in enumerate((backend, other, backend), 2):
+        ranks.switch(where)
+        alone.train()
+        ranks.run("trainer.train()")
+        assert one(ranks, "logged(trainer)") == pytest.approx(logged(alone), abs=1e-4), step
+    ranks.run("del trainer")
+
+
 STOPPED = """
 arguments = dict(folder={folder!r}, num_train_epochs=2, max_steps=-1)
 whole = make(**arguments, model=build(0.1))

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units
+from nbdist.state.layouts.base import unwrap_compiled
 from nbdist.state.layouts.fsdp import reset_iteration
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
@@ -213,7 +214,8 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return isinstance(getattr(model, "_orig_mod", model), FSDPModule)
+    # torch_compile of a Trainer shards the compiled model; torch.compile() may be outside of it.
+    return isinstance(model, FSDPModule) or isinstance(unwrap_compiled(model), FSDPModule)
 
 
 def reset_iteration_state(model: nn.Module) -> None:

@@ -392,7 +392,7 @@ def update_trainer_engine(trainer: Any) -> None:
     wrapped = trainer.model_wrapped
     if isinstance(wrapped, nn.Module):
         try:
-            bare = trainer.accelerator.unwrap_model(wrapped)
+            bare = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
         except SwitchError:
             return  # an adapter that was merged: another Trainer has its base
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
