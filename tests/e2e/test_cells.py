@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from nbdist import CellError, CellInterrupted, OptionError, Session, SessionBusy, SessionError
+from nbdist import CellError, CellInterrupted, OptionError, Session, SessionError
 from tests.conftest import eventually
 
 
@@ -80,20 +80,6 @@ def test_empty_cell(session: Session, code: str) -> None:
 def test_rank_outside_the_session(session: Session) -> None:
     with pytest.raises(OptionError, match="world_size 2"):
         session.run("1", ranks="0,5")
-
-
-@pytest.mark.fault("D10")
-def test_background_cell(session: Session) -> None:
-    result = session.run(
-        "import time\nwhile not globals().get('go'): time.sleep(0.01)", background=True
-    )
-    assert not result.done
-    with pytest.raises(SessionBusy, match="%nbdist wait"):
-        session.run("1")
-    session.interrupt()
-    with pytest.raises(CellError, match="KeyboardInterrupt"):
-        result.wait(30)
-    assert session.run("rank").ok
 
 
 def test_report_streams_rows(session: Session) -> None:

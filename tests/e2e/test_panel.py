@@ -234,17 +234,6 @@ def test_save_from_the_panel(page: Page) -> None:
 
 
 @pytest.mark.fault("G2")
-def test_bad_messages_are_answered_or_dropped(page: Page) -> None:
-    page.send({"kind": "nonsense"})
-    page.send({"kind": "command", "id": "bad", "name": "stop", "arguments": {}})
-    page.send({"kind": "hello", "padding": "x" * 10_000_000})
-    assert not page.answer("bad")["ok"]
-    hellos = sum(message["kind"] == "reset" for message, _ in page.messages)
-    page.send({"kind": "hello"})
-    page.until(lambda: sum(m["kind"] == "reset" for m, _ in page.messages) == hellos + 1)
-
-
-@pytest.mark.fault("G2")
 def test_no_page_can_change_the_panel_of_the_others(page: Page) -> None:
     for state in (
         {"_esm": "throw 1", "_css": "* { color: red }", "_view_name": "x"},
@@ -428,15 +417,6 @@ def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None
     assert page.answer(restart)["ok"]
     page.until(lambda: page.picture["header"]["state"] == "ready")
     assert page.cell(TRAIN_NOTHING) == "ok"
-
-
-def test_log_is_searched(page: Page) -> None:
-    page.cell("%%distribute\nfor i in range(20):\n    print('line', i)")
-    page.send({"kind": "log", "rank": 1, "search": "LINE 1"})
-    page.until(lambda: page.messages[-1][0]["kind"] == "log")
-    lines = page.messages[-1][0]["lines"]
-    assert lines[0] == "line 1"
-    assert lines[-1] == "line 19"
 
 
 def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) -> None:

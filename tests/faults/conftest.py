@@ -11,7 +11,7 @@ from tests.reused_launcher import reusing_launchers, reusing_provider
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REUSING = {"test_chaos", "test_loads", "test_requests", "test_spin", "test_stop"}
+REUSING = {"test_chaos", "test_requests", "test_spin", "test_stop"}
 
 
 @pytest.fixture(scope="module", autouse=True)

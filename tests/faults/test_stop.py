@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 import nbdist
-from nbdist import CellError, CellInterrupted, Session
+from nbdist import CellError, Session
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.protocol import messages, operations
 from tests.conftest import eventually
-from tests.interrupts import meanwhile, press, runs_for, stopped, stopped_with
+from tests.interrupts import meanwhile, runs_for, stopped, stopped_with
 from tests.live_kernel import LiveKernel
 from tests.nightly import nightly
 from tests.session_internals import num_stops, workers
@@ -364,21 +364,3 @@ def test_a_kernel_that_was_suspended_declares_no_rank_dead(tmp_path: Path) -> No
         os.kill(pid, signal.SIGCONT)
         assert "[1] 1" in kernel.run("%%distribute\nkept").text
         assert "ended" not in kernel.run("%nbdist status").text
-
-
-@pytest.mark.nightly
-def test_ranks_that_nothing_stops_are_ended_by_a_further_stop() -> None:
-    held = "import ctypes, time\nctypes.PyDLL(None).sleep(120)"  # holds the interpreter in C
-    with nbdist.Session(nproc=2) as session:
-        session.run(PREPARE)
-
-        def press_on() -> None:
-            eventually(runs_for(session, 1.5), within_s=30)
-            press()
-            for count in (1, 2):
-                eventually(lambda count=count: num_stops(session) == count, within_s=30)  # type: ignore[misc]
-                press()
-
-        with meanwhile(press_on), pytest.raises(CellInterrupted, match="all ranks were replaced"):
-            session.run(f"if rank == 0: step()\nelse:\n    exec({held!r})")
-        assert session.run("rank").values == {0: 0, 1: 1}

@@ -83,21 +83,9 @@ def short(path: str | Path) -> str:
 
 
 @pytest.mark.fault("E5")
-def test_the_order_survives_a_power_cut(root: Path, calls: list[str]) -> None:
-    small_checkpoints.save(root, "a")
-    order = [
-        "fsync model-00000-0.safetensors",
-        "fsync manifest.json",
-        "fsync .tmp",
-        "rename .tmp -> a",
-        f"fsync {root.name}",
-    ]
-    assert [call for call in calls if call in order] == order
-    assert calls[0] == f"fsync {root.parent.name}"  # the root itself was made
-
-
 def test_the_order_of_replacing(root: Path, calls: list[str]) -> None:
     small_checkpoints.save(root, "a", seed=1)
+    assert calls[0] == f"fsync {root.parent.name}"  # the root itself was made
     calls.clear()
     small_checkpoints.save(root, "a", seed=2, overwrite=True)
     order = [

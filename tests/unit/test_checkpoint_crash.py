@@ -64,21 +64,6 @@ def test_a_full_disk_leaves_no_stump(tmp_path: Path, limit: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fault("E3")
-def test_one_rank_without_room_means_no_checkpoint(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    small_checkpoints.save(root, "a", seed=1)
-    draft = FolderStorage(root).begin("a", overwrite=True)
-    part = small_checkpoints.write(draft.location / "model-00000-0.safetensors", seed=2)
-    draft.write_report(0, [part], {})
-    with pytest.raises(OSError, match="too large"), files_at_most(100):
-        small_checkpoints.write(draft.location / "model-00001-0.safetensors", seed=2)
-    assert draft.read_reports(range(2)).keys() == {0}
-    draft.abort()
-    assert [path.name for path in root.iterdir() if path.is_dir()] == ["a"]
-    assert checkpoint.verify_files(root / "a").files[0].crc32 != part.crc32
-
-
 @pytest.mark.fault("E4")
 def test_a_manifest_without_room_means_no_checkpoint(tmp_path: Path) -> None:
     root = tmp_path / "root"
