@@ -38,16 +38,6 @@ def test_a_call_is_seen_by_the_other_rank(boards: list[CollectiveLog]) -> None:
     assert not second.has_reached(0, "another group", 1)
 
 
-def test_calls_are_the_same_by_what_they_do_and_not_by_their_words(
-    boards: list[CollectiveLog],
-) -> None:
-    boards[0].append("0", SUM)
-    boards[1].append("0", OTHER)
-    seen = boards[1].call_at(0, "0", 1)
-    assert seen is not None
-    assert seen.key == SUM.key != OTHER.key
-
-
 def test_a_call_that_was_withdrawn_was_never_made(boards: list[CollectiveLog]) -> None:
     first, second = boards
     number = first.append("0", SUM)

@@ -6,27 +6,9 @@ import threading
 import time
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from nbdist.planner.tracing.trace_module import call_in_fork
-
-
-def test_an_answer_comes_back_as_json_has_it() -> None:
-    assert call_in_fork(lambda _: {"a": (2.5, None)}) == {"a": [2.5, None]}
-
-
-def test_nothing_of_this_process_changes() -> None:
-    before = torch.random.get_rng_state()
-    seen: list[int] = []
-
-    def work(_: Any) -> dict[str, float]:
-        seen.append(1)
-        return {"drawn": torch.rand(1).item()}
-
-    assert "drawn" in call_in_fork(work)
-    assert seen == []
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_loader_may_have_workers() -> None:

@@ -155,13 +155,6 @@ def hung(workers: WorkerGroup) -> tuple[threading.Thread, list[str]]:
     return in_thread(ask), ended
 
 
-def test_whoever_waits_for_hanging_ranks_can_be_freed(workers: WorkerGroup) -> None:
-    thread, ended = hung(workers)
-    workers.cancel_waits()
-    thread.join(WITHIN_S)
-    assert ended == ["The ranks ended before they replied to nbdist_load_request."]
-
-
 def test_stop_while_waiting_for_the_panel_ends_what_it_does(
     workers: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,9 +233,6 @@ def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
     assert mine.progress is None
     assert other.progress is None
     assert lines == ["nbdist: load base: reading, 5%", "nbdist: elsewhere"]
-
-
-# ---------------------------------------------------------------------------- marks
 
 
 # ---------------------------------------------------------------------------- whereabouts

@@ -69,25 +69,6 @@ def test_a_forward_with_gradients_announces_a_step() -> None:
     assert not gate.is_training
 
 
-def test_a_held_rank_waits_for_the_word() -> None:
-    gate, cls = gated()
-    optimizer = cls()
-    optimizer.step()
-    gate.pause_steps()
-    begun = threading.Event()
-
-    def go_on() -> None:
-        begun.wait()
-        gate.interrupt_after(5)
-
-    other = threading.Thread(target=go_on)
-    other.start()
-    begun.set()
-    optimizer.step()
-    other.join()
-    assert optimizer.steps == 2
-
-
 def test_a_held_rank_waits_however_late_the_word_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, cls = gated()
     optimizer, hours = cls(), iter(range(10**6))

@@ -12,7 +12,6 @@ from nbdist.errors import PlanError
 from nbdist.planner import build_model_spec, model_spec
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.planner.models.decoder import DecoderSpec
 from tests.unit import model_configs
 from tests.unit import published_runs as runs
 
@@ -126,16 +125,6 @@ def test_the_loss_is_twelve_bytes_a_logit() -> None:
     run = _run(analytic.spec_from_config(LLAMA), compute="half")
     assert run.output_bytes == 2 * 128 * 100
     assert run.loss_bytes == 12 * 128 * 100
-
-
-def test_adapters_train_and_the_rest_is_frozen() -> None:
-    model = analytic.spec_from_config(LLAMA)
-    assert isinstance(model, DecoderSpec)
-    adapted = model.with_lora(8, "all-linear")
-    widths = sum(shape.out + shape.into for shape in model.linear_shapes())
-    assert model_spec.num_trainable_params(adapted) == 2 * 8 * widths
-    assert model_spec.num_frozen_params(adapted) == model_spec.num_params(model)
-    assert _block(adapted, _run(adapted)).saved_bytes < _block(model, _run(model)).saved_bytes
 
 
 def test_six_operations_a_parameter_and_token() -> None:

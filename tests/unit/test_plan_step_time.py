@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -333,18 +332,3 @@ def test_threshold_is_said_in_one_sentence() -> None:
     assert many.endswith("times that: less than 1% of the time is waiting.")
     alone = step_time.threshold_text(priced(machine="H100"), work)
     assert alone.startswith("A single device does not communicate")
-
-
-# ---------------------------------------------------------------------------- speed
-
-
-def test_a_cost_is_computed_in_microseconds() -> None:
-    cluster = target_devices.parse_devices("8xA100")
-    setup = TrainingSetup(
-        options=Options(backend="fsdp2", precision="bf16"), world_size=8, optimizer=ADAM
-    )
-    work = Workload()
-    begin = time.process_time()
-    for _ in range(200):
-        step_time.StepCostModel(BIG, setup, cluster).cost_for(work)
-    assert (time.process_time() - begin) / 200 < 800e-6

@@ -69,13 +69,6 @@ def test_a_line_waits_for_the_others_then_is_shown_with_those_that_have_it() -> 
     assert cell.close() == "[0,2-3] half\n[1] half\n"
 
 
-def test_crossed_lines_are_not_lost_and_do_not_hang() -> None:
-    cell = Cell()
-    cell.out(0, "a\nb\n")
-    cell.out(1, "b\na\n")
-    assert cell.close() == "[0] a\n[0-1] b\n[1] a\n"
-
-
 def test_crossed_blank_line_gives_way_to_the_nearer_match() -> None:
     cell = Cell()
     cell.out(0, "\na\nb\n")
@@ -247,16 +240,6 @@ def bar(rank: int, cell: Cell, percent: int, end: str = "") -> None:
     cell.err(rank, f"\r{percent:3}%|{'#' * (percent // 10):10}|{end}")
 
 
-def test_equal_bars_are_one_row_that_is_overwritten() -> None:
-    cell = Cell(range(4))
-    for percent in (0, 45):
-        for rank in range(4):
-            bar(rank, cell, percent)
-        cell.pass_(0.2)
-    assert cell.screen.text == "[0-3]  45%|####      |\n"
-    assert len(cell.screen.outputs) == 1
-
-
 def test_bars_are_redrawn_at_most_eight_times_a_second() -> None:
     cell = Cell()
     for i in range(1000):
@@ -265,18 +248,6 @@ def test_bars_are_redrawn_at_most_eight_times_a_second() -> None:
     bar(0, cell, 100, "\n")
     assert cell.close() == "[0] 100%|##########|\n"
     assert cell.screen.updates <= 10
-
-
-def test_a_newline_finalises_the_row_and_later_lines_go_below() -> None:
-    cell = Cell()
-    bar(0, cell, 10)
-    bar(1, cell, 10)
-    cell.pass_(0.2)
-    bar(0, cell, 100, "\n")
-    bar(1, cell, 100, "\n")
-    for rank in (0, 1):
-        cell.out(rank, "done\n")
-    assert cell.close() == "[0-1] 100%|##########|\n[0-1] done\n"
 
 
 def test_after_other_output_a_new_region_begins() -> None:
