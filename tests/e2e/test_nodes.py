@@ -196,22 +196,6 @@ def payloads(session: Session, cluster: LocalNodes) -> list[Path]:
     return [file for folder in folders for file in Path(folder).glob("*.payload")]
 
 
-def test_status_names_the_nodes(session: Session) -> None:
-    status = session.status()
-    assert [one["node"] for one in status["ranks"]] == ["alpha", "alpha", "beta"]
-    drawn = PanelData(session).snapshot()["ranks"]
-    assert [(one["node"], one["device"]) for one in drawn] == [
-        ("alpha", "cpu"),
-        ("alpha", "cpu"),
-        ("beta", "cpu"),
-    ]
-    assert [one["name"] for one in status["launchers"]] == [
-        "the launcher on alpha",
-        "the launcher on beta",
-    ]
-    assert all(one["alive"] for one in (*status["ranks"], *status["launchers"]))
-
-
 def test_the_panel_shows_memory_by_node_and_asks_each_once(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
