@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,7 @@ pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
 
 from playwright.sync_api import expect
 
-from tests.browser.panel_page import BLOCK, SETUP, Panel, train
+from tests.browser.panel_page import SETUP, Panel, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,23 +38,6 @@ def test_curves_and_ranks(notebook: Notebook, panel: Panel) -> None:
     notebook.run(train(10))
     panel.reaches(9)
     expect(panel.ranks()).to_have_count(2)
-
-
-def test_stop_ends_a_cell_that_blocks(notebook: Notebook, panel: Panel) -> None:
-    cell = notebook.start(BLOCK)
-    panel.says(re.compile("running cell"))
-    expect(panel.ranks().first).to_contain_text("In[")
-    panel.button("Stop").click()
-    assert "KeyboardInterrupt" in json.dumps(notebook.end(cell))
-    panel.says(re.compile("was interrupted"))
-
-
-def test_keys_on_a_button_leave_the_cells_alone(notebook: Notebook, panel: Panel) -> None:
-    cells = len(notebook.content()["cells"])
-    panel.button("Restart").focus()
-    for key in ("d", "d", "b", "x"):
-        notebook.page.keyboard.press(key)
-    assert len(notebook.content()["cells"]) == cells
 
 
 def test_restart_asks_and_starts_new_ranks(panel: Panel) -> None:

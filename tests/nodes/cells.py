@@ -84,11 +84,3 @@ def lines_of(shown: Shown, rank: int, world_size: int) -> list[str]:
     """What a rank has printed, whoever else has printed the same."""
     lines = [line.partition("] ") for line in shown.text.splitlines() if line.startswith("[")]
     return [text for label, _, text in lines if rank in parse_ranks(label[1:], world_size)]
-
-
-def values_come_and_go(kernel: LiveKernel, cell: str) -> None:
-    """Push a value, compute on the ranks, pull one."""
-    kernel.run("given = list(range(5))")
-    shown = kernel.run(f"{cell.strip()} --push given --pull taken\ntaken = sum(given)\n")
-    assert shown.status == "ok", shown.text
-    assert kernel.run("print('taken', taken)").text.strip() == "taken 10"

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from nbdist.cluster import orphan_cleanup
@@ -26,9 +24,7 @@ from tests.nodes.cells import (
     lines_of,
     refused,
     stops,
-    values_come_and_go,
 )
-from tests.processes import runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,15 +81,6 @@ def test_a_cell_runs_on_two_hosts(notebook: LiveKernel, hosts: Hosts) -> None:
         assert re.search(rf"{node}\s+rank {rank}: .* alive, .* GiB", status), status
 
 
-def test_nothing_of_it_listens_for_everybody(notebook: LiveKernel, hosts: Hosts) -> None:
-    assert notebook.run(CELL + SUM).status == "ok"
-    for host in (hosts.here, hosts.there):
-        for process in host.ours():
-            for one in process.net_connections("inet"):
-                if one.status == psutil.CONN_LISTEN:
-                    assert one.laddr.ip in {host.address, "127.0.0.1"}, process.cmdline()
-
-
 def test_no_secret_is_in_a_command_line_or_an_environment(
     notebook: LiveKernel, hosts: Hosts
 ) -> None:
@@ -102,10 +89,6 @@ def test_no_secret_is_in_a_command_line_or_an_environment(
         for process in host.ours():
             assert "hub_key" not in " ".join(process.cmdline())
             assert "hub_key" not in str(process.environ())
-
-
-def test_values_come_and_go(notebook: LiveKernel) -> None:
-    values_come_and_go(notebook, CELL)
 
 
 def test_an_error_and_stop_leave_the_ranks_alive(notebook: LiveKernel) -> None:
@@ -190,18 +173,6 @@ def test_a_restart_can_wait_for_another_node(notebook: LiveKernel, hosts: Hosts)
     assert "sum 3.0 of 2" in notebook.run("%%distribute\n" + SUM).text
 
 
-def test_a_host_that_is_cut_off_is_told_and_ends_itself(notebook: LiveKernel, hosts: Hosts) -> None:
-    assert notebook.run(CELL + SUM).status == "ok"
-    there = hosts.there.ours()
-    assert there
-    began = time.monotonic()
-    shown = dies(notebook, lambda: hosts.there.link("down"), within_s=CUT_OFF_S)
-    assert hosts.there.address in shown.text
-    left_s = OWN_END_S - (time.monotonic() - began)
-    eventually(lambda: not any(runs(process.pid) for process in there), within_s=left_s)
-    assert not hosts.there.ours()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -209,8 +180,6 @@ def test_a_host_that_is_cut_off_is_told_and_ends_itself(notebook: LiveKernel, ho
         ("--on ray --gpus-per-node 1 -n 1", "has 0 GPUs"),
         ("--on ray://10.213.0.1:1 -n 2", "No response from 10.213.0.1:1"),
         ("--on ray -n 2 --nodes 2 --interface none0", "no interface 'none0'"),
-        ("--on ray -n 2 --time 10", "can be used with --on slurm"),
-        ("--on rey -n 2", "Unknown --on"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(

@@ -16,7 +16,7 @@ import pytest
 from nbdist.cluster import orphan_cleanup
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
-from tests.nodes.cells import SUM, dies, refused, stops, values_come_and_go
+from tests.nodes.cells import SUM, dies, refused, stops
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,10 +55,6 @@ def readable(process: psutil.Process) -> list[str]:
         with suppress(OSError):
             texts.append(Path(f"/proc/{process.pid}/{name}").read_bytes().decode(errors="replace"))
     return texts
-
-
-def test_values_come_and_go(login: LiveKernel) -> None:
-    values_come_and_go(login, CELL)
 
 
 def test_a_written_script_runs_as_a_job(login: LiveKernel, slurm: Slurm, tmp_path: Path) -> None:
@@ -155,11 +151,7 @@ def test_inside_an_allocation_a_restart_goes_on_with_what_is_left_of_it(
     [
         ("--on slurm -n 2 --partition none", "invalid partition"),
         ("--on slurm --nodes 9 -n 9", "Slurm rejected the request"),
-        ("--on slurm -n 2 --time soon", "is not a Slurm time"),
-        ("--on slurm", "needs the number of ranks"),
-        ("--on slurm --nodes 2 -n 3", "cannot be spread evenly"),
         ("--on slurm -n 2 --interface none0", "no interface 'none0'"),
-        ("--on local --partition short", "can be used with --on slurm"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(
@@ -179,20 +171,6 @@ def test_inside_an_allocation_its_nodes_are_used(slurm: Slurm, tmp_path: Path) -
         kernel.run("%nbdist stop")
         assert f"inside Slurm job {job}" in refused(kernel, "--on slurm --partition short")
         assert slurm.jobs() == [job]
-
-
-def test_other_versions_are_listed_before_anything_starts(slurm: Slurm, tmp_path: Path) -> None:
-    fake = tmp_path / "fake"
-    (fake / "torch-9.9.dist-info").mkdir(parents=True)
-    (fake / "torch-9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
-    with LiveKernel(tmp_path, **slurm.environ) as kernel:
-        kernel.run("%load_ext nbdist")
-        kernel.run(f"import os; os.environ['PYTHONPATH'] = {str(fake)!r}")
-        shown = kernel.run(CELL + SUM)
-    assert shown.status == "error"
-    assert "torch" in shown.text
-    assert "9.9 on nodea, nodeb" in shown.text
-    assert "Nothing was started" in shown.text
 
 
 def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
