@@ -153,23 +153,6 @@ def test_two_stops_return_the_prompt_and_a_third_ends_the_ranks(
     assert session.run("rank").values == {0: 0, 1: 1}
 
 
-def test_three_stops_at_once_end_the_ranks_too(
-    session: Session, library: Path, tmp_path: Path
-) -> None:
-    mark = tmp_path / "mark"
-    prepare(session, library, mark)
-
-    def press_thrice() -> None:
-        eventually(mark.exists, within_s=60)
-        for count in (1, 2, 3):
-            press()
-            eventually(lambda count=count: num_stops(session) >= count, within_s=10)  # type: ignore[misc]
-
-    with meanwhile(press_thrice), pytest.raises(CellInterrupted, match="all ranks were replaced"):
-        session.run("if rank == 1: trap = 'spins'; spring()")
-    assert session.run("rank").values == {0: 0, 1: 1}
-
-
 @pytest.mark.fault("C5")
 def test_a_rank_that_spins_when_another_has_failed_is_reported_and_aborted_without_a_stop(
     session: Session, library: Path, tmp_path: Path

@@ -343,15 +343,6 @@ def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -
     assert trains_on(session)
 
 
-def test_a_background_cell_is_stopped_in_the_same_way(plain: Session) -> None:
-    result = plain.run("if rank == 1: dist.all_reduce(torch.ones(1))", background=True)
-    eventually(lambda: "rank 1 has waited" in plain.standstill, within_s=30)
-    plain.interrupt()
-    with pytest.raises(CellError, match="KeyboardInterrupt"):
-        result.wait(30)
-    assert can_add(plain)
-
-
 @pytest.mark.nightly
 @pytest.mark.fault("C14")
 def test_a_kernel_that_was_suspended_declares_no_rank_dead(tmp_path: Path) -> None:
