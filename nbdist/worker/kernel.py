@@ -159,7 +159,7 @@ class RankKernel(IPythonKernel):
         self.collective_barrier: CollectiveBarrier | None = None
         """Barrier of CPU ranks before each collective; set by `for_rank`."""
         self.main_thread_monitor = MainThreadMonitor(None)
-        # The following are set by ``namespace.add_kernel_functions``.
+        # The following are set by ``main.add_kernel_functions``.
         self.profile_context: ProfileContext
         self.operation_context: RankContext
         self.saver: CheckpointSaver

@@ -15,31 +15,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from IPython.display import display
 
 from nbdist import strategies
+from nbdist.errors import OptionError
 from nbdist.hardware import discovery
 from nbdist.launcher import device_visibility, process_tree
-from nbdist.protocol import messages
+from nbdist.protocol import messages, serialization
 from nbdist.signal_handling import TerminationSignal
-from nbdist.worker import (
-    collective_check,
-    namespace,
-    output_streams,
-    process_group,
-    rendezvous_store,
-)
+from nbdist.worker import collective_check, output_streams, process_group, rendezvous_store
 from nbdist.worker.collective_check import CollectiveLog
 from nbdist.worker.engines import accelerator_patch, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
 from nbdist.worker.kernel import RankApp
 from nbdist.worker.memory import memory_probe
+from nbdist.worker.operations import RankContext
 from nbdist.worker.operations import load as load_operation
+from nbdist.worker.operations.save import CheckpointSaver
+from nbdist.worker.profiling import kineto, profile_window
+from nbdist.worker.report import Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.launcher.kernel_link import KernelLink
     from nbdist.launcher.rank_exit_watch import RankExitWatch
+    from nbdist.worker.kernel import RankKernel
 
 
 def rank_main(
@@ -110,13 +111,68 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     }
     app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names, barrier=barrier)
     if chooser is not None:
-        namespace.publish_auto_choice(app.kernel, chooser)
-    namespace.add_kernel_functions(app.kernel, launch)
+        chooser.show = lambda text, page: display({"text/plain": text, "text/html": page}, raw=True)
+        chooser.tell = lambda chosen: app.kernel.publish(
+            messages.AUTO_DECISION, messages.AutoDecision(options=chosen.to_json())
+        )
+    add_kernel_functions(app.kernel, launch)
     context = app.kernel.operation_context
     load = functools.partial(load_operation.load_in_cell, context=context)
     trainer.install(context.reporter, load, app.kernel.saver.wait)
     process_group.verify_group()
     return app
+
+
+def add_kernel_functions(kernel: RankKernel, launch: messages.LaunchRanksRequest) -> None:
+    """Add `report`, `send` and `save` to the namespace, and what the kernel needs for them."""
+    run_dir, cwd = Path(launch.run_dir), Path(launch.cwd or Path.cwd())
+    # The notebook's kernel accepts payload files from the launcher's two folders only, not from
+    # the run folder of a single start.
+    folders = [Path(launch.bulk_dir), run_dir.parent]
+
+    def publish_rows(rows: list[dict[str, float]]) -> None:
+        encoded = [{k: messages.to_json_number(v) for k, v in row.items()} for row in rows]
+        kernel.publish(messages.METRICS_REPORT, messages.MetricsReport(rows=encoded))
+
+    def send(name: str, value: object) -> None:
+        """Set the notebook variable `name` to `value` while the cell is still running.
+
+        Tensors arrive as CPU tensors of the same dtype and shape. Blocks until the value is
+        copied; does not wait for the notebook.
+
+        Raises:
+            OptionError: `name` is not a Python identifier.
+            PayloadError: the value cannot be transferred; the message names the part.
+        """
+        if not str(name).isidentifier():
+            raise OptionError(
+                f"send({name!r}, ...): the name must be a Python identifier, such as 'sample'."
+            )
+        path = serialization.write_payload_to_free_folder({name: value}, folders)
+        kernel.publish(messages.SENT_VALUE, messages.SentValue(name=name, path=str(path)))
+
+    kineto.quiet()
+    reporter = Reporter(publish_rows)
+    publish_save = functools.partial(kernel.publish, messages.SAVE_STATUS)
+    kernel.saver = saver = CheckpointSaver(launch.checkpoints, cwd, publish_save, kernel.warn_async)
+    kernel.profile_context = profile_window.ProfileContext(
+        rank=kernel.shell.user_ns["rank"],
+        folder=run_dir,
+        cell_of=kernel.shell.compile.format_code_name,
+        publish=functools.partial(kernel.publish, messages.PROFILE_RESULT),
+        show_progress=kernel.publish_phase,
+    )
+    kernel.shell.push({"report": reporter.report, "send": send, "save": saver.save})
+    kernel.operation_context = RankContext(
+        variables=kernel.shell.user_ns,
+        predefined=dict(kernel.shell.user_ns),
+        initial_environ=dict(os.environ),
+        reporter=reporter,
+        on_phase=kernel.publish_phase,
+        begin_save=saver.begin,
+        barrier=kernel.collective_barrier,
+        folder=run_dir,
+    )
 
 
 def set_num_threads(launch: messages.LaunchRanksRequest) -> None:
