@@ -26,7 +26,7 @@ from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
 from nbdist.checkpoint.safetensors_writer import StoredTensor, build_header
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankExportReport
-from nbdist.state import collectives, hf_export_plan, reshard, shared_file_writer
+from nbdist.state import collectives, hf_export_plan, reshard, shard_io
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
@@ -165,7 +165,7 @@ def _write(
         outline: tensors to write, and how to compute those that are not in the model.
     """
     regions = [
-        shared_file_writer.TensorFileRegion(
+        shard_io.TensorFileRegion(
             *places[output.name],
             output.dtype,
             output.key,
@@ -181,9 +181,9 @@ def _write(
     regions = regions[first:] + regions[:first]
     progress = ByteProgress(on_phase, "writing", total_bytes(tensors.owned_shards))
     dtypes = {output.name: output.dtype for output in outline.targets}
-    with shared_file_writer.OpenFiles() as opened:
+    with shard_io.OpenFiles() as opened:
         _, error = try_call(
-            lambda: shared_file_writer.write_shards(
+            lambda: shard_io.write_regions(
                 opened, regions, tensors.owned_shards, on_progress=progress
             )
         )

@@ -10,7 +10,7 @@ from torch import nn
 from nbdist.errors import CheckpointError, PayloadError
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import RankPullReport
-from nbdist.state import collectives, shared_file_writer
+from nbdist.state import collectives, shard_io
 from nbdist.state.shards import total_bytes
 from nbdist.worker.operations.collective_phases import (
     CHECKING_PHASE,
@@ -91,16 +91,16 @@ def pull_model(request: PullModelRequest, context: RankContext) -> RankPullRepor
             if collectives.rank() == 0:
                 path, offsets = serialization.reserve_payload(name, unfilled, request.folders)
         shared, offsets = collectives.all_gather_values((str(path), offsets))[0]
-        with phase("writing"), shared_file_writer.OpenFiles(durable=False) as files:
+        with phase("writing"), shard_io.OpenFiles(durable=False) as files:
             share = {key: shard for key, shard in model.owned_shards.items() if key in offsets}
             regions = [
-                shared_file_writer.TensorFileRegion(
+                shard_io.TensorFileRegion(
                     Path(shared), offset, model.dtypes[str(key)], str(key), 0, model.numel(str(key))
                 )
                 for key, offset in offsets.items()
             ]
             progress = ByteProgress(context.on_phase, f"pulling {name}", total_bytes(share))
-            shared_file_writer.write_shards(files, regions, share, on_progress=progress)
+            shard_io.write_regions(files, regions, share, on_progress=progress)
     except BaseException:
         if path is not None:
             path.unlink(missing_ok=True)
