@@ -36,8 +36,7 @@ if TYPE_CHECKING:
         StartError,
         SwitchError,
     )
-    from nbdist.operations.export import ExportReport
-    from nbdist.operations.load import ForeignReport, LoadReport
+    from nbdist.operations.model_files import ExportReport, ForeignReport, LoadReport
     from nbdist.operations.switch import SwitchReport
     from nbdist.profiler.profile import Profile
     from nbdist.session.cell import CellResult
@@ -82,9 +81,9 @@ _HOMES = {
     "CellResult": "nbdist.session.cell",
     "Checkpoint": "nbdist.session.checkpoints",
     "Diagnosis": "nbdist.doctor.diagnosis",
-    "ExportReport": "nbdist.operations.export",
-    "ForeignReport": "nbdist.operations.load",
-    "LoadReport": "nbdist.operations.load",
+    "ExportReport": "nbdist.operations.model_files",
+    "ForeignReport": "nbdist.operations.model_files",
+    "LoadReport": "nbdist.operations.model_files",
     "Profile": "nbdist.profiler.profile",
     "Save": "nbdist.session.checkpoints",
     "Session": "nbdist.session.session",

@@ -14,7 +14,7 @@ from IPython.core.magic_arguments import ArgDecorator, MagicArgumentParser
 
 from nbdist import strategies
 from nbdist.errors import OptionError
-from nbdist.operations import export as operations_export
+from nbdist.operations import model_files
 from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
 
@@ -99,7 +99,7 @@ def export_parser() -> MagicArgumentParser:
     parser.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
     parser.add_argument(
         "--max-shard-size",
-        default=operations_export.MAX_SHARD_SIZE,
+        default=model_files.MAX_SHARD_SIZE,
         metavar="SIZE",
         help="largest size of one file, such as 500MB; default: 5GB",
     )

@@ -14,8 +14,7 @@ from nbdist import rank_sets
 from nbdist.checkpoint import Url, location_with_password
 from nbdist.checkpoint.name_validation import MANIFEST_NAME
 from nbdist.errors import CheckpointError, PlanError, RankDied, SwitchError
-from nbdist.operations import export as operations_export
-from nbdist.operations import load as operations_load
+from nbdist.operations import model_files
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
 from nbdist.output.rank_log import RankLogTail
@@ -31,8 +30,7 @@ from nbdist.session.script import WrittenScript, write_script
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbdist.operations.export import ExportReport
-    from nbdist.operations.load import ForeignReport, LoadReport
+    from nbdist.operations.model_files import ExportReport, ForeignReport, LoadReport
     from nbdist.planner.measured_comparison import MeasuredMemory
     from nbdist.session.checkpoints import Save
 
@@ -281,7 +279,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self.start()
         self._saves.wait_for_running()
         with self.operation.track("loading", f"loading {last}"):
-            report = operations_load.load_checkpoint(
+            report = model_files.load_checkpoint(
                 self._workers,
                 last,
                 root,
@@ -323,7 +321,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         dtype: object = None,
         *,
         model: str | None = None,
-        max_shard_size: str | int = operations_export.MAX_SHARD_SIZE,
+        max_shard_size: str | int = model_files.MAX_SHARD_SIZE,
         overwrite: bool = False,
     ) -> ExportReport:
         """Write the prepared model as `save_pretrained` would, under any backend.
@@ -345,14 +343,14 @@ class ModelOperations(lifecycle.SessionLifecycle):
                 left.
             SessionBusy: a cell is still running.
         """
-        request = operations_export.make_export_request(
+        request = model_files.make_export_request(
             folder, dtype, model=model, max_shard_size=max_shard_size, overwrite=overwrite
         )
         self._ensure_free()
         self.start()
         self._workers.launcher_group.check_shared_folder(Path(request.folder).parent)
         with self.operation.track("exporting", f"exporting to {folder}"):
-            report = operations_export.export(self._workers, request)
+            report = model_files.export(self._workers, request)
         self.history.add_command("export", os.fspath(folder), model=model, dtype=dtype)
         return report
 
@@ -386,7 +384,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         self.start()
         with self.operation.track("loading", f"loading {path}"):
-            report = operations_load.import_checkpoint(
+            report = model_files.import_checkpoint(
                 self._workers, path, trust=trust, model=model, weights_only=weights_only
             )
         self.events.add(TrainingEvent(self.metrics.last_step, "load", Path(path).name))
