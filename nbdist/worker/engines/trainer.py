@@ -36,7 +36,7 @@ from nbdist.worker.training import (
     prepared_models,
     rebind_variables,
     rng_state,
-    trainer_state,
+    training_metadata,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _resume(
     """Resume `train()` from a checkpoint of `%nbdist save` too, under any backend."""
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        trainer_state.register_trainer(self)
+        training_metadata.register_trainer(self)
         _forget_released_engine(self)
         path = resume_from_checkpoint
         if path and path is not True:
@@ -145,7 +145,7 @@ def _session_checkpoint(
 ) -> Iterator[str]:
     """Make `train()` load a checkpoint of the session; yield a folder with the Trainer's state."""
     with checkpoint.storage_for(location.parent).open_checkpoint(location.name) as (_, manifest):
-        number, saved = trainer_state.choose_state(manifest, trainer, location)
+        number, saved = training_metadata.choose_trainer_state(manifest, trainer, location)
     if trainer.args.load_best_model_at_end:
         _check_backend(trainer, json.loads(saved["state"])["best_model_checkpoint"])
     generators: list[rng_state.RngState] = []
@@ -160,7 +160,7 @@ def _session_checkpoint(
         (prepared,) = (each for each in models if each.model is trainer.model_wrapped)
         before = rng_state.get_rng_state()
         load(location, only={number: prepared})
-        trainer_state.set_scheduler(trainer, saved)
+        training_metadata.set_trainer_scheduler(trainer, saved)
         generators[:] = [rng_state.get_rng_state()]
         # Until the batches of earlier steps are skipped, the Trainer draws as at the beginning.
         rng_state.set_rng_state(before)
@@ -424,7 +424,7 @@ def metrics_callback(reporter: Reporter) -> type:
             self.offset = max(0, reporter.next_step - 1 - state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-            trainer_state.compare_steps(given["optimizer"], state.global_step)
+            training_metadata.compare_steps(given["optimizer"], state.global_step)
 
         def on_log(
             self,

@@ -49,7 +49,6 @@ from nbdist.worker.training import (
     prepared_models,
     release_models,
     rng_state,
-    trainer_state,
     training_metadata,
 )
 from nbdist.worker.training.dataloader_state import LoaderPosition
@@ -594,7 +593,7 @@ class _CheckpointLoad:
         if self._reset:
             report.notes.append("the optimizers begin with new state, as requested")
         report.loaded.append(f"step {manifest.step}")
-        if self._only is None and trainer_state.from_manifest(manifest):
+        if self._only is None and training_metadata.trainer_states(manifest):
             report.notes.append(
                 "the Trainer begins at step 0; to continue its run, use"
                 f" trainer.train(resume_from_checkpoint={str(self._location)!r})"

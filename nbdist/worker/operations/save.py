@@ -44,7 +44,6 @@ from nbdist.worker.training import (
     prepared_models,
     release_models,
     rng_state,
-    trainer_state,
     training_metadata,
 )
 from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_shard
@@ -535,7 +534,7 @@ def _take_snapshot(
             {
                 "class": class_name(type(prepared.meta.model)),
                 "variable": prepared.variable,
-                "trainer": trainer_state.state_of(prepared, snapshot.not_saved),
+                "trainer": training_metadata.trainer_state_of(prepared, snapshot.not_saved),
                 "steps": max(prepared.num_steps, *steps) if steps else prepared.num_steps,
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
