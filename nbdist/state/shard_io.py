@@ -24,7 +24,7 @@ import torch
 
 from nbdist.checkpoint import CheckpointReader
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.name_validation import list_first, printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.checkpoint.safetensors_writer import SHARDING_KEY, StoredTensor
 from nbdist.errors import CheckpointError
 from nbdist.state import base_model
@@ -36,7 +36,13 @@ from nbdist.state.shards import (
     interval_to_chunks,
     joined_intervals,
 )
-from nbdist.state.tensor_index import TensorIndex, open_safetensors, part_of, tensor_as_bytes
+from nbdist.state.tensor_index import (
+    TensorIndex,
+    check_shapes,
+    open_safetensors,
+    part_of,
+    tensor_as_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -243,23 +249,11 @@ def _index_for(folder: Path, manifest: Manifest, target: ShardMap) -> TensorInde
         if opened.manifest.id != manifest.id:
             raise CheckpointError(f"{folder} was replaced by a newer save. Load it again.")
         keys = {name: manifest.aliases.get(name, name) for name in target}
-        missing = [name for name, key in keys.items() if key not in manifest.keys]
-        if missing:
-            names = list_first(map(printable, missing))
-            raise CheckpointError(
-                f"The checkpoint lacks {len(missing)} of {len(target)} tensors: {names}. Load"
-                " it into the model that it was saved from."
-            )
-        wrong = [
-            f"{printable(name)} {tuple(shard.shape)} (saved {manifest.keys[keys[name]].shape})"
-            for name, shard in target.items()
-            if tuple(shard.shape) != manifest.keys[keys[name]].shape
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"{len(wrong)} of {len(target)} tensors have a different shape:"
-                f" {list_first(wrong)}. Load it into the model that it was saved from."
-            )
+        saved = manifest.keys
+        check_shapes(
+            {name: shard.shape for name, shard in target.items()},
+            {name: saved[key].shape for name, key in keys.items() if key in saved},
+        )
         return _build_index(opened, keys)
 
 

@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nbdist.checkpoint.manifest import SAFETENSORS_DTYPES
-from nbdist.checkpoint.name_validation import printable
+from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.state.shards import ShapeAndDtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from nbdist.state.shards import ShardMap
@@ -154,6 +154,39 @@ class ForeignCheckpoint(TensorIndex):
     """Parameter -> scalar state of the optimizer."""
     notes: list[str] = field(default_factory=list)
     """Notes on content that is not loaded."""
+
+
+def check_shapes(
+    required: Mapping[str, tuple[int, ...]],
+    saved: Mapping[str, tuple[int, ...]],
+    unexpected: Iterable[str] = (),
+) -> None:
+    """Refuse a checkpoint of another model before any tensor is read.
+
+    Args:
+        required: name of a tensor -> its shape in the model.
+        saved: name -> shape in the checkpoint.
+        unexpected: names of the tensors that the model does not have.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected or of another shape. The message has
+            the number and the first ten of each.
+    """
+    problems = {
+        "are missing": [printable(name)[1:-1] for name in required if name not in saved],
+        "are unexpected": [printable(name)[1:-1] for name in unexpected],
+        "have a different shape": [
+            f"{printable(name)[1:-1]} {tuple(shape)} (saved {tuple(saved[name])})"
+            for name, shape in required.items()
+            if name in saved and tuple(shape) != tuple(saved[name])
+        ],
+    }
+    if any(problems.values()):
+        found = [f"{len(n)} {noun}: {list_first(n)}" for noun, n in problems.items() if n]
+        raise CheckpointError(
+            f"The checkpoint does not match the prepared model: of {len(required)} tensors"
+            f" {'; '.join(found)}. Prepare the model that was saved."
+        )
 
 
 def part_of(

@@ -20,6 +20,7 @@ from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
 from nbdist.state import hf_export_plan, importers, optimizer_recipes, reshard, shards
+from nbdist.state.tensor_index import check_shapes
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.training_state import ModelAndOptimizerState, ModelTensors, select_model
@@ -170,30 +171,26 @@ def _match_keys(
     for alias, first in aliases.items():
         aliases_of.setdefault(first, []).append(alias)
     keys: dict[str, str] = {}
-    missing, unchanged = [], []
-    for key in [*weights, *buffers]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    unchanged = []
+    for key, shard in {**weights, **buffers}.items():
         name = key.removeprefix(state.model_prefix)
         options = [f"model.{option}" for option in (name, *aliases_of.get(name, ()))]
         stored = next((option for option in options if option in saved.keys), None)
         if stored is not None:
             keys[key] = stored
+            shapes[stored] = shard.shape
         elif key in weights and (required is None or f"model.{name}" in required):
-            missing.append(f"model.{name}")
+            shapes[f"model.{name}"] = shard.shape
         else:
             unchanged.append(f"buffer {name}" if key in buffers else name)
-    if missing:
-        raise CheckpointError(
-            f"The checkpoint ({saved.kind}) lacks {len(missing)} of {len(weights)} tensors:"
-            f" {list_first(map(printable, missing))}. Load it into the model that it was saved"
-            " from."
-        )
+    check_shapes(shapes, {key: entry.shape for key, entry in saved.keys.items()})
     if unchanged:
         notes.append(
             f"{len(unchanged)} tensors are unchanged, not in the checkpoint:"
             f" {list_first(map(printable, unchanged))}"
         )
-    shapes = {key: tuple(shard.shape) for key, shard in {**weights, **buffers}.items()}
-    _check_shapes(saved, shapes, keys)
+    _check_optimizer_shapes(saved)
     tied = {f"model.{name}" for names in aliases_of.values() for name in names}
     used = {*keys.values(), *tied}
     extra = [key for key in saved.keys if key.startswith("model.") and key not in used]
@@ -205,19 +202,7 @@ def _match_keys(
     return keys
 
 
-def _check_shapes(
-    saved: ForeignCheckpoint, shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, str]
-) -> None:
-    wrong = [
-        f"{printable(stored)} {shapes[key]} (saved {saved.keys[stored].shape})"
-        for key, stored in keys.items()
-        if shapes[key] != tuple(saved.keys[stored].shape)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{len(wrong)} of {len(keys)} tensors have a different shape:"
-            f" {list_first(wrong)}. Load it into the model that it was saved from."
-        )
+def _check_optimizer_shapes(saved: ForeignCheckpoint) -> None:
     for key, entry in saved.keys.items():
         if not key.startswith("optim.state."):
             continue

@@ -22,7 +22,7 @@ import torch
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointDownload, CheckpointReader, Url, parse_location
-from nbdist.checkpoint.name_validation import list_first, printable
+from nbdist.checkpoint.name_validation import printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import LoadRequest, RankLoadReport
 from nbdist.state import (
@@ -34,7 +34,7 @@ from nbdist.state import (
     tensor_digest,
 )
 from nbdist.state.shards import Shard, total_bytes
-from nbdist.state.tensor_index import TensorIndex
+from nbdist.state.tensor_index import TensorIndex, check_shapes
 from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.operations import save
 from nbdist.worker.operations.collective_phases import (
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.checkpoint import Manifest, OptimizerMetadata, TensorMetadata
+    from nbdist.checkpoint import OptimizerMetadata, TensorMetadata
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -281,9 +281,19 @@ class _CheckpointLoad:
             targets = state.target_shards(optimizers=False) | state.buffers(owned=False)
             shapes |= {key: shard.shape for key, shard in targets.items()}
             aliases |= state.aliases()
-        prefixes = tuple(state.model_prefix for state in self._models) if self._only else None
+        prefixes = tuple(state.model_prefix for state in self._models)
+        saved = {
+            key: tensor.shape
+            for key, tensor in self._manifest.keys.items()
+            if re.match(r"model\d*\.", key) and (self._only is None or key.startswith(prefixes))
+        }
+        stored = {key: self._stored(key) for key in shapes}
         try:
-            check_keys(self._manifest, shapes, aliases, prefixes)
+            check_shapes(
+                shapes,
+                {key: saved[to] for key, to in stored.items() if to in saved},
+                sorted(saved.keys() - stored.values() - aliases.keys()),
+            )
         except CheckpointError:
             problem = "their tensors have other names or shapes"
             base_model.check_names(self._manifest, save.base_models(trained), problem)
@@ -605,53 +615,6 @@ class _CheckpointLoad:
         not_saved = manifest.extra.get("left_out")
         for name in not_saved if isinstance(not_saved, list) else ():
             report.notes.append(f"not in the checkpoint: {name}")
-
-
-def check_keys(
-    manifest: Manifest,
-    required: Mapping[str, tuple[int, ...]],
-    aliases: Mapping[str, str],
-    prefixes: tuple[str, ...] | None = None,
-) -> None:
-    """Refuse a checkpoint of another model before reading any tensor.
-
-    Args:
-        required: key -> shape of the prepared models' weights and buffers.
-        aliases: additional keys of tied weights -> a key in `required`.
-        prefixes: prefixes of the models' keys; None for all models of the checkpoint.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or of another shape. The message has
-            the number and the first ten of each.
-    """
-    keys = {
-        key
-        for key in manifest.keys
-        if re.match(r"model\d*\.", key) and (prefixes is None or key.startswith(prefixes))
-    }
-    stored = {key: manifest.aliases.get(key, key) for key in required}
-    missing = [key for key, to in stored.items() if to not in keys]
-    used = {*stored.values(), *(key for key in keys if key in aliases)}
-    unexpected = sorted(keys - used)
-    mismatched = [
-        f"{printable(key)[1:-1]} {tuple(required[key])} (saved {manifest.keys[to].shape})"
-        for key, to in stored.items()
-        if to in keys and tuple(required[key]) != manifest.keys[to].shape
-    ]
-    problems = [
-        _count_and_names("are missing", [printable(key)[1:-1] for key in missing]),
-        _count_and_names("are unexpected", [printable(key)[1:-1] for key in unexpected]),
-        _count_and_names("have a different shape", mismatched),
-    ]
-    if any(problems):
-        raise CheckpointError(
-            f"The checkpoint does not match the prepared model: of {len(required)} tensors"
-            f" {'; '.join(filter(None, problems))}. Prepare the model that was saved."
-        )
-
-
-def _count_and_names(noun: str, names: list[str]) -> str:
-    return f"{len(names)} {noun}: {list_first(names)}" if names else ""
 
 
 def _rng_state(tensors: Mapping[str, torch.Tensor], metadata: Any) -> rng_state.RngState:
