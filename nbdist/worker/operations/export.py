@@ -6,7 +6,7 @@
     finishing   rank 0 renames the folder
 
 No tensor is gathered, except those that transformers derives from others when it saves: each
-group of these is gathered on one rank, in batches of at most `BATCH_BYTES` per rank.
+group of these is gathered on one rank, and a rank holds one group at a time.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nbdist.protocol.operations import ExportRequest
-    from nbdist.state.hf_export_plan import DerivedTensors, ExportPlan, OutputTensor
+    from nbdist.state.hf_export_plan import ExportPlan, OutputTensor
     from nbdist.worker.operations import RankContext
 
-BATCH_BYTES = 256 << 20
-"""Maximum size of the whole tensors gathered on a rank at a time; a larger one goes alone."""
 _COMPANIONS = {
     "processor": {"ProcessorMixin"},
     "tokenizer": {"PreTrainedTokenizerBase"},
@@ -187,12 +185,22 @@ def _write(
                 opened, regions, tensors.owned_shards, on_progress=progress
             )
         )
-        for number, by_rank in enumerate(rounds := _rounds(outline.groups, tensors)):
-            on_phase(f"computing, {number / len(rounds):.0%}")
-            sources, sent = _gather_sources(tensors, by_rank)
-            sent_bytes += sent
+        for number in range(0, len(outline.groups), collectives.group_size()):
+            on_phase(f"computing, {number / len(outline.groups):.0%}")
+            groups = outline.groups[number : number + collectives.group_size()]
+            own_groups = groups[own_rank : own_rank + 1]  # none in the last round of some ranks
+            sources = {
+                key: torch.empty(tensors.owned_shards[key].shape, dtype=tensors.dtypes[key])
+                for group in own_groups
+                for key in group.sources.values()
+            }
+            needed = {key for group in groups for key in group.sources.values()}
+            sent_bytes += reshard.reshard(
+                {key: shard for key, shard in tensors.owned_shards.items() if key in needed},
+                {key: whole_shard(tensor) for key, tensor in sources.items()},
+            )
             try:
-                for group in by_rank[own_rank]:
+                for group in own_groups:
                     inputs = {name: sources[key] for name, key in group.sources.items()}
                     outputs = hf_export_plan.compute_tensors(model, group, inputs)
                     for name, tensor in outputs.items():
@@ -204,25 +212,6 @@ def _write(
         if error is not None:
             raise error
     return sent_bytes
-
-
-def _gather_sources(
-    tensors: ModelTensors, by_rank: Sequence[Sequence[DerivedTensors]]
-) -> tuple[dict[str, torch.Tensor], int]:
-    """Gather the whole source tensors of this rank's groups; a collective.
-
-    Returns:
-        The tensors by key, and the bytes sent to other ranks.
-    """
-    needed = {key for groups in by_rank for group in groups for key in group.sources.values()}
-    own_keys = {key for group in by_rank[collectives.rank()] for key in group.sources.values()}
-    share = {key: shard for key, shard in tensors.owned_shards.items() if key in needed}
-    sources = {
-        key: torch.empty(tensors.owned_shards[key].shape, dtype=tensors.dtypes[key])
-        for key in own_keys
-    }
-    target = {key: whole_shard(tensor) for key, tensor in sources.items()}
-    return sources, reshard.reshard(share, target)
 
 
 def find_processors(names: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -272,30 +261,3 @@ def _plan_file(targets: Sequence[OutputTensor]) -> _OutputFile:
         offsets[tensor.name] = end
         end += tensor.size_bytes
     return _OutputFile(head=head, offsets=offsets, size_bytes=end)
-
-
-def _rounds(
-    groups: Sequence[DerivedTensors], model_tensors: ModelTensors
-) -> list[list[list[DerivedTensors]]]:
-    """Assign groups to ranks in rounds: round -> rank -> groups; the same on every rank."""
-    sizes = {
-        id(group): sum(
-            model_tensors.numel(key) * model_tensors.dtypes[key].itemsize
-            for key in group.sources.values()
-        )
-        for group in groups
-    }
-    rounds: list[list[list[DerivedTensors]]] = []
-    remaining = sorted(groups, key=lambda group: -sizes[id(group)])
-    while remaining:
-        by_rank: list[list[DerivedTensors]] = [[] for _ in range(collectives.group_size())]
-        loads = [0] * collectives.group_size()
-        for group in list(remaining):
-            rank = loads.index(min(loads))
-            if loads[rank] and loads[rank] + sizes[id(group)] > BATCH_BYTES:
-                continue
-            by_rank[rank].append(group)
-            loads[rank] += sizes[id(group)]
-            remaining.remove(group)
-        rounds.append(by_rank)
-    return rounds
