@@ -28,7 +28,7 @@ from nbdist.planner.measurement_store import COLLECTIVES
 from nbdist.protocol.operations import RankCalibrateReport
 from nbdist.state import collectives
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.operations.collective_phases import raise_if_any_failed, try_call
+from nbdist.worker.operations.collective_phases import call_on_all_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +63,9 @@ MAX_WRITE_S = 1.0
 """Maximum duration of writing to a slow disk."""
 FREE_SPACE_DIVISOR = 32
 """One rank writes at most 1/32 of the free space."""
+_on_all_ranks = functools.partial(
+    call_on_all_ranks, raises=SessionError, prefix="The benchmark failed: "
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -96,26 +99,15 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
         context.on_phase(f"disk of {request.disk}")
         trial = DiskBenchmark(request.disk)
         try:
-            _raise_if_any_failed(trial.open)
+            _on_all_ranks(trial.open)
             results["disk"] = {
-                "write": _raise_if_any_failed(trial.measure_write),
-                "read": _raise_if_any_failed(trial.measure_read),
+                "write": _on_all_ranks(trial.measure_write),
+                "read": _on_all_ranks(trial.measure_read),
                 **trial.describe(),
             }
         finally:
             trial.close()
     return RankCalibrateReport(figures=results)
-
-
-def _raise_if_any_failed(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, after checking that it succeeded on all ranks.
-
-    Raises:
-        SessionError: it failed on a rank.
-    """
-    result, error = try_call(call)
-    raise_if_any_failed(error, SessionError, "The benchmark failed: ")
-    return result
 
 
 # -------------------------------------------------------------------------- collectives
@@ -131,7 +123,7 @@ def _collectives(device: torch.device) -> dict[str, list[tuple[int, float]]]:
     if not sizes:
         return {}
     # the largest full tensor and one rank's shard; filled, so they are allocated
-    full, shard = _raise_if_any_failed(
+    full, shard = _on_all_ranks(
         lambda: [
             torch.ones(max(sizes) // 4 // parts, dtype=torch.float32, device=device)
             for parts in (1, world)
@@ -181,7 +173,7 @@ def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
     side = _PRODUCT[device.type]
     generator = torch.Generator(device).manual_seed(0)
     # Random numbers: with constant ones a GPU draws less power and is faster.
-    a, b = _raise_if_any_failed(
+    a, b = _on_all_ranks(
         lambda: [
             torch.randn(side, side, generator=generator, device=device).to(kind) for _ in range(2)
         ]
@@ -193,7 +185,7 @@ def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
 def _elementwise(device: torch.device) -> float:
     """Return the bytes/s of a kernel that reads one tensor and writes a new one."""
     size = min(_ELEMENTWISE[device.type], _free_bytes(device) // FREE_MEMORY_DIVISOR)
-    source = _raise_if_any_failed(lambda: torch.ones(size // 4, dtype=torch.float32, device=device))
+    source = _on_all_ranks(lambda: torch.ones(size // 4, dtype=torch.float32, device=device))
     distributed.barrier()
     return 2 * size / _seconds_of(lambda: source * 0.5, device)
 
@@ -201,10 +193,10 @@ def _elementwise(device: torch.device) -> float:
 def _copies(device: torch.device) -> dict[str, float]:
     """Return the bytes/s between host and device, by direction and kind of host memory."""
     size = min(_COPIED, _free_bytes(device) // FREE_MEMORY_DIVISOR)
-    on_device = _raise_if_any_failed(lambda: torch.ones(size, dtype=torch.uint8, device=device))
+    on_device = _on_all_ranks(lambda: torch.ones(size, dtype=torch.uint8, device=device))
     bandwidths = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):
-        host = _raise_if_any_failed(
+        host = _on_all_ranks(
             functools.partial(torch.ones, size, dtype=torch.uint8, pin_memory=pinned)
         )
         distributed.barrier()

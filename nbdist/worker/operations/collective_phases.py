@@ -225,17 +225,19 @@ def try_call(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def raise_if_any_failed(
-    error: Exception | None, raises: type[NbdistError] = CheckpointError, prefix: str = ""
-) -> None:
-    """Raise on all ranks if any rank failed; a collective.
+def call_on_all_ranks(
+    call: Callable[[], Any], raises: type[NbdistError] = CheckpointError, prefix: str = ""
+) -> Any:
+    """Return a call's result on this rank, after it has succeeded on all ranks; a collective.
 
     Raises:
-        NbdistError: at least one rank failed. The message is the same on all ranks.
+        NbdistError: it failed on at least one rank. The message is the same on all ranks.
     """
+    result, error = try_call(call)
     texts = collectives.all_gather_values(error_text(error))
     if failed := {rank: text for rank, text in enumerate(texts) if text is not None}:
         raise raises(prefix + rank_errors_text(failed, len(texts))) from error
+    return result
 
 
 def rank_errors_text(failed: dict[int, str], world_size: int) -> str:

@@ -32,9 +32,8 @@ from nbdist.state import base_model, collectives, layouts, shard_io, shards, ten
 from nbdist.state.optimizer_state_dict import class_name
 from nbdist.worker.engines import accelerator_patch
 from nbdist.worker.operations.collective_phases import (
+    call_on_all_ranks,
     error_text,
-    raise_if_any_failed,
-    rank_errors_text,
     try_call,
 )
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
@@ -187,9 +186,10 @@ class CheckpointSaver:
         total_bytes = sum(collectives.all_gather_values(size_bytes))
         draft = begin_draft(request, total_bytes)
         try:
-            raise_if_any_failed(try_call(lambda: _wait_until_visible(draft, request))[1])
-            snapshot, error = try_call(lambda: _take_snapshot(states, stored, ended=request.ended))
-            raise_if_any_failed(error)
+            call_on_all_ranks(lambda: _wait_until_visible(draft, request))
+            snapshot = call_on_all_ranks(
+                lambda: _take_snapshot(states, stored, ended=request.ended)
+            )
             metadata = collectives.all_gather_values((snapshot.rng_metadata, snapshot.state_dicts))
         except BaseException as error:
             draft.write_failure(collectives.rank(), error_text(error) or "")
@@ -392,10 +392,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
             check_savable(prepared, micro_batches=not request.ended)
         return trained
 
-    trained: list[PreparedModel]
-    trained, error = try_call(check)
-    outcomes = collectives.all_gather_values((request, error_text(error)))
-    requests = list(dict.fromkeys(other for other, _ in outcomes))
+    requests = list(dict.fromkeys(collectives.all_gather_values(request)))
     if len(requests) > 1:
         calls = [
             f"save({other.name!r}, overwrite={other.overwrite}, keep={other.keep},"
@@ -406,9 +403,8 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
             f"The ranks called save with different arguments: {' and '.join(calls)}. Use the"
             " same arguments on all ranks."
         )
-    if errors := {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}:
-        raise CheckpointError(rank_errors_text(errors, len(outcomes))) from error
-    return trained
+    checked: list[PreparedModel] = call_on_all_ranks(check)
+    return checked
 
 
 def check_savable(
