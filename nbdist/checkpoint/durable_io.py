@@ -84,22 +84,6 @@ class DurableFile:
         self._path.unlink(missing_ok=True)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Create a file, write its content and call fsync.
-
-    Raises:
-        FileExistsError: the file exists.
-        OSError: it cannot be written.
-    """
-    file = DurableFile(path)
-    try:
-        file.write(memoryview(content))
-        file.close()
-    except BaseException:
-        file.abort()
-        raise
-
-
 def sync_folder(path: Path) -> None:
     """Call fsync on a folder, so that created and renamed entries are durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -317,16 +317,17 @@ class PendingFolderCheckpoint(PendingCheckpoint):
             raise CheckpointError(f"{draft} is not a checkpoint draft. Save again.")
         text = manifest.to_json()
         try:
-            for file in list(draft.iterdir()):
-                if is_rank_report_name(file.name):
-                    file.unlink()
+            for item in list(draft.iterdir()):
+                if is_rank_report_name(item.name):
+                    item.unlink()
             sizes = {
-                file.name: file.stat().st_size
-                for file in draft.iterdir()
-                if file.name != OWNER_FILE
+                item.name: item.stat().st_size
+                for item in draft.iterdir()
+                if item.name != OWNER_FILE
             }
             check_sizes(sizes, manifest, draft, extra=sizes)
-            durable_io.write_new(draft / MANIFEST_NAME, text)
+            with closing(durable_io.DurableFile(draft / MANIFEST_NAME)) as file:
+                file.write(memoryview(text))
             draft.chmod(draft.parent.stat().st_mode & 0o777)  # the draft was private (0o700)
             durable_io.sync_folder(draft)
             with durable_io.exclusive_lock(storage.root):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.checkpoint import durable_io
 from nbdist.checkpoint.manifest import MAX_BYTES, CheckpointFile, Manifest
-from nbdist.checkpoint.name_validation import MANIFEST_NAME, printable
+from nbdist.checkpoint.name_validation import MANIFEST_NAME, list_first, printable
 from nbdist.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MAX_THREADS = 8
 _BUFFER_BYTES = 256 << 10  # fits into the L2 cache of a core
 _PROGRESS_INTERVAL_S = 0.1
-_MAX_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +132,8 @@ def verify_files(
     with CheckpointReader.open_folder(folder) as opened:
         if unknown := opened.unknown_files():
             raise CheckpointError(
-                f"{opened.path} contains {_join(unknown)}, which was not written by nbdist. Move"
-                " it elsewhere."
+                f"{opened.path} contains {list_first(map(printable, unknown))}, which was not"
+                " written by nbdist. Move it elsewhere."
             )
         for file in opened.manifest.files:
             opened.open_file(file).close()
@@ -204,11 +203,6 @@ def _compare_checksums(
         on_progress(sum(done))
     if bad:
         raise CheckpointError(
-            f"Checksum mismatch in {opened.path}: {_join(bad)}"
+            f"Checksum mismatch in {opened.path}: {list_first(map(printable, bad))}"
             f" {'is' if len(bad) == 1 else 'are'} corrupt. Load another checkpoint."
         )
-
-
-def _join(names: list[str]) -> str:
-    suffix = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(map(printable, names[:_MAX_LISTED])) + suffix
