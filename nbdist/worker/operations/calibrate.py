@@ -97,16 +97,7 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
         memory_probe.trim_malloc()
     if request.disk is not None:
         context.on_phase(f"disk of {request.disk}")
-        trial = DiskBenchmark(request.disk)
-        try:
-            _on_all_ranks(trial.open)
-            results["disk"] = {
-                "write": _on_all_ranks(trial.measure_write),
-                "read": _on_all_ranks(trial.measure_read),
-                **trial.describe(),
-            }
-        finally:
-            trial.close()
+        results["disk"] = _measure_disk(Path(request.disk).expanduser())
     return RankCalibrateReport(figures=results)
 
 
@@ -245,76 +236,56 @@ def _free_bytes(device: torch.device) -> int:
 # -------------------------------------------------------------------------------- disk
 
 
-class DiskBenchmark:
-    """Benchmark of one rank: open, write, read and close a file.
+def _measure_disk(folder: Path) -> dict[str, Any]:
+    """Return the bytes/s of writing and reading a file while all ranks do; and the file system.
 
-    All ranks call each step at the same time.
+    Raises:
+        SessionError: the folder cannot be written to or has too little free space.
     """
+    chunk = mmap.mmap(-1, CHUNK_BYTES)  # aligned, which direct I/O requires
+    chunk.write(os.urandom(CHUNK_BYTES))  # some file systems compress
+    file, size = _on_all_ranks(lambda: _open_trial_file(folder))
+    fd, written, is_direct = file.fileno(), 0, True
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder).expanduser()
-        self._chunk = mmap.mmap(-1, CHUNK_BYTES)  # aligned, which direct I/O requires
-        self._chunk.write(os.urandom(CHUNK_BYTES))  # some file systems compress
-        self._direct = False
-        self._written = 0
-
-    def open(self) -> None:
-        """Create the file, with direct I/O if the file system supports it.
-
-        Raises:
-            OSError: the folder cannot be written to or has too little free space.
-        """
-        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by `close`
-        limit = shutil.disk_usage(self._folder).free // FREE_SPACE_DIVISOR
-        self._size = min(MAX_WRITE_BYTES, limit // CHUNK_BYTES * CHUNK_BYTES)
-        if not self._size:
-            raise OSError(
-                f"Not enough free space in {self._folder} to benchmark its disk. Free some."
-            )
-        fd = self._file.fileno()
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-            self._direct = True
-        except OSError:
-            self._direct = False  # not supported here: fsync and fadvise are used instead
-
-    def measure_write(self) -> float:
-        """Return the bytes/s of writing, including fsync.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        fd, start = self._file.fileno(), time.perf_counter()
-        while self._written < self._size and time.perf_counter() - start < MAX_WRITE_S:
-            self._written += os.write(fd, self._chunk)
+    def write() -> float:
+        nonlocal written
+        start = time.perf_counter()
+        while written < size and time.perf_counter() - start < MAX_WRITE_S:
+            written += os.write(fd, chunk)
         os.fsync(fd)
-        return self._written / (time.perf_counter() - start)
+        return written / (time.perf_counter() - start)
 
-    def measure_read(self) -> float:
-        """Return the bytes/s of reading the written file.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        fd, left = self._file.fileno(), self._written
+    def read() -> float:
+        left = written
         os.lseek(fd, 0, os.SEEK_SET)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         start = time.perf_counter()
-        while left > 0 and (size := os.readv(fd, [self._chunk])):
-            left -= size
-        return self._written / (time.perf_counter() - start)
+        while left > 0 and (count := os.readv(fd, [chunk])):
+            left -= count
+        return written / (time.perf_counter() - start)
 
-    def close(self) -> None:
-        """Close and so delete the file."""
-        if hasattr(self, "_file"):
-            self._file.close()
-        self._chunk.close()
+    with chunk, file:
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError:  # not supported here: fsync and fadvise are used instead
+            is_direct = False
+        speeds = {"write": _on_all_ranks(write), "read": _on_all_ranks(read)}
+    return {**speeds, "filesystem": _filesystem_of(folder), "direct": is_direct}
 
-    def describe(self) -> dict[str, Any]:
-        """Return the file system, such as "ext4 on /dev/nvme0n1p1", and if direct I/O is used."""
-        folder = self._folder.resolve()
-        partitions = psutil.disk_partitions(all=True)
-        around = [mount for mount in partitions if folder.is_relative_to(mount.mountpoint)]
-        around.sort(key=lambda mount: len(mount.mountpoint))  # of two at one place, the later
-        name = f"{around[-1].fstype} on {around[-1].device}" if around else "unknown"
-        return {"filesystem": name, "direct": self._direct}
+
+def _open_trial_file(folder: Path) -> tuple[Any, int]:
+    """Return a new file, and the number of bytes to write to it."""
+    limit = shutil.disk_usage(folder).free // FREE_SPACE_DIVISOR
+    size = min(MAX_WRITE_BYTES, limit // CHUNK_BYTES * CHUNK_BYTES)
+    if not size:
+        raise OSError(f"Not enough free space in {folder} to benchmark its disk. Free some.")
+    return tempfile.TemporaryFile(dir=folder, buffering=0), size
+
+
+def _filesystem_of(folder: Path) -> str:
+    """Return the file system of a folder, such as "ext4 on /dev/nvme0n1p1"."""
+    resolved = folder.resolve()
+    partitions = psutil.disk_partitions(all=True)
+    around = [mount for mount in partitions if resolved.is_relative_to(mount.mountpoint)]
+    around.sort(key=lambda mount: len(mount.mountpoint))  # of two at one place, the later
+    return f"{around[-1].fstype} on {around[-1].device}" if around else "unknown"
