@@ -44,7 +44,7 @@ ALLOWED = {
     # What ranks tell one another: plain values alone come out, see its find_class.
     ("state/collectives.py", "import pickle"),
     # A snapshot for the PyTorch memory visualizer: written, never read.
-    ("worker/profiling/step_memory.py", "import pickle"),
+    ("worker/profiling/recorder.py", "import pickle"),
 }
 """File and what it may do all the same; each with its reason."""
 

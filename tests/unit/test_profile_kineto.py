@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 
 from nbdist.hardware import deepspeed_requirements
 from nbdist.worker.memory import memory_probe
-from nbdist.worker.profiling import kineto, step_memory
+from nbdist.worker.profiling import kineto, recorder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,5 +152,5 @@ def test_a_profile_leaves_the_users_memory_recording_and_peak_alone(
 ) -> None:
     allocator = Allocator(monkeypatch, recorded_by_cell=users)
     nothing: Any = None
-    step_memory.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
+    recorder.GpuStepMemory(nothing, nothing, nothing, "", 0).stop()
     assert allocator.calls == (["snapshot"] if users else ["all", "snapshot", None])

@@ -19,8 +19,7 @@ from nbdist.protocol import messages
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.profiling import kineto
-from nbdist.worker.profiling.recorder import StepRecorder
-from nbdist.worker.profiling.step_memory import CpuStepMemory, GpuStepMemory
+from nbdist.worker.profiling.recorder import CpuStepMemory, GpuStepMemory, StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
