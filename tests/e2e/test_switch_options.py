@@ -23,7 +23,7 @@ DEFINITIONS = MODEL + textwrap.dedent(
         "Of all state; the same on all ranks."
         (trained,) = training.all_models()
         found = ModelAndOptimizerState(trained)
-        return tensor_digest.global_digests(found.owned_shards()), found.scalar_state()
+        return tensor_digest.global_digests(found.owned_shards()), found.layout.scalar_state()
 
     def types():
         "Of the weights that are stepped."

@@ -279,13 +279,6 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
         deepspeed.reset_zero3_globals(self.state.deepspeed_plugin)
 
 
-def detach_models(accelerator: Accelerator) -> None:
-    """Remove the prepared models, optimizers and schedulers from an Accelerator."""
-    for prepared in (accelerator._models, accelerator._optimizers, accelerator._schedulers):  # noqa: SLF001
-        prepared.clear()
-    accelerator.deepspeed_engine_wrapped = None
-
-
 def rebuild_in_place(accelerator: Accelerator) -> None:
     """Rebuild an Accelerator in place with the session's current options.
 

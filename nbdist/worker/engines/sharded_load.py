@@ -324,7 +324,7 @@ class UnreadWeights:
             index.add_tensor(key, tuple(entry.stored.shape), dtype, TensorPart(0, size, fetch))
             index.read_into({key: targets[key]})
             _release_pages(entry.stored)
-        state.finalize_state({})
+        state.layout.finalize_state({})
         if collectives.rank() == 0:
             num_bytes = sum(entry.stored.nbytes for entry in unread.values())
             print(  # noqa: T201

@@ -71,7 +71,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
             if reason := optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class):
                 raise CheckpointError(f"{reason}. Load with --weights-only (weights_only=True).")
     with phase("keeping"):
-        counts = state.scalar_state()
+        counts = state.layout.scalar_state()
         backup = ModelRecipe.back_up(state, state.owned_shards(), counts)
     try:
         with phase("loading"):
@@ -81,7 +81,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
                 saved, state, keys, optimizers=bool(optimizer_state)
             )
         with phase("taking over"):
-            state.finalize_state(saved.scalar_state if optimizer_state else counts)
+            state.layout.finalize_state(saved.scalar_state if optimizer_state else counts)
     except CheckpointError:
         backup.restore(state, optimizers=True)
         raise

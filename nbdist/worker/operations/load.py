@@ -162,7 +162,7 @@ class _CheckpointLoad:
             self._compare_checksums()
         with self._phase("keeping"):
             live = [
-                (state.owned_shards(optimizers=not self._weights_only), state.scalar_state())
+                (state.owned_shards(optimizers=not self._weights_only), state.layout.scalar_state())
                 for state in self._models
             ]
         with self._phase("keeping"):
@@ -415,7 +415,7 @@ class _CheckpointLoad:
         for state in self._models:
             prepared, number = state.prepared, state.number
             if self._weights_only:
-                state.finalize_state({})
+                state.layout.finalize_state({})
                 continue
             if self._reset:
                 state.reset_state_dicts()
@@ -426,11 +426,11 @@ class _CheckpointLoad:
                         "Cannot read the optimizer state. Load another checkpoint."
                     )
                 state.load_state_dicts(trees[number], self._state_dict_tensors)
-            counts = training_metadata.initial_scalar_state(state.scalar_state())
+            counts = training_metadata.initial_scalar_state(state.layout.scalar_state())
             optimizers = [] if self._reset else self._optimizers(state)
             for saved in optimizers:
                 counts |= {name: dict(scalars) for name, scalars in saved.counts.items()}
-            state.finalize_state(counts)
+            state.layout.finalize_state(counts)
             # none of them after a reset, where the prepared groups keep their options
             for saved, owned in zip(optimizers, prepared.live_optimizers, strict=not self._reset):
                 training_metadata.set_options(owned, training_metadata.group_options(saved, owned))

@@ -253,7 +253,7 @@ class _ResizeSave:
         self.report.state_bytes += total_bytes(owned)
         self._shards |= owned
         self._shards |= state.buffers(owned=True)  # makes the files a complete checkpoint
-        scalar_state = {} if reset else state.scalar_state()
+        scalar_state = {} if reset else state.layout.scalar_state()
         recipe = ModelRecipe.capture(prepared, scalar_state, hooks=False)
         recipe.digests = tensor_digest.global_digests(owned)
         return recipe
@@ -549,7 +549,7 @@ class _ResizeLoad:
         targets = state.target_shards()
         reshard.zero_unsaved(targets, manifest.keys)
         shard_io.read_shards(path, manifest, targets)
-        state.finalize_state(recipe.scalar_state)
+        state.layout.finalize_state(recipe.scalar_state)
         recipe.load_buffers(prepared)
         for name, shard in state.owned_shards().items():
             if name not in recipe.digests:

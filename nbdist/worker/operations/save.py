@@ -498,7 +498,7 @@ def _take_snapshot(
     live = [
         _exclude(state.owned_shards(), stored.keys) | state.buffers(owned=True) for state in states
     ]
-    scalars = [state.scalar_state() for state in states]
+    scalars = [state.layout.scalar_state() for state in states]
     for number, state in enumerate(states):  # no collective from here on
         prepared, counts = state.prepared, scalars[number]
         trees, parts = state.state_dicts()

@@ -140,7 +140,7 @@ class EngineSwitch:
         check_host_memory(needed)
         self.report.state_bytes += needed
         copies = shards.copy_to_host(live)
-        scalar_state = {} if self._reset else state.scalar_state()
+        scalar_state = {} if self._reset else state.layout.scalar_state()
         recipe = ModelRecipe.capture(prepared, scalar_state, hooks=True)
         recipe.tensors, recipe.digests = copies, tensor_digest.global_digests(copies)
         return recipe
@@ -160,7 +160,9 @@ class EngineSwitch:
         self._made.clear()
         owners = {id(old.owner): old.owner for old, _ in self._models}
         for owner in owners.values():
-            accelerator_patch.detach_models(owner)
+            for prepared_objects in (owner._models, owner._optimizers, owner._schedulers):  # noqa: SLF001
+                prepared_objects.clear()
+            owner.deepspeed_engine_wrapped = None
         for modules in release_models.engine_registries():
             modules.clear()
         self._replaced.invalidate(self._reason)
@@ -380,7 +382,7 @@ def _check_optimizer(
         )
     if new_options.strategy.engine != "deepspeed":
         return
-    counts = ModelAndOptimizerState(prepared).scalar_state()
+    counts = ModelAndOptimizerState(prepared).layout.scalar_state()
     for names in owned.recipe.param_group_names:
         # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}

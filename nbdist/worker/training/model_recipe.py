@@ -145,9 +145,9 @@ class ModelRecipe:
         self.load_buffers(state.prepared)
         if not optimizers:
             reshard.reshard(self.tensors, state.target_shards(optimizers=False))
-            state.finalize_state({})
+            state.layout.finalize_state({})
             return
-        before_first_step = training_metadata.initial_scalar_state(state.scalar_state())
+        before_first_step = training_metadata.initial_scalar_state(state.layout.scalar_state())
         state.load_from(self.tensors, before_first_step | self.scalar_state)
         state.load_state_dicts(*self.state_dicts)
         for owned, (_, groups) in zip(state.prepared.live_optimizers, self.optimizers, strict=True):
@@ -180,7 +180,7 @@ class ModelRecipe:
             raise SwitchError(
                 f"{len(wrong)} of {len(expected)} tensors differ, for example {wrong[0]}."
             )
-        scalars = state.scalar_state()
+        scalars = state.layout.scalar_state()
         for name, count in self.scalar_state.items():
             if count.items() - scalars.get(name, {}).items():
                 raise SwitchError(

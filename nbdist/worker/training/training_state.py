@@ -24,7 +24,6 @@ from nbdist.worker.training import prepared_models, release_models
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from nbdist.state.layouts.base import ScalarState
     from nbdist.state.shards import ShardMap
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -43,7 +42,7 @@ class ModelAndOptimizerState:
         """First part of optimizer state keys."""
         self.element_prefix = f"{self.optimizer_prefix}.state."
         """Prefix of the keys of element-wise optimizer state."""
-        self._layout = layouts.layout_for(
+        self.layout = layouts.layout_for(
             prepared.model, [owned.inner_optimizer for owned in prepared.live_optimizers]
         )
 
@@ -63,19 +62,19 @@ class ModelAndOptimizerState:
         return self._shards_by_key(owned=False, optimizers=optimizers)
 
     def _shards_by_key(self, *, owned: bool, optimizers: bool) -> dict[str, Shard]:
-        weights = self._layout.weights(owned=owned)
+        weights = self.layout.weights(owned=owned)
         shards = {self.model_prefix + name: shard for name, shard in weights.items()}
         for name, states in (
-            self._layout.optimizer_state(owned=owned) if optimizers else {}
+            self.layout.optimizer_state(owned=owned) if optimizers else {}
         ).items():
             shards |= {f"{self.element_prefix}{name}.{key}": shard for key, shard in states.items()}
         return shards
 
     def frozen_shards(self) -> dict[str, Shard]:
         """Return the owned shards of the parameters that need no gradient."""
-        parameters = self._layout.named_parameters()
+        parameters = self.layout.named_parameters()
         frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-        weights = self._layout.weights(owned=True)
+        weights = self.layout.weights(owned=True)
         return {self.model_prefix + name: weights[name] for name in weights if name in frozen}
 
     def state_dicts(self) -> tuple[list[Any], dict[str, torch.Tensor]]:
@@ -88,7 +87,7 @@ class ModelAndOptimizerState:
             CheckpointError: an optimizer holds an object that cannot be stored.
         """
         trees, tensors = [], dict[str, torch.Tensor]()
-        with self._layout.other_optimizers() as optimizers:
+        with self.layout.other_optimizers() as optimizers:
             for number, optimizer in enumerate(optimizers):
                 tree, parts = optimizer_state_dict.flatten(optimizer)
                 trees.append(tree)
@@ -102,7 +101,7 @@ class ModelAndOptimizerState:
         Raises:
             CheckpointError: the optimizers differ.
         """
-        with self._layout.other_optimizers() as optimizers:
+        with self.layout.other_optimizers() as optimizers:
             for number, (optimizer, tree) in enumerate(zip(optimizers, trees, strict=True)):
                 prefix = f"{self.state_dict_prefix}{number}."
                 parts = {
@@ -115,14 +114,14 @@ class ModelAndOptimizerState:
 
     def reset_state_dicts(self) -> None:
         """Drop the state of the optimizers that cannot be resharded."""
-        with self._layout.other_optimizers() as optimizers:
+        with self.layout.other_optimizers() as optimizers:
             for optimizer in optimizers:
                 optimizer.state.clear()
 
     @property
     def state_dict_rank(self) -> int:
         """Rank that stores the state dicts of this rank: under DDP they are equal on all."""
-        return 0 if self._layout.is_replicated else torch.distributed.get_rank()
+        return 0 if self.layout.is_replicated else torch.distributed.get_rank()
 
     @property
     def state_dict_prefix(self) -> str:
@@ -144,10 +143,6 @@ class ModelAndOptimizerState:
             if meta_model.bare_name(name) in names
         }
 
-    def scalar_state(self) -> ScalarState:
-        """Return the scalar state of the optimizers."""
-        return {name: dict(counts) for name, counts in self._layout.scalar_state().items()}
-
     def allocate_optimizer_state(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Allocate the optimizer state among these keys, by key -> dtype."""
         names: dict[str, dict[str, torch.dtype]] = {}
@@ -156,11 +151,7 @@ class ModelAndOptimizerState:
                 name, _, state = key.removeprefix(self.element_prefix).rpartition(".")
                 names.setdefault(name, {})[state] = dtype
         if names:
-            self._layout.allocate_optimizer_state(names)
-
-    def finalize_state(self, counts: Mapping[str, Mapping[str, float]]) -> None:
-        """Set the scalar state, and update the engine's copies of the loaded tensors."""
-        self._layout.finalize_state(counts)
+            self.layout.allocate_optimizer_state(names)
 
     def load_from(self, shards: ShardMap, counts: Mapping[str, Mapping[str, float]]) -> int:
         """Load the state from the ranks' shards; return the bytes sent to other ranks.
@@ -171,7 +162,7 @@ class ModelAndOptimizerState:
         """
         self.allocate_optimizer_state({key: shard.dtype for key, shard in shards.items()})
         sent = reshard.reshard(shards, self.target_shards())
-        self.finalize_state(counts)
+        self.layout.finalize_state(counts)
         return sent
 
 
