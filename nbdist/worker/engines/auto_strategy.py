@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import itertools
-import json
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from nbdist.launcher import offload_setup
 from nbdist.planner import optimizers, search, target_devices
 from nbdist.planner.plan_types import PlanInput
 from nbdist.planner.tracing import trace_module
-from nbdist.state import meta_model
+from nbdist.state import collectives, meta_model
 from nbdist.strategies import Hardware, Options
 from nbdist.worker.memory import memory_probe, model_description, tensor_categories
 
@@ -45,12 +44,8 @@ ChoiceCallback = Callable[[Options], object]
 
 FIRST_BATCH_TIMEOUT_S = 60.0
 """Timeout for the first batch of a loader, which may have to open large files."""
-_MAX_ANSWER_BYTES = 1 << 16
-"""Maximum bytes of an answer; options or an error message take a few hundred."""
 _MAX_LINES = 8
 """Maximum lines of an explanation."""
-_SHOWN = ("text", "html")
-"""Keys of the answer that only rank 0 needs, to display it."""
 _WITHOUT_A_LOADER = (
     " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
     " used as the example, or choose a --backend."
@@ -126,16 +121,12 @@ class AutoStrategy:
             optimizer: description from ``memory_probe.describe_optimizer``.
             batch: called on rank 0 only.
         """
-        own_free = torch.tensor([available_bytes(model)], dtype=torch.int64)
-        all_free = [torch.zeros_like(own_free) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(all_free, own_free)
-        free = [int(size) for size in all_free]
-        rank_0_answer: dict[str, Any] = {}
-        if distributed.get_rank() == 0:
-            rank_0_answer = self._answer(model, optimizer, batch, free)
-        answer = _from_rank_0(
-            {name: item for name, item in rank_0_answer.items() if name not in _SHOWN}
-        )
+        free = collectives.all_gather_values(available_bytes(model))
+        own_answer: dict[str, Any] = {}
+        if collectives.rank() == 0:
+            own_answer = self._answer(model, optimizer, batch, free)
+        text, page = own_answer.pop("text", ""), own_answer.pop("html", "")
+        answer = collectives.all_gather_values(own_answer)[0]
         if "stopped" in answer:
             raise KeyboardInterrupt
         if "error" in answer:
@@ -144,7 +135,7 @@ class AutoStrategy:
         # Rank 0 has already built the DeepSpeed ops; the others load them from the cache.
         self._load(chosen)
         if distributed.get_rank() == 0:
-            self.show(rank_0_answer["text"], rank_0_answer["html"])
+            self.show(text, page)
             self.tell(chosen)
         if chosen.offload_device == "nvme":  # in this session's folder
             return replace(chosen, offload=self._placeholder.offload)
@@ -333,25 +324,6 @@ def available_bytes(model: nn.Module | None = None) -> int:
     if limit != resource.RLIM_INFINITY:
         free = min(free, max(0, limit - memory.vms))
     return int(free + memory.rss)
-
-
-# ---------------------------------------------------------------------------- collectives
-
-
-def _from_rank_0(answer: dict[str, Any]) -> dict[str, Any]:
-    """Broadcast rank 0's answer; as JSON, so that nothing is unpickled.
-
-    A single collective of a fixed size: an interrupt between two collectives would leave the
-    other ranks waiting in the second one.
-    """
-    buffer = torch.zeros(_MAX_ANSWER_BYTES, dtype=torch.uint8)
-    text = json.dumps(answer).encode()
-    if len(text) > _MAX_ANSWER_BYTES:
-        text = json.dumps({"error": "--auto: the decision is too long to send."}).encode()
-    buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    distributed.broadcast(buffer, src=0)
-    received: dict[str, Any] = json.loads(bytes(buffer.tolist()).rstrip(b"\0"))
-    return received
 
 
 def _progress(text: str) -> None:
