@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core import completer
 from IPython.core.error import UsageError
-from IPython.core.magic_arguments import ArgDecorator, MagicArgumentParser
+from IPython.core.magic_arguments import ArgDecorator, MagicArgumentParser, argument
 
 from nbdist import strategies
 from nbdist.errors import OptionError
@@ -19,35 +19,38 @@ from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
 _COMMENT = re.compile(r"""((?:'[^']*'|"[^"]*"|[^'"])*?)(?:^|\s)#(?:\s.*)?""")
 
 
-class SessionArgumentsDecorator(ArgDecorator):
-    """Decorates a magic whose line takes every option of a session."""
+class SessionArguments(ArgDecorator):
+    """Adds options of a session to the parser of a magic or a command."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = names
 
     def add_to_parser(self, parser: MagicArgumentParser, group: object) -> None:  # noqa: ARG002
-        """Add the options; called by `magic_arguments`."""
-        for name, argument in strategies.ARGUMENTS.items():
-            add_session_argument(parser, name, argument)
+        """Add the options; called by `magic_arguments` and `command_parser`."""
+        for name in self._names:
+            add_session_argument(parser, name, strategies.ARGUMENTS[name])
 
 
 def add_session_argument(
-    parser: MagicArgumentParser, name: str, argument: strategies.Argument
+    parser: MagicArgumentParser, name: str, option: strategies.Argument
 ) -> None:
     """Add one option of a session; it is None if the line does not have it."""
-    flags = argument.flags(name)
-    if argument.metavar:
+    flags = option.flags(name)
+    if option.metavar:
         parser.add_argument(
-            *flags, type=argument.type, metavar=argument.metavar, help=argument.help, dest=name
+            *flags, type=option.type, metavar=option.metavar, help=option.help, dest=name
         )
     else:
         # An option that a switch can turn on can also be turned off again.
-        action = argparse.BooleanOptionalAction if argument.can_switch else "store_true"
-        parser.add_argument(*flags, action=action, default=None, help=argument.help, dest=name)
+        action = argparse.BooleanOptionalAction if option.can_switch else "store_true"
+        parser.add_argument(*flags, action=action, default=None, help=option.help, dest=name)
 
 
 def session_options(line: argparse.Namespace) -> dict[str, Any]:
@@ -65,190 +68,189 @@ def session_options(line: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def command_parser(name: str, description: str) -> MagicArgumentParser:
-    """Return a parser for one command, with only its help option."""
+def command_parser(name: str, description: str, *arguments: ArgDecorator) -> MagicArgumentParser:
+    """Return a parser for one command, with its arguments and a help option."""
     # IPython puts the "%" before the name in the usage.
     parser = MagicArgumentParser(f"nbdist {name}", description=description, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    for each in arguments:
+        each.add_to_parser(parser, None)
     return parser
 
 
-def switch_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist switch`, with the options that can change in a session."""
-    parser = command_parser(
-        "switch", "Switch the prepared models to another backend; the training state is kept."
-    )
-    parser.add_argument(
-        "backend", nargs="?", metavar="NAME", help="ddp, fsdp (= fsdp2), fsdp1, zero1, ..."
-    )
-    for name, argument in strategies.ARGUMENTS.items():
-        if argument.can_switch and name != "backend":
-            add_session_argument(parser, name, argument)
-    parser.add_argument(
-        "--reset-optimizer", action="store_true", help="discard the optimizer state"
-    )
-    return parser
+def _flag(name: str, text: str, **more: Any) -> ArgDecorator:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=text, **more)
 
 
-def export_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist export`."""
-    parser = command_parser(
-        "export", "Write the prepared model as a from_pretrained folder, under any backend."
-    )
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
-    parser.add_argument("--dtype", metavar="NAME", help="bf16, fp16 or fp32; default: as trained")
-    parser.add_argument(
-        "--max-shard-size",
-        default=model_files.MAX_SHARD_SIZE,
-        metavar="SIZE",
-        help="largest size of one file, such as 500MB; default: 5GB",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the model in DIR; other files in it stay"
-    )
-    parser.add_argument(
-        "--model", metavar="NAME", help="variable of the model, if several are prepared"
-    )
-    return parser
+def _option(name: str, metavar: str, text: str, **more: Any) -> ArgDecorator:
+    """Return an option with a value."""
+    return argument(name, metavar=metavar, help=text, **more)
 
 
-def script_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist script`."""
-    parser = command_parser(
-        "script", "Write the cells that ran as a script, with its launcher config and a Slurm job."
-    )
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="a new or empty folder")
-    parser.add_argument(
-        "--cells", metavar="LIST", help="numbers of the cells, such as 3,5-7; default: all that ran"
-    )
-    parser.add_argument("--tag", metavar="NAME", help="only cells with this tag")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace files in DIR; other files in it stay"
-    )
-    parser.add_argument(
-        "--with-nbdist",
-        action="store_true",
-        help="use nbdist's engines and checkpoints in the script; default: if a cell imports it",
-    )
-    return parser
+def _word(name: str, metavar: str, text: str) -> ArgDecorator:
+    """Return an argument without a name."""
+    return argument(name, nargs="?", metavar=metavar, help=text)
 
 
-def save_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist save`."""
-    parser = command_parser("save", "Write a checkpoint in the background; the next cell can run.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="letters, digits, . - _")
-    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoint NAME")
-    parser.add_argument(
-        "--keep", type=int, metavar="N", help="keep only the newest N, once this one is complete"
-    )
-    parser.add_argument("--wait", action="store_true", help="return when the checkpoint is on disk")
-    parser.add_argument(
-        "--full", action="store_true", help="store the frozen parameters of a base model too"
-    )
-    _add_folder(parser)
-    return parser
-
-
-def load_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist load`."""
-    parser = command_parser("load", "Load a checkpoint into the prepared models.")
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="name of a checkpoint, or path of a folder"
-    )
-    parser.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="do not load optimizer, scheduler and data loaders",
-    )
-    parser.add_argument(
-        "--reset-optimizer", action="store_true", help="start with new optimizer state"
-    )
-    parser.add_argument(
-        "--trust", action="store_true", help="allow code in files that nbdist did not write to run"
-    )
-    _add_folder(parser)
-    return parser
-
-
-def status_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist status`."""
-    parser = command_parser("status", "Show the state of the session and of each rank.")
-    add_json(parser)
-    return parser
-
-
-def checkpoints_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist checkpoints`."""
-    parser = command_parser("checkpoints", "List the complete checkpoints.")
-    _add_folder(parser)
-    add_json(parser)
-    return parser
-
-
-def profile_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist profile`."""
-    parser = command_parser(
+_JSON = _flag("--json", "print JSON")
+_FOLDER = _option("--dir", "ROOT", "folder or URL of all checkpoints; default: checkpoints")
+_PARSERS = (
+    command_parser("status", "Show the state of the session and of each rank.", _JSON),
+    command_parser("wait", "Wait until the background cell has ended, and show its output."),
+    command_parser("replay", "Show the output of the last cell again."),
+    command_parser("interrupt", "Interrupt the running cell on all ranks."),
+    command_parser("stop", "End the ranks and the launcher."),
+    command_parser(
+        "switch",
+        "Switch the prepared models to another backend; the training state is kept.",
+        _word("backend", "NAME", "ddp, fsdp (= fsdp2), fsdp1, zero1, ..."),
+        SessionArguments(
+            name
+            for name, option in strategies.ARGUMENTS.items()
+            if option.can_switch and name != "backend"
+        ),
+        _flag("--reset-optimizer", "discard the optimizer state"),
+    ),
+    command_parser(
+        "export",
+        "Write the prepared model as a from_pretrained folder, under any backend.",
+        _word("folder", "DIR", "a new or empty folder"),
+        _option("--dtype", "NAME", "bf16, fp16 or fp32; default: as trained"),
+        _option(
+            "--max-shard-size",
+            "SIZE",
+            "largest size of one file, such as 500MB; default: 5GB",
+            default=model_files.MAX_SHARD_SIZE,
+        ),
+        _flag("--overwrite", "replace the model in DIR; other files in it stay"),
+        _option("--model", "NAME", "variable of the model, if several are prepared"),
+    ),
+    command_parser(
+        "script",
+        "Write the cells that ran as a script, with its launcher config and a Slurm job.",
+        _word("folder", "DIR", "a new or empty folder"),
+        _option("--cells", "LIST", "numbers of the cells, such as 3,5-7; default: all that ran"),
+        _option("--tag", "NAME", "only cells with this tag"),
+        _flag("--overwrite", "replace files in DIR; other files in it stay"),
+        _flag(
+            "--with-nbdist",
+            "use nbdist's engines and checkpoints in the script; default: if a cell imports it",
+        ),
+    ),
+    command_parser(
+        "save",
+        "Write a checkpoint in the background; the next cell can run.",
+        _word("name", "NAME", "letters, digits, . - _"),
+        _flag("--overwrite", "replace the checkpoint NAME"),
+        _option("--keep", "N", "keep only the newest N, once this one is complete", type=int),
+        _flag("--wait", "return when the checkpoint is on disk"),
+        _flag("--full", "store the frozen parameters of a base model too"),
+        _FOLDER,
+    ),
+    command_parser(
+        "load",
+        "Load a checkpoint into the prepared models.",
+        _word("name", "NAME", "name of a checkpoint, or path of a folder"),
+        _flag("--weights-only", "do not load optimizer, scheduler and data loaders"),
+        _flag("--reset-optimizer", "start with new optimizer state"),
+        _flag("--trust", "allow code in files that nbdist did not write to run"),
+        _FOLDER,
+    ),
+    command_parser("resume", "Load the checkpoint of a run that a signal or a deadline ended."),
+    command_parser("checkpoints", "List the complete checkpoints.", _FOLDER, _JSON),
+    command_parser(
+        "plan",
+        "Predict memory and speed of a model under every strategy.",
+        _word(
+            "model",
+            "MODEL",
+            "a size such as 7b, a folder or config.json, or a variable of the notebook or the"
+            " ranks; default: the prepared model",
+        ),
+        _flag("--check", "compare prediction and measurement of the prepared model"),
+        _option(
+            "--devices",
+            "WORDS",
+            "such as 8xH100-80GB,nvlink or 2x(8xH100,nvlink),400Gb/s; any: which machine is"
+            " enough; default: this machine's",
+        ),
+        _option("--max-nodes", "N", "with --devices any: at most N nodes; default 4", type=int),
+        _option("--only", "LIST", "with --devices any: only these GPUs, such as T4,L4,A10"),
+        argument(
+            "-n",
+            "--nproc",
+            type=int,
+            metavar="N",
+            dest="world_size",
+            help="number of ranks; default: one per device",
+        ),
+        _option("--batch-size", "LIST", "micro-batch size per rank, or several: 1,2,4"),
+        _option("--seq-len", "N", "tokens per sample", type=int),
+        argument("--precision", choices=strategies.PRECISIONS, help="default: bf16"),
+        _option("--optimizer", "NAME", "adamw, adamw_8bit, adafactor, muon, ..."),
+        _option("--lora", "RANK", "train PEFT adapters of this rank only", type=int),
+        _option(
+            "--target-modules",
+            "LIST",
+            "linear layers with an adapter, such as q_proj,v_proj or all-linear",
+        ),
+        _option("--quantize", "METHOD", "frozen weights: nf4, nf4-bf16, int8; needs --lora"),
+        _option("--offload", "WHERE", "only plans with this offload: none, cpu, nvme"),
+        _flag("--offload-params", "only plans with it", default=None),
+        _flag("--activation-checkpointing", "only plans with it", default=None),
+        _option("--replicate-across", "WHAT", "only plans with this: none, nodes"),
+        _option("--accumulate", "N", "micro-batches per optimizer step", type=int),
+        _JSON,
+        argument(
+            "--drop-outputs",
+            action="store_false",
+            default=None,
+            dest="keep_outputs",
+            help="the loop keeps only the loss of a step, not the model's outputs",
+        ),
+    ),
+    command_parser(
         "profile",
         "Profile the running background cell, or else the next cell: where the time of a step"
         " goes, what would make it faster, and what the last advice gained.",
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps to record; default: until stable"
-    )
-    parser.add_argument("--trace", metavar="DIR", help="write a Perfetto trace of each rank")
-    parser.add_argument(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="break down the peak memory",
-    )
-    parser.add_argument("--show", action="store_true", help="show the last profile again")
-    add_json(parser, "print the last profile as JSON")
-    parser.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="instead, measure this machine's bandwidths for %%nbdist plan; takes seconds",
-    )
-    parser.add_argument("--disk", metavar="PATH", help="with --calibrate: also measure this disk")
-    return parser
-
-
-def panel_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist panel`."""
-    parser = command_parser(
-        "panel", "Show predicted and live memory, strategies, curves, ranks and checkpoints."
-    )
-    parser.add_argument(
-        "--face",
-        choices=PANEL_FORMATS,
-        default="auto",
-        help="widget: live; html: a snapshot without scripts; text; default: the best available",
-    )
-    return parser
-
-
-def doctor_parser() -> MagicArgumentParser:
-    """Return the parser of `%nbdist doctor`."""
-    parser = command_parser("doctor", "Check this machine for problems and suggest fixes.")
-    parser.add_argument(
-        "--run", action="store_true", help="check the training: profile, options, last errors"
-    )
-    parser.add_argument(
-        "--front-end", action="store_true", help="check this front end: widgets, interrupts, input"
-    )
-    add_json(parser)
-    return parser
-
-
-def add_json(parser: MagicArgumentParser, text: str = "print JSON") -> None:
-    """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help=text)
-
-
-def _add_folder(parser: MagicArgumentParser) -> None:
-    parser.add_argument(
-        "--dir", metavar="ROOT", help="folder or URL of all checkpoints; default: checkpoints"
-    )
+        _option("--steps", "N", "optimizer steps to record; default: until stable", type=int),
+        _option("--trace", "DIR", "write a Perfetto trace of each rank"),
+        argument(
+            "--memory",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="break down the peak memory",
+        ),
+        _flag("--show", "show the last profile again"),
+        _flag("--json", "print the last profile as JSON"),
+        _flag(
+            "--calibrate",
+            "instead, measure this machine's bandwidths for %%nbdist plan; takes seconds",
+        ),
+        _option("--disk", "PATH", "with --calibrate: also measure this disk"),
+    ),
+    command_parser(
+        "panel",
+        "Show predicted and live memory, strategies, curves, ranks and checkpoints.",
+        argument(
+            "--face",
+            choices=PANEL_FORMATS,
+            default="auto",
+            help="widget: live; html: a snapshot without scripts; text; default: the best"
+            " available",
+        ),
+    ),
+    command_parser(
+        "doctor",
+        "Check this machine for problems and suggest fixes.",
+        _flag("--run", "check the training: profile, options, last errors"),
+        _flag("--front-end", "check this front end: widgets, interrupts, input"),
+        _JSON,
+    ),
+)
+PARSERS = {parser.prog.removeprefix("nbdist "): parser for parser in _PARSERS}
+"""Parsers of the commands of `%nbdist`, by name; the other commands get the text of their line."""
 
 
 def without_comment(line: str) -> str:

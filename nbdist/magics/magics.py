@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import re
 import sys
@@ -40,8 +39,8 @@ from nbdist.errors import (
     SessionError,
 )
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, documents, plan
-from nbdist.magics.arguments import SessionArgumentsDecorator
+from nbdist.magics import arguments, results
+from nbdist.magics.arguments import SessionArguments
 from nbdist.rank_sets import format_ranks
 from nbdist.session import cell_history
 from nbdist.session import checkpoints as session_checkpoints
@@ -69,7 +68,7 @@ class MagicCommand:
 
     run: Callable[[NbDist, Any], None]
     """Method of the magics; called with the parsed line, or without a parser with the text."""
-    parser: Callable[[], MagicArgumentParser] | None
+    parser: MagicArgumentParser | None
     required: str
     """Argument without which the help is printed."""
     flags: tuple[str, ...]
@@ -80,26 +79,19 @@ COMMANDS: dict[str, MagicCommand] = {}
 
 
 def command(
-    name: str,
-    parser: Callable[[], MagicArgumentParser] | str | None = None,
-    *,
-    required: str = "",
-    flags: tuple[str, ...] = (),
+    name: str, *, required: str = "", flags: tuple[str, ...] = ()
 ) -> Callable[[_Method], _Method]:
     """Register a method of `NbDist` as the command `%nbdist NAME`.
 
     Args:
         name: the command.
-        parser: makes its parser. A text describes a command that takes no arguments; None: the
-            method gets the line.
         required: argument without which the help is printed.
         flags: options that tab completion offers, if there is no parser.
     """
-    if isinstance(parser, str):
-        parser = functools.partial(arguments.command_parser, name, parser)
 
     def register(method: _Method) -> _Method:
-        own = flags if parser is None else tuple(arguments.option_flags(parser()))
+        parser = arguments.PARSERS.get(name)
+        own = flags if parser is None else tuple(arguments.option_flags(parser))
         COMMANDS[name] = MagicCommand(method, parser, required, own)
         return method
 
@@ -204,7 +196,7 @@ class NbDist(Magics):
             )
 
     @magic_arguments("%distribute")
-    @SessionArgumentsDecorator()
+    @SessionArguments(strategies.ARGUMENTS)
     @argument("--ranks", metavar="LIST", help="run on these ranks only, such as 0,2-3")
     @argument(
         "--push",
@@ -328,10 +320,10 @@ class NbDist(Magics):
         if name not in COMMANDS:
             raise UsageError(f"Unknown command %nbdist {name!r}. Use one of {', '.join(COMMANDS)}.")
         chosen = COMMANDS[name]
-        if chosen.parser is None:
+        parser = chosen.parser
+        if parser is None:
             chosen.run(self, rest.strip())
             return
-        parser = chosen.parser()
         words = arguments.split_line(rest.strip(), name)
         options = arguments.parse_words(parser, words, f"%nbdist {name}")
         if options.help or (chosen.required and not getattr(options, chosen.required)):
@@ -416,12 +408,12 @@ class NbDist(Magics):
 
     # -- commands
 
-    @command("status", arguments.status_parser)
+    @command("status")
     def _status(self, options: argparse.Namespace) -> None:
         if options.json:
-            print(documents.status_document(self.require_session()))
+            print(results.status_document(self.require_session()))
             return
-        for line in documents.status_lines(self.require_session()):
+        for line in results.status_lines(self.require_session()):
             print(line)
 
     @command("pull")
@@ -432,11 +424,11 @@ class NbDist(Magics):
     def _push(self, names: str) -> None:
         self.require_session().push(**self.notebook_values(names))
 
-    @command("wait", "Wait until the background cell has ended, and show its output.")
+    @command("wait")
     def _wait(self, _: argparse.Namespace) -> None:
         self.require_session().wait()
 
-    @command("replay", "Show the output of the last cell again.")
+    @command("replay")
     def _replay(self, _: argparse.Namespace) -> None:
         (current_session() or self.ended or self.require_session()).replay()
 
@@ -448,7 +440,7 @@ class NbDist(Magics):
         for text, ranks in ranks_by_text.items():
             print(f"[{format_ranks(ranks)}] {text}")
 
-    @command("interrupt", "Interrupt the running cell on all ranks.")
+    @command("interrupt")
     def _interrupt(self, _: argparse.Namespace) -> None:
         self.require_session().interrupt()
 
@@ -472,7 +464,7 @@ class NbDist(Magics):
                 " ranks; %nbdist load NAME continues from a checkpoint"
             )
 
-    @command("stop", "End the ranks and the launcher.")
+    @command("stop")
     def _stop(self, _: argparse.Namespace) -> None:
         self.ended = self.require_session()
         self.ended.stop()
@@ -489,15 +481,15 @@ class NbDist(Magics):
             raise UsageError(f"%nbdist log takes a rank such as 0, or --stacks, got {rank!r}.")
         print(self.require_session().log(int(rank) if rank else None))
 
-    @command("switch", arguments.switch_parser)
+    @command("switch")
     def _switch(self, options: argparse.Namespace) -> None:
         changes = arguments.session_options(options)
         if not changes:
-            print(arguments.switch_parser().format_help())
+            print(arguments.PARSERS["switch"].format_help())
             return
         print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 
-    @command("export", arguments.export_parser, required="folder")
+    @command("export", required="folder")
     def _export(self, options: argparse.Namespace) -> None:
         print(
             self.require_session().export(
@@ -509,7 +501,7 @@ class NbDist(Magics):
             )
         )
 
-    @command("script", arguments.script_parser, required="folder")
+    @command("script", required="folder")
     def _script(self, options: argparse.Namespace) -> None:
         session = current_session() or self.ended or self.require_session()
         print(
@@ -522,7 +514,7 @@ class NbDist(Magics):
             )
         )
 
-    @command("save", arguments.save_parser, required="name")
+    @command("save", required="name")
     def _save(self, options: argparse.Namespace) -> None:
         save = self.require_session().save(
             options.name,
@@ -536,7 +528,7 @@ class NbDist(Magics):
         if not save.done:
             session_checkpoints.show_when_done(save)
 
-    @command("load", arguments.load_parser, required="name")
+    @command("load", required="name")
     def _load(self, options: argparse.Namespace) -> None:
         print(
             self.require_session().load(
@@ -548,11 +540,11 @@ class NbDist(Magics):
             )
         )
 
-    @command("resume", "Load the checkpoint of a run that a signal or a deadline ended.")
+    @command("resume")
     def _resume(self, _: argparse.Namespace) -> None:
         print(self.require_session().resume())
 
-    @command("checkpoints", arguments.checkpoints_parser)
+    @command("checkpoints")
     def _checkpoints(self, options: argparse.Namespace) -> None:
         session = current_session()
         if options.dir is not None:
@@ -562,18 +554,18 @@ class NbDist(Magics):
         else:
             root = self.checkpoints or session_checkpoints.DEFAULT_FOLDER
             found = session_checkpoints.Checkpoints(session_checkpoints.parse_root(root))
-        print(documents.checkpoints_document(found) if options.json else found)
+        print(results.checkpoints_document(found) if options.json else found)
 
-    @command("plan", plan.plan_parser)
+    @command("plan")
     def _plan(self, options: argparse.Namespace) -> None:
         with suppress_status_lines() if options.json else contextlib.nullcontext():
-            planned = plan.run_plan_command(options, self.shell.user_ns, current_session())
+            planned = results.run_plan_command(options, self.shell.user_ns, current_session())
         if options.json:
-            print(documents.plan_document(cast("Plan", planned)))
+            print(results.plan_document(cast("Plan", planned)))
         else:
             display(planned)
 
-    @command("profile", arguments.profile_parser)
+    @command("profile")
     def _profile(self, options: argparse.Namespace) -> None:
         arguments.check_ignored_options(options)
         session = current_session()
@@ -585,7 +577,7 @@ class NbDist(Magics):
         elif options.json:
             if not session.profiles:
                 raise ProfileError("There is no profile yet. Use %nbdist profile to record one.")
-            print(documents.profile_document(session.profiles[-1].to_json()))
+            print(results.profile_document(session.profiles[-1].to_json()))
         elif not options.show:
             print(f"nbdist: {session.profile(options.steps, options.trace, memory=options.memory)}")
         elif session.profiles:
@@ -594,12 +586,12 @@ class NbDist(Magics):
             now = session.profiling
             print(f"nbdist: no profile yet{'' if now is None else f'; {now.text}'}")
 
-    @command("panel", arguments.panel_parser)
+    @command("panel")
     def _panel(self, options: argparse.Namespace) -> None:
         session = current_session() or self.ended or self.require_session()
         session.panel(options.face)
 
-    @command("doctor", arguments.doctor_parser)
+    @command("doctor")
     def _doctor(self, options: argparse.Namespace) -> None:
         diagnosis = doctor(run=options.run, front_end=options.front_end)
         if options.json:

@@ -24,7 +24,7 @@ from nbdist import CellError, CellInterrupted, CheckpointError, RankDied, Sessio
 from nbdist.cluster.allocation import AllocatedNode, RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
 from nbdist.hardware import discovery
-from nbdist.magics import documents
+from nbdist.magics import results
 from nbdist.panel.controller import PanelData
 from nbdist.session import config, planner, push_pull
 from nbdist.session.progress import StatusLine
@@ -250,7 +250,7 @@ def test_an_open_panel_asks_every_second_and_a_closed_one_does_not(
 
 
 def test_status_says_what_each_node_and_rank_holds(session: Session) -> None:
-    _, alpha, rank0, rank1, beta, rank2 = documents.status_lines(session)
+    _, alpha, rank0, rank1, beta, rank2 = results.status_lines(session)
     cores = discovery.discover_machine().num_cpus
     assert re.fullmatch(
         rf"  node alpha: 2 CPU ranks, {cores} cores, host memory [\d.]+ of [\d.]+ GiB", alpha
@@ -268,7 +268,7 @@ def test_what_a_silent_node_holds_is_unknown(cluster: LocalNodes, session: Sessi
         began = time.monotonic()
         moment = view.devices.sample_once()
         taken = time.monotonic() - began
-        lines = list(documents.status_lines(session))
+        lines = list(results.status_lines(session))
     finally:
         agent.resume()
     assert [one.used_bytes is None for one in moment.readings] == [False, False, True]

@@ -22,7 +22,7 @@ from nbdist.checkpoint.manifest import Manifest
 from nbdist.display import panel
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
-from nbdist.magics import arguments, magics, plan
+from nbdist.magics import arguments, magics, results
 from nbdist.panel import commands
 from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import target_devices
@@ -141,22 +141,13 @@ def test_the_line_of_a_distribute_cell(examples: int) -> None:
     hold(check, lines(arguments.option_flags(magics.NbDist.distribute.parser)), examples)
 
 
-PARSERS = {
-    "switch": arguments.switch_parser,
-    "export": arguments.export_parser,
-    "save": arguments.save_parser,
-    "load": arguments.load_parser,
-    "checkpoints": arguments.checkpoints_parser,
-    "panel": arguments.panel_parser,
-    "profile": arguments.profile_parser,
-    "doctor": arguments.doctor_parser,
-}
+COMMANDS = ("switch", "export", "save", "load", "checkpoints", "panel", "profile", "doctor")
 
 
 @often
-@pytest.mark.parametrize("command", PARSERS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_line_of_a_command(command: str, examples: int) -> None:
-    parser = PARSERS[command]()
+    parser = arguments.PARSERS[command]
 
     def check(line: str) -> None:
         quietly(lambda: parser.parse_args(arguments.split_line(line, command)))
@@ -165,8 +156,8 @@ def test_the_line_of_a_command(command: str, examples: int) -> None:
 
 
 def plan_of(line: str) -> None:
-    options = plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
-    plan.run_plan_command(options, {}, None)
+    options = arguments.PARSERS["plan"].parse_args(arguments.split_line(line, "plan"))
+    results.run_plan_command(options, {}, None)
 
 
 @often

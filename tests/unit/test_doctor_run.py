@@ -15,7 +15,7 @@ from nbdist import strategies
 from nbdist.doctor import training_run
 from nbdist.doctor.diagnosis import Diagnosis
 from nbdist.doctor.training_run import RunErrors
-from nbdist.magics.arguments import switch_parser
+from nbdist.magics.arguments import PARSERS
 from nbdist.planner import cluster_spec, target_devices
 from nbdist.profiler.measurements import CollectiveStats, RankProfile
 from nbdist.profiler.profile import Profile
@@ -115,7 +115,7 @@ def pasted(line: str, hardware: Hardware, backend: str = "") -> dict[str, Any]:
     """Take a line as the magic does, and as the options are checked."""
     magic, switch, *rest = shlex.split(line)
     assert (magic, switch) == ("%nbdist", "switch")
-    asked = switch_parser().parse_args(rest)
+    asked = PARSERS["switch"].parse_args(rest)
     (name,) = [one for one in ("fsdp_config", "deepspeed_config") if getattr(asked, one)]
     config = strategies.load_config(getattr(asked, name))
     named = {"offload": asked.offload or "none"} if asked.offload else {}

@@ -27,7 +27,7 @@ def check_magic(line: str) -> None:
         command, _, given = arguments.without_comment(rest).strip().partition(" ")
         parser = magics.COMMANDS[command].parser
         if parser is not None:
-            parser().parse_args(arguments.split_line(given.strip(), command))
+            parser.parse_args(arguments.split_line(given.strip(), command))
     elif name == "%config":
         trait = rest.split(".")[1].split()[0]
         assert trait in magics.NbDist.class_own_traits(config=True)

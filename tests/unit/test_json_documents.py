@@ -11,8 +11,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import OptionError
-from nbdist.magics import arguments, documents
-from nbdist.magics import plan as magics_plan
+from nbdist.magics import arguments, results
 from nbdist.session.checkpoints import Checkpoints
 from tests.unit import small_checkpoints
 from tests.unit.profile_figures import both, profile
@@ -38,7 +37,7 @@ def read(text: str, kind: str) -> dict[str, Any]:
 
 def test_a_plan() -> None:
     planned = nbdist.plan("1b", devices="2x80GB")
-    document = read(documents.plan_document(planned), "plan")
+    document = read(results.plan_document(planned), "plan")
     assert len(document["rows"]) == len(planned.rows)
     best = document["best"]
     assert best["command"].startswith("%%distribute --backend ")
@@ -49,14 +48,14 @@ def test_a_plan() -> None:
 
 def test_a_profile() -> None:
     measured = profile(*both())
-    document = read(documents.profile_document(measured.to_json()), "profile")
+    document = read(results.profile_document(measured.to_json()), "profile")
     assert document["verdict"] == measured.verdict
     assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
 
 
 def test_checkpoints(tmp_path: Path) -> None:
     small_checkpoints.save(tmp_path, "base")
-    document = read(documents.checkpoints_document(Checkpoints(tmp_path)), "checkpoints")
+    document = read(results.checkpoints_document(Checkpoints(tmp_path)), "checkpoints")
     (entry,) = document["checkpoints"]
     assert entry["name"] == "base"
     assert entry["path"] == str(tmp_path / "base")
@@ -67,15 +66,15 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def test_no_checkpoints(tmp_path: Path) -> None:
     none = Checkpoints(tmp_path / "no")
-    document = read(documents.checkpoints_document(none), "checkpoints")
+    document = read(results.checkpoints_document(none), "checkpoints")
     assert document["checkpoints"] == []
 
 
 def test_options_that_print_no_json_are_refused() -> None:
     for other in (["--check"], ["7b", "--devices", "any"]):
-        options = magics_plan.plan_parser().parse_args([*other, "--json"])
+        options = arguments.PARSERS["plan"].parse_args([*other, "--json"])
         with pytest.raises(OptionError, match="--check and --devices any print no JSON"):
-            magics_plan.run_plan_command(options, {}, None)
-    recording = arguments.profile_parser().parse_args(["--json", "--steps", "3"])
+            results.run_plan_command(options, {}, None)
+    recording = arguments.PARSERS["profile"].parse_args(["--json", "--steps", "3"])
     with pytest.raises(OptionError, match="--json records no steps"):
         arguments.check_ignored_options(recording)

@@ -68,7 +68,7 @@ def test_every_option_goes_on_the_lines_of_the_magics() -> None:
     names = {item.name for item in fields(strategies.SessionOptions)}
     assert names == set(strategies.ARGUMENTS)
     assert names <= set(vars(magics.parse_distribute_line("")))
-    switch = vars(arguments.switch_parser().parse_args([]))
+    switch = vars(arguments.PARSERS["switch"].parse_args([]))
     assert names & switch.keys() == {n for n in names if strategies.ARGUMENTS[n].can_switch}
     flags = {flag for n, item in strategies.ARGUMENTS.items() for flag in item.flags(n)}
     assert arguments.OPTION_VALUES.keys() - {"--output"} <= flags
@@ -101,7 +101,7 @@ def test_a_misspelled_option_names_the_close_one() -> None:
 
 def test_what_needs_new_ranks_cannot_be_switched() -> None:
     with pytest.raises(UsageError, match="--auto"):
-        arguments.switch_parser().parse_args(["--auto"])
+        arguments.PARSERS["switch"].parse_args(["--auto"])
 
 
 def test_the_panel_sends_declared_options_within_their_limits() -> None:

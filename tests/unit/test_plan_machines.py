@@ -8,8 +8,7 @@ import pytest
 
 import nbdist
 from nbdist.errors import PlanError
-from nbdist.magics import arguments
-from nbdist.magics import plan as magics_plan
+from nbdist.magics import arguments, results
 from nbdist.planner.machines import MachinePlan
 
 SEQ_LEN = 512
@@ -60,8 +59,8 @@ def test_gpus_that_are_too_small_are_named_in_text_and_html() -> None:
 
 def test_the_command_takes_the_same_arguments() -> None:
     line = '7b --devices any --max-nodes 2 --only "T4,A10" --seq-len 512'
-    options = magics_plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
-    plan = magics_plan.run_plan_command(options, {}, None)
+    options = arguments.PARSERS["plan"].parse_args(arguments.split_line(line, "plan"))
+    plan = results.run_plan_command(options, {}, None)
     assert isinstance(plan, MachinePlan)
     assert plan.max_nodes == 2
     names = {machine.question.cluster.smallest_device.name for machine in plan.machines}

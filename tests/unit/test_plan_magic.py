@@ -4,15 +4,14 @@ import pytest
 from IPython.core.error import UsageError
 
 from nbdist.errors import PlanError
-from nbdist.magics import arguments
-from nbdist.magics import plan as magics_plan
+from nbdist.magics import arguments, results
 from nbdist.planner.result import Plan
 from tests.unit import model_configs
 
 
 def run(line: str, **names: object) -> object:
-    options = magics_plan.plan_parser().parse_args(arguments.split_line(line, "plan"))
-    return magics_plan.run_plan_command(options, names, None)
+    options = arguments.PARSERS["plan"].parse_args(arguments.split_line(line, "plan"))
+    return results.run_plan_command(options, names, None)
 
 
 def planned(line: str, **names: object) -> Plan:
@@ -64,7 +63,7 @@ def test_a_variable_of_the_notebook() -> None:
 
 
 def test_help_lists_the_options() -> None:
-    text = magics_plan.plan_parser().format_help()
+    text = arguments.PARSERS["plan"].format_help()
     assert "--devices" in text
     assert "--check" in text
 

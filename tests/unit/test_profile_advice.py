@@ -383,7 +383,7 @@ def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
         for one in profile(*ranks, where=replace(where, model_spec=setting().model_spec)).advice:
             if one.changes:
                 line = one.line.removeprefix("%nbdist switch ")
-                asked = arguments.switch_parser().parse_args(arguments.split_line(line, "switch"))
+                asked = arguments.PARSERS["switch"].parse_args(arguments.split_line(line, "switch"))
                 for name, value in one.changes.items():
                     given = getattr(asked, name)
                     assert given == value or "{" in str(given)

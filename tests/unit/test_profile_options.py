@@ -57,7 +57,7 @@ def test_an_argument_that_is_not_allowed_is_named(given: dict[str, Any], words: 
     ],
 )
 def test_no_option_of_the_magic_is_ignored(line: str, words: str) -> None:
-    asked = arguments.profile_parser().parse_args(arguments.split_line(line, "profile"))
+    asked = arguments.PARSERS["profile"].parse_args(arguments.split_line(line, "profile"))
     with pytest.raises(OptionError, match=words):
         arguments.check_ignored_options(asked)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.completer import CompletionContext
 
 import nbdist
-from nbdist.magics import arguments, magics, plan
+from nbdist.magics import arguments, magics
 
 if TYPE_CHECKING:
     import argparse
@@ -71,18 +71,10 @@ def commands() -> dict[str, Any]:
 
 def help_texts() -> dict[str, str]:
     """What `-h` prints for each magic that takes options, without line breaks."""
-    parsers = {
-        "%%distribute": magics.NbDist.distribute.parser,
-        "plan": plan.plan_parser(),
-        "switch": arguments.switch_parser(),
-        "export": arguments.export_parser(),
-        "save": arguments.save_parser(),
-        "load": arguments.load_parser(),
-        "checkpoints": arguments.checkpoints_parser(),
-        "profile": arguments.profile_parser(),
-        "panel": arguments.panel_parser(),
-        "doctor": arguments.doctor_parser(),
-    }
+    shown = ("plan", "switch", "export", "save", "load", "checkpoints")
+    shown += ("profile", "panel", "doctor")
+    parsers = {"%%distribute": magics.NbDist.distribute.parser}
+    parsers |= {name: arguments.PARSERS[name] for name in shown}
     return {name: " ".join(parser.format_help().split()) for name, parser in parsers.items()}
 
 

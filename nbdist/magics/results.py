@@ -1,4 +1,4 @@
-"""Text of `%nbdist status`, and `--json` of `status`, `plan`, `profile` and `checkpoints`.
+"""Results of `%nbdist` commands: the plan, the text of `status`, and what `--json` prints.
 
 docs/json.md lists the fields of the JSON documents. The number in `schema` changes if a field is
 removed or changes its meaning.
@@ -8,20 +8,89 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.error import UsageError
+
 from nbdist._version import __version__
+from nbdist.errors import OptionError, PlanError
 from nbdist.number_formatting import format_gib
+from nbdist.planner import ANY_DEVICES
+from nbdist.planner import plan as plan_model
+from nbdist.session import planner
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping
 
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
+    from nbdist.planner.machines import MachinePlan
+    from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.plan_types import PlanRow
     from nbdist.planner.result import Plan
     from nbdist.session.checkpoints import Checkpoints
     from nbdist.session.session import Session
+
+_SIZE = re.compile(r"[0-9]{1,9}")
+_OWN_OPTIONS = {"model", "check", "json", "help"}
+"""All other options are arguments of `nbdist.plan`."""
+
+
+def run_plan_command(
+    options: argparse.Namespace, names: Mapping[str, Any], session: Session | None
+) -> Plan | MachinePlan | MeasuredComparison:
+    """Return the plan, or with --check the comparison, that `%nbdist plan` displays.
+
+    Raises:
+        UsageError: --batch-size is not a list of integers.
+        OptionError: --json with --check or --devices any.
+        PlanError: the model or the devices cannot be planned for.
+    """
+    if options.json and (options.check or options.devices == ANY_DEVICES):
+        raise OptionError("--check and --devices any print no JSON. Leave out --json.")
+    if options.check:
+        return planner.compare_with_measured(_require_session(session))
+    arguments = _arguments(options)
+    plan_on_ranks = planner.find_machines if options.devices == ANY_DEVICES else planner.plan_model
+    if options.model is None:
+        return plan_on_ranks(_require_session(session), None, **arguments)
+    if session is not None and options.model.isidentifier() and options.model not in names:
+        return plan_on_ranks(session, options.model, **arguments)
+    found: Plan | MachinePlan = plan_model(names.get(options.model, options.model), **arguments)
+    return found
+
+
+def _require_session(session: Session | None) -> Session:
+    if session is None:
+        raise PlanError(
+            "There is no session with a prepared model. Name a model, for example"
+            " %nbdist plan 7b --devices 8xA100-80GB."
+        )
+    return session
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `nbdist.plan` that the line sets."""
+    given = {
+        name: value
+        for name, value in vars(options).items()
+        if value is not None and name not in _OWN_OPTIONS
+    }
+    if (text := options.batch_size) is not None:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(map(_SIZE.fullmatch, parts)):
+            message = f"--batch-size must be a list of integers such as 1,2,4, got {text[:60]!r}."
+            raise UsageError(message)
+        given["batch_size"] = [int(part) for part in parts]
+    if options.target_modules is not None:
+        names = options.target_modules.split(",")
+        given["target_modules"] = names if len(names) > 1 else names[0]
+    return given
+
+
+# -- status, and JSON documents
 
 
 def status_lines(session: Session) -> Iterator[str]:
