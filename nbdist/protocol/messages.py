@@ -418,6 +418,13 @@ class RankError:
     at: float
     """Unix time on the rank's clock; orders the errors of several ranks."""
 
+    @classmethod
+    def from_message(cls, rank: int, message: dict[str, Any]) -> RankError:
+        """Create from the error of a cell, or from an ``ErrorReply``."""
+        content, at = message["content"], message["header"]["date"].timestamp()
+        ename, text = content["ename"], content["evalue" if "evalue" in content else "error"]
+        return cls(rank, ename, text, content.get("traceback") or [f"{ename}: {text}"], at)
+
     @property
     def is_interrupt(self) -> bool:
         """True if the error is only the interrupt itself."""

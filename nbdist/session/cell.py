@@ -23,6 +23,7 @@ from nbdist.output.ansi import strip_ansi
 from nbdist.output.rate_limit import display_chars
 from nbdist.output.sink import RankComms
 from nbdist.protocol import messages, serialization
+from nbdist.session.interrupt import Interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,18 +106,7 @@ class RankCellState:
             self.outputs.append({"output_type": "stream", "name": output["name"], "text": text})
 
 
-def _rank_error(rank: int, message: Message) -> messages.RankError:
-    content = message["content"]
-    return messages.RankError(
-        rank=rank,
-        ename=content["ename"],
-        evalue=content["evalue"],
-        traceback=content["traceback"] or [f"{content['ename']}: {content['evalue']}"],
-        at=message["header"]["date"].timestamp(),
-    )
-
-
-class Cell:
+class Cell(Interruptible):
     """A cell that was sent to `ranks`.
 
     Args:
@@ -137,35 +127,27 @@ class Cell:
         on_done: Callable[[Cell], None],
         on_comm: Callable[[Cell, int, Message], None],
     ) -> None:
-        self.ranks = tuple(ranks)
+        super().__init__(ranks)
         self.renderer = renderer
         self.rank_states = {rank: RankCellState() for rank in ranks}
         self._unfinished = list(self.rank_states.values())
         """Progress of the ranks up to the last one that is not done."""
-        self.request_id = ""
-        """Id of the execute_request."""
         self.count = 0
         """Number of the cell in the notebook."""
         self.code = ""
         self.started_at = time.time()
         """Unix time in seconds."""
-        self.notice = ""
-        """Status line below the output: which ranks block others."""
-        self.interrupted_at = 0.0
-        """Unix time of the first interrupt in seconds; 0 if there was none."""
         self.failed_at: float | None = None
         """`time.monotonic()` of the first error; interrupts do not count."""
         self.detached = False
         self.joined = False
         """True if the result has been reported to the user, who may have waited for it."""
-        self.failure: RankDied | None = None
         self.termination = ""
         """How the run was ended from outside during the cell, and its checkpoint."""
         self.input_requests: dict[int, messages.InputRequest] = {}
         """Prompts that wait for an answer, by rank, in the order of arrival."""
         self.oom_advice: dict[int, messages.OomAdvice] = {}
         """Out-of-memory advice, by rank."""
-        self.finished = threading.Event()
         self._on_send = on_send
         self._on_done = on_done
         self._on_front_end_comm = on_comm
@@ -404,11 +386,11 @@ class Cell:
                     (rank,), "stdout", page["data"].get("text/plain", "") + "\n"
                 )
         if content["status"] == "error" and state.error is None:
-            state.error = _rank_error(rank, message)
+            state.error = messages.RankError.from_message(rank, message)
 
     def _on_error(self, rank: int, message: Message) -> None:
         # It arrives before the reply.
-        self.rank_states[rank].error = error = _rank_error(rank, message)
+        self.rank_states[rank].error = error = messages.RankError.from_message(rank, message)
         if self.failed_at is None and not error.is_interrupt:
             self.failed_at = time.monotonic()
         self.rank_states[rank].add_output(

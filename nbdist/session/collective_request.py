@@ -20,14 +20,19 @@ from __future__ import annotations
 import itertools
 import threading
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Generic
 
 from nbdist import rank_sets
 from nbdist.errors import CellInterrupted, RankDied, SessionError, SwitchError
 from nbdist.output import tracebacks
 from nbdist.protocol import messages, operations
 from nbdist.protocol.operations import ReportT, RequestT
-from nbdist.session.interrupt import InterruptEscalation, InterruptStage, release_request
+from nbdist.session.interrupt import (
+    InterruptEscalation,
+    Interruptible,
+    InterruptStage,
+    release_request,
+)
 from nbdist.session.progress import StatusLine
 from nbdist.session.rank_activity import RankActivityPoller, have_collectives_diverged
 from nbdist.signal_handling import suppress_interrupt
@@ -44,7 +49,7 @@ ANSWER_S = 10.0
 _eras = itertools.count(1)
 
 
-class CollectiveRequest(Generic[RequestT, ReportT]):
+class CollectiveRequest(Interruptible, Generic[RequestT, ReportT]):
     """One request to all ranks.
 
     Args:
@@ -63,14 +68,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         *,
         stoppable: bool = True,
     ) -> None:
-        self.ranks = tuple(range(workers.world_size))
-        self.request_id = ""
-        self.errors: dict[int, messages.RankError] = {}
-        self.finished = threading.Event()
-        self.failure: RankDied | None = None
-        self.interrupted_at = 0.0
-        """Unix time of the first interrupt in seconds; 0 if there was none."""
-        self.notice = ""
+        super().__init__(range(workers.world_size))
         self.detached = False
         """True if the prompt was returned before all ranks had replied."""
         self.late: Callable[[], object] | None = None
@@ -80,7 +78,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         self.escalation = InterruptEscalation(
             self, workers, self._rank_activity, kind="request" if stoppable else "repair"
         )
-        self._replies: dict[int, Any] = {}
+        self._replies: dict[int, Message] = {}
         self._presses: list[bool] = []
         """An item for each interrupt on this thread that was not escalated yet."""
 
@@ -89,7 +87,14 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
         """Ranks that have not replied yet."""
         return tuple(rank for rank in self.ranks if rank not in self._replies)
 
-    running = pending
+    @property
+    def errors(self) -> dict[int, messages.RankError]:
+        """Errors by rank."""
+        return {
+            rank: messages.RankError.from_message(rank, self._replies[rank])
+            for rank in self.ranks
+            if rank in self._replies and self._replies[rank]["content"]["status"] == "error"
+        }
 
     def run(self, content: RequestT) -> list[ReportT]:
         """Send the request; return the reports of all ranks, in rank order.
@@ -119,7 +124,8 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
             raise CellInterrupted(self.busy_message())
         if self.errors:
             self._raise(problem)
-        return [self._operation.report(**self._replies[rank]["report"]) for rank in self.ranks]
+        reports = (self._replies[rank]["content"]["report"] for rank in self.ranks)
+        return [self._operation.report(**report) for report in reports]
 
     def busy_message(self) -> str:
         """Return an error message: the request is still running, and what to do."""
@@ -167,16 +173,7 @@ class CollectiveRequest(Generic[RequestT, ReportT]):
     def _on_reply(self, rank: int, channel: Channel, message: Message) -> None:
         if channel != "shell":
             return
-        reply = message["content"]
-        if reply["status"] == "error":
-            self.errors[rank] = messages.RankError(
-                rank=rank,
-                ename=reply["ename"],
-                evalue=reply["error"],
-                traceback=[f"{reply['ename']}: {reply['error']}"],
-                at=message["header"]["date"].timestamp(),
-            )
-        self._replies[rank] = reply
+        self._replies[rank] = message
         if not self.pending or (self._operation.fails_alone and self.errors):
             self.finished.set()
 

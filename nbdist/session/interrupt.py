@@ -28,7 +28,8 @@ import math
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import rank_sets
 from nbdist.protocol import messages
@@ -40,6 +41,8 @@ from nbdist.session.rank_activity import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nbdist.cluster.rank_channels import Channel, Message
     from nbdist.errors import RankDied
     from nbdist.session.rank_activity import Hang, RankActivityPoller
@@ -109,27 +112,32 @@ class InterruptStage(enum.IntEnum):
     ENDED = 3
 
 
-class Interruptible(Protocol):
+class Interruptible(ABC):
     """A cell, or a request to all ranks."""
 
-    ranks: tuple[int, ...]
-    request_id: str
-    finished: threading.Event
-    interrupted_at: float
-    """Unix time of the first interrupt in seconds; 0 if there was none."""
-    notice: str
-    """Status line: which ranks block others."""
-    failure: RankDied | None
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.request_id = ""
+        """Id of the message to the ranks."""
+        self.finished = threading.Event()
+        self.interrupted_at = 0.0
+        """Unix time of the first interrupt in seconds; 0 if there was none."""
+        self.notice = ""
+        """Status line: which ranks block others."""
+        self.failure: RankDied | None = None
 
     @property
+    @abstractmethod
     def pending(self) -> tuple[int, ...]:
-        """Ranks that have not replied."""
+        """Ranks that have not replied yet."""
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Ranks that have not finished."""
+        """Ranks that have not finished yet."""
+        return self.pending
 
     @property
+    @abstractmethod
     def errors(self) -> dict[int, messages.RankError]:
         """Errors by rank."""
 
