@@ -26,8 +26,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nbdist.cluster import launcher_process, protocol
-from nbdist.cluster.launcher_interface import EXITED
-from nbdist.cluster.launcher_process import check_descriptors, remove_launch_variables
+from nbdist.cluster.launcher_process import EXITED, check_descriptors, remove_launch_variables
 from nbdist.cluster.local_launcher import LAUNCHER_NAME, Launcher, ignore_message
 from nbdist.cluster.message_merger import MessageMerger
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL, AgentCredentials

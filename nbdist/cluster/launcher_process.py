@@ -1,4 +1,4 @@
-"""A launcher's process and its ranks: environment, file limits, status, stacks, log.
+"""A launcher's process and its ranks: environment, file limits, status, stacks, payload paths, log.
 
 Runs in the kernel for launchers on this machine, and in the agent for those of a node.
 """
@@ -10,17 +10,54 @@ import resource
 import select
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from nbdist.cluster.launcher_interface import EXITED
-from nbdist.errors import StartError
+from nbdist.errors import PayloadError, StartError
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
+
+TransferCallback = Callable[[int, int], object]
+"""Called with the number of bytes transferred and the total."""
+EXITED = "gone"
+"""Status of a process that has ended, or whose id was reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStatus:
+    """A process of a session and its status."""
+
+    pid: int
+    status: str
+    """psutil's status, or ``EXITED``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrashArtifacts:
+    """Files that ended processes have left in the folder of their start."""
+
+    crashes: dict[int, str] = field(default_factory=dict)
+    """Stack written by faulthandler, by rank."""
+    notes: list[tuple[int, str]] = field(default_factory=list)
+    """Tracebacks of ranks that failed to start, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """Process of one rank."""
+
+    pid: int
+    """Process id on the rank's machine."""
+    created: float
+    """Start time (psutil)."""
+    device: str
+
 
 STALE_NAMES = frozenset(
     name
@@ -103,6 +140,12 @@ def process_status(pid: int, created: float | None = None) -> str:
     except psutil.NoSuchProcess:
         return EXITED
     return EXITED if now == psutil.STATUS_ZOMBIE else now
+
+
+def check_payload_path(path: str, folders: Sequence[str]) -> None:
+    """Raise PayloadError if a path that a rank has sent is outside its payload folders."""
+    if str(Path(path).parent) not in folders:
+        raise PayloadError(f"A rank sent the path {path}, which is outside this session's folders.")
 
 
 def dump_stacks(folder: Path, pids: Mapping[str, int], *, launcher: int) -> dict[str, str]:

@@ -22,14 +22,10 @@ from typing import TYPE_CHECKING, Any
 from nbdist import rank_python
 from nbdist._version import __version__
 from nbdist.cluster import launcher_process, orphan_cleanup
-from nbdist.cluster.launcher_interface import (
-    CrashArtifacts,
-    LauncherGroup,
-    LauncherProvider,
-    ProcessStatus,
-)
 from nbdist.cluster.launcher_process import (
+    CrashArtifacts,
     ProcessLogTail,
+    ProcessStatus,
     check_descriptors,
     remove_launch_variables,
 )
@@ -44,8 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.launcher_interface import RankProcess, TransferCallback
+    from nbdist.cluster.launcher_process import RankProcess, TransferCallback
     from nbdist.cluster.rank_channels import MessageListener, RankChannels
+    from nbdist.hardware.discovery import SessionNode
+    from nbdist.hardware.telemetry import NodeUsage
     from nbdist.rank_python import RankPython
 
 CLOSE_S = 5.0
@@ -63,8 +61,10 @@ def ignore_message(_message: messages.LauncherMessage) -> None:
     """Ignore messages before a session has taken the launcher, and while it is closed."""
 
 
-class Launcher(LauncherGroup):
+class Launcher:
     """A launcher process and the kernel's end of its link.
+
+    `NodeGroup` has the same methods for launchers on several nodes.
 
     Starting takes milliseconds: imports run in the background. `listener` is called with every
     message of the launcher on the link's thread. The launcher's own end is a last message.
@@ -153,7 +153,17 @@ class Launcher(LauncherGroup):
     def launch(
         self, launch: messages.LaunchRanksRequest, key: str, reader: MessageListener
     ) -> RankChannels:
-        """Start ranks and open the channels to them; raises StartError."""
+        """Start ranks and open the channels to them.
+
+        Args:
+            launch: the launch message, without folders.
+            key: key that signs messages.
+            reader: receives the ranks' messages.
+
+        Raises:
+            StartError: too few file descriptors, or the launcher has ended.
+        """
+        check_descriptors(launch.world_size)
         folder = self.make_start_folder(launch.generation)
         connections = write_connections(folder, world_size=launch.world_size, key=key.encode())
         channels = LocalRankChannels(connections, reader)
@@ -177,8 +187,20 @@ class Launcher(LauncherGroup):
         pid = self.process.pid
         return [{"pid": pid, "alive": self.is_alive, "name": LAUNCHER_NAME, "node": ""}]
 
+    def node_of(self, rank: int) -> str:  # noqa: ARG002 - one machine
+        """Return the name of a rank's node, here ""."""
+        return ""
+
+    def nodes_for(self, world_size: int) -> list[SessionNode]:  # noqa: ARG002 - one machine
+        """Return no nodes: the ranks are on this machine."""
+        return []
+
+    def node_usage(self, within_s: float) -> dict[str, NodeUsage]:  # noqa: ARG002 - one machine
+        """Return no nodes: the ranks are on this machine."""
+        return {}
+
     def process_statuses(self, members: Mapping[int, RankProcess]) -> dict[str, ProcessStatus]:
-        """Return the status of ranks and launcher, by name."""
+        """Return the status of ranks and launcher, by name: "rank 1", "the launcher"."""
         pid = self.process.pid
         found = {
             f"rank {rank}": ProcessStatus(
@@ -189,7 +211,12 @@ class Launcher(LauncherGroup):
         return found | {LAUNCHER_NAME: ProcessStatus(pid, launcher_process.process_status(pid))}
 
     def dump_stacks(self, pids: Mapping[int, int], *, launchers: bool) -> dict[str, str]:
-        """Dump Python stacks by signal."""
+        """Dump Python stacks by signal: of ranks ("rank1") and optionally of "launcher".
+
+        Args:
+            pids: process ids by rank.
+            launchers: True to include the launcher.
+        """
         own = self.process.pid
         stacks = {}
         if launchers:
@@ -209,6 +236,10 @@ class Launcher(LauncherGroup):
         tracebacks = [(int(note.stem.removeprefix("rank")), note.read_text()) for note in notes]
         return CrashArtifacts(crashes, tracebacks)
 
+    def payload_folders(self, rank: int) -> list[str]:  # noqa: ARG002 - those of the kernel
+        """Return the folders for a rank's payload files, preferred first."""
+        return [str(folder) for folder in self.run_dir.folders]
+
     @contextlib.contextmanager
     def ship_file(
         self,
@@ -224,7 +255,7 @@ class Launcher(LauncherGroup):
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:  # noqa: ARG002 - no transfer
         """Return the path of a payload file; raises PayloadError outside the session's folders."""
-        self.check_payload_path(rank, path)
+        launcher_process.check_payload_path(path, self.payload_folders(rank))
         return Path(path)
 
     def check_shared_folder(self, folder: Path) -> None:
@@ -310,15 +341,11 @@ class Launcher(LauncherGroup):
         orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
 
 
-class LocalLauncherProvider(LauncherProvider):
+class LocalLauncherProvider:
     """Provides launchers on this machine and keeps one ready in advance."""
 
     def __init__(self) -> None:
         self._warm: Launcher | None = None
-
-    def check_limits(self, world_size: int) -> None:
-        """Raise StartError if this machine has too few file descriptors for the ranks."""
-        check_descriptors(world_size)
 
     def warm_up(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
         """Start a launcher of this kind in the background, unless one is ready."""

@@ -25,16 +25,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbdist.cluster import protocol
 from nbdist.cluster.agent_connections import CLOSE_S, AgentConnections, KeyValueStore
-from nbdist.cluster.launcher_interface import (
+from nbdist.cluster.launcher_process import (
     EXITED,
     CrashArtifacts,
-    LauncherGroup,
-    LauncherProvider,
     ProcessStatus,
+    check_payload_path,
 )
 from nbdist.cluster.local_launcher import (
     LAUNCHER_GONE,
     LAUNCHER_NAME,
+    Launcher,
+    LocalLauncherProvider,
     ignore_message,
 )
 from nbdist.cluster.protocol import (
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from nbdist.cluster.allocation import AllocatedNode, Cluster, DeviceType
-    from nbdist.cluster.launcher_interface import RankProcess, TransferCallback
+    from nbdist.cluster.launcher_process import RankProcess, TransferCallback
     from nbdist.cluster.rank_channels import Channel, MessageListener
     from nbdist.rank_python import RankPython
 
@@ -170,8 +171,8 @@ class NodeChannels(RankChannels):
         return False
 
 
-class NodeGroup(LauncherGroup):
-    """The nodes of a session.
+class NodeGroup:
+    """The nodes of a session, with the methods of one `Launcher`.
 
     Args:
         cluster: cluster that allocates the nodes.
@@ -300,7 +301,7 @@ class NodeGroup(LauncherGroup):
                 if thread is not threading.current_thread():
                     thread.join(REQUEST_TIMEOUT_S)
 
-    # -- LauncherGroup
+    # -- as `Launcher`
 
     def launch(
         self, launch: messages.LaunchRanksRequest, key: str, reader: MessageListener
@@ -478,7 +479,7 @@ class NodeGroup(LauncherGroup):
 
     def fetch_file(self, rank: int, path: str, on_progress: TransferCallback) -> Path:
         """Copy a payload file of a rank to this machine and remove it on the node."""
-        self.check_payload_path(rank, path)
+        check_payload_path(path, self.payload_folders(rank))
         node = self.node_by_rank[rank]
         size: int = self._wait_for_reply(self._request(node, "size", path=path))[0]
         preferred, other = self.run_dir.folders
@@ -734,7 +735,7 @@ class NodeGroup(LauncherGroup):
         self._events.put(None)  # end the other nodes too
 
 
-class ClusterLauncherProvider(LauncherProvider):
+class ClusterLauncherProvider:
     """Provides launchers on the nodes of a cluster; each agent checks its own machine."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -759,3 +760,8 @@ class ClusterLauncherProvider(LauncherProvider):
             group.close()
             raise
         return group
+
+
+LauncherGroup = Launcher | NodeGroup
+"""The launchers of a session."""
+LauncherProvider = LocalLauncherProvider | ClusterLauncherProvider

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.cluster.launcher_interface import ProcessStatus
+    from nbdist.cluster.launcher_process import ProcessStatus
     from nbdist.protocol import messages
 
 MAX_LOG_LINES = 20

@@ -46,7 +46,7 @@ from nbdist.session.worker_group import WorkerGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from nbdist.cluster.launcher_interface import LauncherProvider
+    from nbdist.cluster.node_group import LauncherProvider
     from nbdist.cluster.rank_channels import Message
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from nbdist.cluster.launcher_interface import TransferCallback
+    from nbdist.cluster.launcher_process import TransferCallback
     from nbdist.session.worker_group import WorkerGroup
 
 SHOW_AFTER_S = 0.5

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping, Sequence
 
-    from nbdist.cluster.launcher_interface import LauncherProvider
+    from nbdist.cluster.node_group import LauncherProvider
     from nbdist.operations.calibrate import CalibrationReport
     from nbdist.output.renderer import ShownRanks
     from nbdist.session.checkpoints import Save

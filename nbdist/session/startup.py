@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets
 from nbdist.cluster import local_launcher
-from nbdist.cluster.launcher_interface import RankProcess
+from nbdist.cluster.launcher_process import RankProcess
 from nbdist.errors import StartError
 from nbdist.protocol import messages
 from nbdist.redaction import redact_secrets

@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import psutil
 
 from nbdist import rank_python
-from nbdist.cluster.launcher_interface import EXITED, CrashArtifacts
-from nbdist.cluster.launcher_process import STOPPED_STATUSES, remove_launch_variables
+from nbdist.cluster.launcher_process import (
+    EXITED,
+    STOPPED_STATUSES,
+    CrashArtifacts,
+    remove_launch_variables,
+)
 from nbdist.cluster.local_launcher import LAUNCHER_GONE
 from nbdist.errors import RankDied, SessionError, StartError
 from nbdist.hardware import discovery
@@ -34,7 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbdist.cluster.allocation import DeviceType
-    from nbdist.cluster.launcher_interface import LauncherGroup, LauncherProvider, RankProcess
+    from nbdist.cluster.launcher_process import RankProcess
+    from nbdist.cluster.node_group import LauncherGroup, LauncherProvider
     from nbdist.cluster.rank_channels import Channel, Message, RankChannels
     from nbdist.errors import NbdistError
     from nbdist.hardware.discovery import SessionNode
@@ -169,7 +174,6 @@ class WorkerGroup:
         Raises:
             StartError: not enough resources; no process is left.
         """
-        self._launcher_provider.check_limits(world_size)
         if self._launcher_group is None or not self._launcher_group.can_start(kind, world_size):
             self.close()
             self._launcher_group = self._launcher_provider.acquire_launchers(

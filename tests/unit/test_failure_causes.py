@@ -13,7 +13,7 @@ import pytest
 
 import nbdist
 from nbdist.checkpoint import FolderStorage
-from nbdist.cluster import launcher_interface, launcher_process
+from nbdist.cluster import launcher_process
 from nbdist.cluster.local_launcher import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.hardware.discovery import find_memory_events_file
 from nbdist.protocol import messages
@@ -175,7 +175,7 @@ def test_a_stopped_process_is_reported_once_and_when_it_continues(
     def looked() -> int:
         pids = {"rank 3": sleeper.pid, "rank 4": os.getpid()}
         found = {
-            name: launcher_interface.ProcessStatus(pid, launcher_process.process_status(pid))
+            name: launcher_process.ProcessStatus(pid, launcher_process.process_status(pid))
             for name, pid in pids.items()
         }
         told.extend(seen.update(found))

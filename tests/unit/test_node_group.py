@@ -10,7 +10,7 @@ import zmq
 
 from nbdist.cluster import protocol
 from nbdist.cluster.allocation import AllocatedNode
-from nbdist.cluster.launcher_interface import EXITED
+from nbdist.cluster.launcher_process import EXITED
 from nbdist.cluster.local_launcher import LAUNCHER_GONE
 from nbdist.cluster.node_group import NodeGroup
 from nbdist.protocol import messages
