@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_python
 from nbdist._version import __version__
-from nbdist.cluster import launcher_process, orphan_cleanup
+from nbdist.cluster import launcher_process
 from nbdist.cluster.launcher_process import (
     CrashArtifacts,
     ProcessLogTail,
@@ -30,7 +30,14 @@ from nbdist.cluster.launcher_process import (
     remove_launch_variables,
 )
 from nbdist.cluster.rank_channels import LocalRankChannels, write_connections
-from nbdist.cluster.run_dir import RunDir, make_private, payload_roots
+from nbdist.cluster.run_dir import (
+    RunDir,
+    kill_processes,
+    launcher_process_filter,
+    make_private,
+    payload_roots,
+    remove_orphans_async,
+)
 from nbdist.errors import StartError
 from nbdist.hardware import process_identity
 from nbdist.protocol import messages
@@ -116,7 +123,7 @@ class Launcher:
         self._reader = threading.Thread(target=self._read, name="nbdist-link", daemon=True)
         self._reader.start()
         atexit.register(self.close)
-        orphan_cleanup.remove_orphans_async()
+        remove_orphans_async()
 
     def send(self, message: messages.LauncherMessage) -> None:
         """Send one message.
@@ -287,9 +294,7 @@ class Launcher:
         self.resume_stopped()
         if self._wait_for_exit_code(within_s=CLOSE_S) is None:
             self.process.kill()
-        stuck = orphan_cleanup.kill_processes(
-            orphan_cleanup.launcher_process_filter(self.run_dir.path)
-        )
+        stuck = kill_processes(launcher_process_filter(self.run_dir.path))
         if self._wait_for_exit_code(within_s=KILL_TIMEOUT_S) is None:
             stuck.add(self.process.pid)
         if stuck:
@@ -338,7 +343,7 @@ class Launcher:
         codes = {} if code is None or self._refusal else {LAUNCHER_NAME: code}
         self.listener(messages.AllRanksExited(LAUNCHER_GONE, codes, error=self._refusal))
         # the launcher was killed, so its descendants must be ended here
-        orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(self.run_dir.path))
+        kill_processes(launcher_process_filter(self.run_dir.path))
 
 
 class LocalLauncherProvider:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdist._version import __version__
-from nbdist.cluster.orphan_cleanup import kernel_descendants
+from nbdist.cluster.run_dir import kernel_descendants
 from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.doctor import (
     gpus,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from nbdist.cluster import launcher_process, orphan_cleanup, run_dir
+from nbdist.cluster import launcher_process, run_dir
 from nbdist.cluster.allocation import format_names
 from nbdist.doctor.finding import (
     is_secret_name,
@@ -278,7 +278,7 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> Iterator[Findi
 
 
 def check_stale_resources(
-    found: orphan_cleanup.OrphanResources | None = None, *, shm: Path = process_identity.SHM_FOLDER
+    found: run_dir.OrphanResources | None = None, *, shm: Path = process_identity.SHM_FOLDER
 ) -> Iterator[Finding]:
     """List leftovers that the next start removes, and those of unknown origin, which it keeps.
 
@@ -286,7 +286,7 @@ def check_stale_resources(
         found: leftovers that certainly belong to nbdist. Default: search for them.
         shm: shared memory folder, in which files of unknown processes may be.
     """
-    found = orphan_cleanup.find_orphans() if found is None else found
+    found = run_dir.find_orphans() if found is None else found
     kinds = {
         "processes": found.processes,
         "folders": found.folders,

@@ -33,7 +33,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from nbdist import strategies
 from nbdist.launcher import device_visibility, offload_setup, process_tree
-from nbdist.launcher.rank_exit_watch import RankExitWatch
+from nbdist.launcher.process_tree import RankExitWatch
 from nbdist.protocol import messages
 from nbdist.worker.main import rank_main
 

@@ -37,9 +37,8 @@ from nbdist.output.line_splitter import (
     truncate_lines,
     truncate_open_line,
 )
-from nbdist.output.rank_log import RankLogTail
 from nbdist.output.rate_limit import OmittedOutput, OutputBudget, OutputLimiter
-from nbdist.output.replay import RecordingSink
+from nbdist.output.replay import RankLogTail, RecordingSink
 from nbdist.rank_sets import describe_ranks, format_ranks
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from nbdist.errors import RankDied
-    from nbdist.output.rank_log import RankLogTail
     from nbdist.output.renderer import ShownRanks
+    from nbdist.output.replay import RankLogTail
     from nbdist.output.sink import OutputSink
     from nbdist.session.profiler import SessionProfiler
     from nbdist.session.rank_activity import RankActivityPoller

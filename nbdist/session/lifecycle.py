@@ -16,7 +16,7 @@ from nbdist import strategies
 from nbdist._version import __version__
 from nbdist.cluster.allocation import RankDistribution
 from nbdist.cluster.node_group import ClusterLauncherProvider
-from nbdist.cluster.orphan_cleanup import kernel_descendants
+from nbdist.cluster.run_dir import kernel_descendants
 from nbdist.errors import (
     CellInterrupted,
     OptionError,
@@ -26,7 +26,7 @@ from nbdist.errors import (
     StartError,
 )
 from nbdist.hardware import discovery
-from nbdist.output.rank_log import RankLogTail
+from nbdist.output.replay import RankLogTail
 from nbdist.output.sink import finished_cell, get_shell
 from nbdist.protocol import messages
 from nbdist.session import checkpoints, config, failure_causes, push_pull, startup

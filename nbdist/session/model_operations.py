@@ -17,7 +17,7 @@ from nbdist.errors import CheckpointError, PlanError, RankDied, SwitchError
 from nbdist.operations import model_files
 from nbdist.operations import switch as operations_switch
 from nbdist.operations.switch import SwitchReport
-from nbdist.output.rank_log import RankLogTail
+from nbdist.output.replay import RankLogTail
 from nbdist.protocol import messages
 from nbdist.protocol.operations import SaveRequest
 from nbdist.session import checkpoints as session_checkpoints

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.launcher.kernel_link import KernelLink
-    from nbdist.launcher.rank_exit_watch import RankExitWatch
+    from nbdist.launcher.process_tree import RankExitWatch
     from nbdist.worker.kernel import RankKernel
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.cluster import orphan_cleanup, run_dir
+from nbdist.cluster import run_dir
 from nbdist.cluster.local_launcher import Launcher
 from tests.conftest import eventually
 from tests.interrupts import meanwhile
@@ -112,8 +112,8 @@ def test_the_next_start_removes_what_is_left_whichever_process_was_killed_first(
     for who in order:
         running.kill(who)
     running.kernel.wait()
-    with meanwhile(lambda: orphan_cleanup.remove_orphans(grace_s=0.2)):  # two sessions start
-        orphan_cleanup.remove_orphans(grace_s=0.2)
+    with meanwhile(lambda: run_dir.remove_orphans(grace_s=0.2)):  # two sessions start
+        run_dir.remove_orphans(grace_s=0.2)
     eventually(lambda: not running.living(), within_s=5)
     assert not running.files()
 
@@ -137,7 +137,7 @@ def test_a_launcher_that_was_stopped_is_ended_by_the_next_start(running: Running
 
 def test_a_session_that_lives_is_left_alone(running: Running) -> None:
     before = set(running.files())
-    orphan_cleanup.remove_orphans(grace_s=0)
+    run_dir.remove_orphans(grace_s=0)
     assert set(running.living()) >= set(running.ranks)
     assert {path for path in before if path.is_dir()} <= set(running.files())
 

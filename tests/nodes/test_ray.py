@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster import orphan_cleanup
+from nbdist.cluster import run_dir
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 from tests.nodes.cells import (
@@ -216,7 +216,7 @@ def test_a_killed_kernel_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
         assert "sum 3.0 of 2" in kernel.run(CELL + SUM).text
         kernel.manager.signal_kernel(signal.SIGKILL)
         eventually(lambda: not hosts.ours(), within_s=OWN_END_S)
-        orphan_cleanup.remove_orphans(grace_s=1)  # as the next start does: the kernel's own folders
+        run_dir.remove_orphans(grace_s=1)  # as the next start does: the kernel's own folders
 
 
 def test_a_folder_that_nodes_do_not_share_is_brought_there(hosts: Hosts, tmp_path: Path) -> None:

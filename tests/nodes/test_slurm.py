@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from nbdist.cluster import orphan_cleanup
+from nbdist.cluster import run_dir
 from tests.conftest import eventually
 from tests.live_kernel import LiveKernel
 from tests.nodes.cells import SUM, dies, refused, stops
@@ -186,5 +186,5 @@ def test_a_killed_kernel_leaves_no_job(slurm: Slurm, tmp_path: Path) -> None:
 
 def nothing_after_sweeping() -> bool:
     """As the next start does: folders of those that were killed with everything else."""
-    orphan_cleanup.remove_orphans(grace_s=1)
-    return not orphan_cleanup.find_orphans()
+    run_dir.remove_orphans(grace_s=1)
+    return not run_dir.find_orphans()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import nbdist
-from nbdist.cluster.orphan_cleanup import OrphanResources
+from nbdist.cluster.run_dir import OrphanResources
 from nbdist.doctor import (
     diagnosis,
     finding,

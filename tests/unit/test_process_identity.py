@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbdist.cluster import orphan_cleanup
+from nbdist.cluster import run_dir
 from nbdist.hardware import process_identity
 from nbdist.hardware.process_identity import ProcessIdentity
 from tests.conftest import eventually
@@ -95,8 +95,8 @@ def test_only_a_signed_private_folder_of_an_ended_process_is_removed(tmp_path: P
     kept[4].chmod(0o755)
     kept[5].symlink_to(kept[3])
     kept[6].write_text("")
-    assert set(orphan_cleanup.find_orphans([tmp_path]).folders) == {left, empty}
-    orphan_cleanup.remove_orphans([tmp_path], grace_s=0)
+    assert set(run_dir.find_orphans([tmp_path]).folders) == {left, empty}
+    run_dir.remove_orphans([tmp_path], grace_s=0)
     assert set(tmp_path.iterdir()) == set(kept)
     assert (kept[3] / "launcher.log").exists()
 
@@ -114,7 +114,7 @@ def test_a_removal_that_is_cut_short_leaves_what_the_next_start_removes(
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             process_identity.remove_folder(left)
-    assert orphan_cleanup.find_orphans([tmp_path]).folders == (left,)
+    assert run_dir.find_orphans([tmp_path]).folders == (left,)
     process_identity.remove_folder(left)
     assert not left.exists()
 
@@ -133,7 +133,7 @@ def test_an_offloads_folder_goes_with_the_one_that_names_it(tmp_path: Path) -> N
     process_identity.record_linked_folder(run, swapped)
     for hostile in (living, bulk, tmp_path, Path("/"), Path(".."), Path("\0")):
         process_identity.record_linked_folder(run, hostile)
-    orphan_cleanup.remove_orphans([shm], grace_s=0)
+    run_dir.remove_orphans([shm], grace_s=0)
     assert [*shm.iterdir(), *tmp.iterdir(), *disk.iterdir()] == [living]
 
 
@@ -141,7 +141,7 @@ def test_an_offloads_folder_goes_with_the_one_that_names_it(tmp_path: Path) -> N
 def test_a_folder_of_another_user_stays(tmp_path: Path) -> None:
     theirs = private(tmp_path, "nbdist-1-theirs")
     os.chown(theirs, 4242, 4242)
-    orphan_cleanup.remove_orphans([tmp_path], grace_s=0)
+    run_dir.remove_orphans([tmp_path], grace_s=0)
     assert theirs.exists()
 
 
@@ -154,8 +154,8 @@ def test_a_planted_number_harms_no_other_process(
     mine, reused = private(tmp_path, "nbdist-1-a", there), private(tmp_path, "nbdist-1-b", before)
     for folder in (mine, reused):
         (folder / "family").write_text(f"{decoy.pid}\n1\n-1\n0\n")
-    orphan_cleanup.remove_orphans([tmp_path], grace_s=0)
-    orphan_cleanup.kill_processes(orphan_cleanup.launcher_process_filter(mine))
+    run_dir.remove_orphans([tmp_path], grace_s=0)
+    run_dir.kill_processes(run_dir.launcher_process_filter(mine))
     assert mine.exists()
     assert not reused.exists()
 
@@ -174,13 +174,13 @@ def test_a_process_is_ours_by_the_kernel_in_its_environment(
         found: set[int] = set()
 
         def seen() -> bool:
-            found.update(stray.pid for stray in orphan_cleanup.find_orphans([tmp_path]).processes)
+            found.update(stray.pid for stray in run_dir.find_orphans([tmp_path]).processes)
             # a session that starts elsewhere on this machine may have been quicker
             return of_ended.pid in found or of_ended.poll() == -signal.SIGKILL
 
         eventually(seen, within_s=5)  # a new process has no environment for a moment
         assert not found & {of_living.pid, garbled.pid, decoy.pid}
-        orphan_cleanup.remove_orphans([tmp_path], grace_s=0)
+        run_dir.remove_orphans([tmp_path], grace_s=0)
         eventually(lambda: of_ended.poll() == -9, within_s=5)
         assert of_living.poll() is garbled.poll() is None
     finally:

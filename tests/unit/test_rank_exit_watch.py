@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nbdist.launcher import process_tree
-from nbdist.launcher.rank_exit_watch import RankExitWatch
+from nbdist.launcher.process_tree import RankExitWatch
 from nbdist.protocol import messages
 from tests.conftest import eventually
 
@@ -76,7 +76,7 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
     forked.start()
     eventually(lambda: told, within_s=5)
     monkeypatch.setattr(
-        "nbdist.launcher.rank_exit_watch._exit_code", lambda _: forked.join()
+        "nbdist.launcher.process_tree._exit_code", lambda _: forked.join()
     )  # it is quicker
     os.write(write, b"x")
     eventually(lambda: ends(told), within_s=5)

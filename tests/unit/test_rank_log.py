@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from nbdist.output.rank_log import RankLogTail
+from nbdist.output.replay import RankLogTail
 
 
 def test_text_and_tail() -> None:
