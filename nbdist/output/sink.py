@@ -1,9 +1,9 @@
 """Destinations of a cell's output: the notebook, a terminal or a file.
 
-``RunningCellWriter`` serves a cell that blocks and is used on the main thread only.
-``FinishedCellSink`` serves a cell that has returned and may be used from any thread. Neither needs
-a kernel: in a terminal or a script they print. `running_cell` and `finished_cell` return them, or
-in a marimo notebook their counterpart `MarimoCell`. `RankComms` is the way back: it passes what the
+``RunningCellWriter`` serves a cell that blocks, and all cells in a terminal or a script, where it
+prints. ``FinishedCellSink`` serves a cell of a kernel that has returned and may be used from any
+thread. `running_cell` and `finished_cell` return them, or in a marimo notebook their counterpart
+`MarimoCell`. `RankComms` is the way back: it passes what the
 front end sends to widgets on to the ranks.
 """
 
@@ -59,7 +59,7 @@ class OutputSink(Protocol):
 
 
 class RunningCellWriter:
-    """The cell that runs now, through `print` and `display`; main thread only.
+    """The cell that runs now, through `print` and `display`; in a kernel on the main thread only.
 
     Uses sys.stdout, sys.stderr and IPython's display publisher, so %%capture, Output
     widgets, terminal IPython and plain scripts work as with the user's own prints.
@@ -128,7 +128,7 @@ class RunningCellWriter:
 
 
 class FinishedCellSink:
-    """The cell that runs on this thread when it is created, also after it has returned.
+    """The cell of a kernel that runs on this thread now, also after it has returned.
 
     Messages have the cell's parent header.
 
@@ -138,26 +138,16 @@ class FinishedCellSink:
     parent is not the cell that it runs, as it does with the output of any thread.
     """
 
-    has_output_area = False
+    can_update, has_output_area = True, False
 
     def __init__(self) -> None:
         self._parent = parent_header()
-        self._terminal = RunningCellWriter()
-        """Prints where there is no kernel."""
         self._lock = threading.RLock()
         self._text: list[str] = []
         self._name: StreamName = "stdout"
 
-    @property
-    def can_update(self) -> bool:
-        """Return True in a notebook kernel."""
-        return get_kernel() is not None
-
     def write(self, name: StreamName, text: str) -> None:
         """Write to the pinned cell. The text is buffered until the next flush."""
-        if get_kernel() is None:
-            self._terminal.write(name, text)
-            return
         with self._lock:
             if name != self._name:
                 self.flush()
@@ -173,31 +163,22 @@ class FinishedCellSink:
         update: bool = False,
     ) -> None:
         """Send a display to the pinned cell, or update one."""
-        if get_kernel() is None:
-            if "text/plain" in bundle:
-                self._terminal.write("stdout", f"{bundle['text/plain']}\n")
-            return
         transient = {} if display_id is None else {"display_id": display_id}
         content = {"data": bundle, "metadata": metadata, "transient": transient}
         self._send("update_display_data" if update else "display_data", content)
 
     def clear(self, *, wait: bool) -> None:
         """Clear the pinned cell's output."""
-        if get_kernel() is not None:
-            self._send("clear_output", {"wait": wait})
+        self._send("clear_output", {"wait": wait})
 
     def relay_comm(
         self, msg_type: str, content: MimeBundle, metadata: MimeBundle, buffers: list[Any]
     ) -> None:
-        """Send a comm message of a widget; ignored outside a kernel."""
-        if get_kernel() is not None:
-            self._send(msg_type, content, metadata=metadata, buffers=buffers)
+        """Send a comm message of a widget."""
+        self._send(msg_type, content, metadata=metadata, buffers=buffers)
 
     def flush(self) -> None:
-        """Send the buffered text; in a terminal flush the streams."""
-        if get_kernel() is None:
-            self._terminal.flush()
-            return
+        """Send the buffered text."""
         with self._lock:
             text, self._text = "".join(self._text), []
             if text:
@@ -270,7 +251,9 @@ def running_cell() -> OutputSink:
 
 def finished_cell() -> OutputSink:
     """Return a sink pinned to the cell that runs now on this thread, for any thread."""
-    return _marimo_cell(uses_streams=False) or FinishedCellSink()
+    if marimo_cell := _marimo_cell(uses_streams=False):
+        return marimo_cell
+    return RunningCellWriter() if get_kernel() is None else FinishedCellSink()
 
 
 def in_marimo_cell() -> bool:

@@ -399,12 +399,15 @@ class SessionLifecycle:
         self._where.nodes = self._workers.nodes
         try:
             choice = choice.with_node_hardware(self._where)
-        except OptionError as error:
+            checkpoint_root = self._saves.root_for_ranks
+            self._workers.launch(choice, checkpoints=checkpoint_root, progress=progress)
+            ready = startup.wait_until_ready(self._workers, placement.nproc, progress)
+            self._workers.mark_ready(ready)
+        except BaseException as error:
             self._workers.close()
-            raise StartError(str(error)) from None
-        startup.start_ranks(
-            self._workers, choice, checkpoints=self._saves.root_for_ranks, progress=progress
-        )
+            if isinstance(error, OptionError):
+                raise StartError(str(error)) from None
+            raise
         self._check_checkpoint_root_async(new=self.started_at is None)
         return choice
 

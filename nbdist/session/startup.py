@@ -19,7 +19,6 @@ from nbdist.session import failure_causes
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from nbdist.session.config import SessionConfig
     from nbdist.session.worker_group import WorkerGroup
 
 START_TIMEOUT_S = 120.0
@@ -103,23 +102,3 @@ def _start_error(workers: WorkerGroup, ended: messages.AllRanksExited | None) ->
     stack = failure_causes.format_crash_stack(death.stack, {})
     stack = f" Stack (innermost first):\n{stack}\n" if stack else " "
     return StartError(f"The ranks failed to start: {death.summary}.{stack}{detail}")
-
-
-def start_ranks(
-    workers: WorkerGroup,
-    config: SessionConfig,
-    *,
-    checkpoints: str,
-    progress: Callable[[str], None],
-) -> None:
-    """Start ranks; return once each has replied and passed a barrier with all others.
-
-    Raises:
-        StartError: a process ended, or no message was received in time; no process is left.
-    """
-    try:
-        workers.launch(config, checkpoints=checkpoints, progress=progress)
-        workers.mark_ready(wait_until_ready(workers, config.placement.nproc, progress))
-    except BaseException:
-        workers.close()
-        raise

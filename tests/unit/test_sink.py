@@ -102,9 +102,9 @@ def test_live_does_not_update_what_is_captured(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_shell")
-@pytest.mark.parametrize("kind", [RunningCellWriter, FinishedCellSink])
-def test_a_plain_script_prints(kind: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    plain = kind()
+@pytest.mark.parametrize("cell", [sink.running_cell, sink.finished_cell])
+def test_a_plain_script_prints(cell: Callable[[], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    plain = cell()
     assert not plain.can_update
     plain.write("stdout", "a\n")
     plain.write("stderr", "b\n")
