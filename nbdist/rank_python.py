@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from nbdist.errors import OptionError, StartError
@@ -69,7 +70,7 @@ class RankPython:
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed package without importing it, or None."""
         if self.packages is not None:
-            return self.packages.get(_normalize(package))
+            return self.packages.get(canonicalize_name(package))
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -78,7 +79,7 @@ class RankPython:
     def has(self, package: str) -> bool:
         """Return True if a package can be imported."""
         if self.packages is not None:
-            return _normalize(package) in self.packages
+            return canonicalize_name(package) in self.packages
         return importlib.util.find_spec(package) is not None
 
     def check(self) -> None:
@@ -242,7 +243,8 @@ def _query(executable: str) -> RankPython:
         problem = lines[-1 if lines[0].startswith("Traceback") else 0].rstrip(".")
     else:
         if minor >= MIN_PYTHON:
-            packages = {_normalize(name): text for name, text in answer["packages"].items()}
+            found = answer["packages"].items()
+            packages: dict[str, str] = {canonicalize_name(name): text for name, text in found}
             stamp = (answer["site"], _changed_at(answer["site"]))
             return RankPython(executable, version, packages, tuple(answer["path"]), stamp)
         problem = f"it is Python {version}, and ranks need Python 3.11 or newer"
@@ -293,7 +295,3 @@ def _changed_at(folder: str) -> int:
         return Path(folder).stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def _normalize(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

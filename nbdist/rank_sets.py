@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nbdist.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _PART = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _SHOWN = 40
@@ -60,6 +60,21 @@ def describe_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as part of a sentence: "rank 0", "ranks 0-1"."""
     named = list(ranks)
     return f"rank{'' if len(named) == 1 else 's'} {format_ranks(named)}"
+
+
+def describe_states(states: Mapping[int, tuple[str, str, str]]) -> str:
+    """Return the states of ranks, equal ones together: "rank 0 has failed; ranks 1-2 wait in x".
+
+    Args:
+        states: by rank, the verb for one rank, for several, and what follows it.
+    """
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for rank, state in states.items():
+        groups.setdefault(state, []).append(rank)
+    return "; ".join(
+        f"{describe_ranks(ranks)} {single if len(ranks) == 1 else several}{rest}"
+        for (single, several, rest), ranks in groups.items()
+    )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -164,7 +164,6 @@ class CellRunner:
             content,
             cell.on_message,
             note=note,
-            together=True,
         )
         self._prompts = InputPrompts(cell, self.escalation, self._workers, self._rank_activity)
         return self._prompts

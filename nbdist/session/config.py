@@ -93,7 +93,7 @@ def _devices_for(requested: Mapping[str, Any], changes: Mapping[str, Any]) -> di
     if changes.get("nproc") is None or "devices" in changes or devices is None:
         return {}
     chosen = session_placement.parse_gpus(devices) if isinstance(devices, str) else tuple(devices)
-    return {"devices": chosen[: session_placement.parse_nproc(changes["nproc"])]}
+    return {"devices": chosen[: session_placement.parse_count(changes["nproc"])]}
 
 
 def _drop_replaced_counts(
@@ -335,7 +335,9 @@ class SessionCluster:
         """
         if self.cluster is None:
             return None
-        per_node = _count(requested.get("gpus_per_node"), "--gpus-per-node", minimum=0)
+        per_node = session_placement.parse_count(
+            requested.get("gpus_per_node"), "--gpus-per-node", minimum=0
+        )
         if gpus is not None:
             if gpus not in ("none", (), []) or per_node:
                 raise OptionError(
@@ -344,8 +346,8 @@ class SessionCluster:
                 )
             per_node = 0
         options = (
-            None if nproc is None else session_placement.parse_nproc(nproc),
-            _count(requested.get("nodes"), "--nodes", minimum=1),
+            session_placement.parse_count(nproc),
+            session_placement.parse_count(requested.get("nodes"), "--nodes"),
             per_node,
         )
         if options not in self._known:
@@ -379,13 +381,3 @@ class SessionCluster:
         if nodes == placement.num_nodes:
             return {}
         return {"nodes": nodes, "nproc": nodes * each}
-
-
-def _count(value: object, option: str, *, minimum: int) -> int | None:
-    """Parse a number of nodes or GPUs."""
-    if value is None:
-        return None
-    text = str(value).strip()
-    if isinstance(value, bool) or not text.isdecimal() or not minimum <= int(text) < 1 << 20:
-        raise OptionError(f"{option} must be an integer >= {minimum}, got {value!r}.")
-    return int(text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import rank_python, strategies
-from nbdist.cluster.allocation import format_names
+from nbdist.cluster.allocation import format_count, format_names
 from nbdist.errors import OptionError, StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.discovery import (
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from nbdist.rank_python import RankPython
 
 _INDEX = re.compile(r"[0-9]{1,4}")
+_COUNT = re.compile(r"[0-9]{1,6}")
 _FP8_PACKAGES = ("transformer_engine", "torchao")
 
 
@@ -54,15 +55,13 @@ class DevicePlacement:
 
     def describe(self) -> str:
         """Return a short description: "4 ranks on GPUs 0,1,2,3", "2 CPU ranks"."""
-        ranks = "rank" if self.nproc == 1 else "ranks"
         if self.is_remote:
-            nodes = "node" if self.num_nodes == 1 else "nodes"
-            what = f"CPU {ranks}" if self.devices is None else f"GPU {ranks}"
-            return f"{self.nproc} {what} on {self.num_nodes} {nodes}"
+            ranks = format_count(self.nproc, "CPU rank" if self.devices is None else "GPU rank")
+            return f"{ranks} on {format_count(self.num_nodes, 'node')}"
         if self.devices is None:
-            return f"{self.nproc} CPU {ranks}"
+            return format_count(self.nproc, "CPU rank")
         gpus = "GPU" if self.nproc == 1 else "GPUs"
-        return f"{self.nproc} {ranks} on {gpus} {','.join(map(str, self.devices))}"
+        return f"{format_count(self.nproc, 'rank')} on {gpus} {_join(self.devices)}"
 
 
 def choose_placement(
@@ -79,7 +78,7 @@ def choose_placement(
     Raises:
         OptionError: more ranks than devices, an unknown GPU, or a contradiction.
     """
-    count = None if nproc is None else parse_nproc(nproc)
+    count = parse_count(nproc)
     chosen = _chosen_gpus(gpus, machine)
     if not chosen:
         max_ranks = max(8, 4 * machine.num_cpus)
@@ -151,15 +150,17 @@ def cluster_placement(spread: RankDistribution) -> DevicePlacement:
     )
 
 
-def parse_nproc(value: int | str) -> int:
-    """Parse a number of ranks, an integer >= 1.
+def parse_count(value: object, option: str = "-n", *, minimum: int = 1) -> int | None:
+    """Parse a number of ranks, nodes or GPUs; None stays None.
 
     Raises:
-        OptionError: anything else.
+        OptionError: not an integer of at least the minimum.
     """
+    if value is None:
+        return None
     text = str(value).strip()
-    if isinstance(value, bool) or not _INDEX.fullmatch(text) or int(text) < 1:
-        raise OptionError(f"-n must be an integer >= 1, got {_quote(value)}.")
+    if isinstance(value, bool) or not _COUNT.fullmatch(text) or int(text) < minimum:
+        raise OptionError(f"{option} must be an integer >= {minimum}, got {_quote(value)}.")
     return int(text)
 
 

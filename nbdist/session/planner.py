@@ -49,17 +49,16 @@ def plan_model(
     Raises:
         PlanError: no such model, or one that cannot be planned.
     """
-    from nbdist.planner import plan, target_devices
+    from nbdist.planner import target_devices
 
-    cluster = (
-        target_devices.resolve_cluster(arguments["devices"], arguments.get("world_size"))
-        if "devices" in arguments
-        else cluster_spec(session)
-    )
-    description = _describe(session, name, arguments, kind=cluster.kind, quick=quick)
-    own = {} if "devices" in arguments else {"world_size": session.world_size}
+    own: dict[str, Any] = {}
+    if "devices" in arguments:
+        world_size = arguments.get("world_size")
+        cluster = target_devices.resolve_cluster(arguments["devices"], world_size)
+    else:
+        cluster, own = cluster_spec(session), {"world_size": session.world_size}
     given = {**own, **arguments, "devices": cluster}
-    planned: Plan = plan(**_arguments(session, description, given, cluster.kind))
+    planned: Plan = _plan_on_ranks(session, name, given, kind=cluster.kind, quick=quick)
     return planned
 
 
@@ -67,32 +66,30 @@ def find_machines(
     session: ModelOperations, name: str | None = None, **arguments: Any
 ) -> MachinePlan:
     """Return which machines are enough for a model of the ranks; arguments as in `plan_model`."""
-    from nbdist.planner import plan
-
-    description = _describe(session, name, arguments, kind="cuda")
-    found: MachinePlan = plan(**_arguments(session, description, arguments, "cuda"))
+    found: MachinePlan = _plan_on_ranks(session, name, arguments, kind="cuda")
     return found
 
 
-def _describe(
+def _plan_on_ranks(
     session: ModelOperations,
     name: str | None,
     arguments: Mapping[str, Any],
     *,
     kind: Literal["cuda", "cpu"],
     quick: bool = False,
-) -> messages.ModelReply:
-    """Return how rank 0 describes a model, as it computes on such devices."""
+) -> Any:
+    """Plan a model as rank 0 describes it, computing on devices of this kind."""
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
         line.show("inspecting the model (tracing an unknown one takes a few seconds)")
-        return session.model_spec(
+        reply = session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
             seq_len=arguments.get("seq_len"),
             kind=kind,
             quick=quick,
         )
+    return _plan(session, reply, arguments, kind)
 
 
 def plan_running_model(session: SessionLifecycle, reply: messages.ModelReply) -> Plan:
@@ -101,24 +98,22 @@ def plan_running_model(session: SessionLifecycle, reply: messages.ModelReply) ->
     Raises:
         PlanError: it cannot be planned.
     """
-    from nbdist.planner import plan
-
     if reply["status"] == "error":
         raise PlanError(reply["error"])
     cluster = cluster_spec(session)
     given = {"devices": cluster, "world_size": session.world_size}
-    planned: Plan = plan(**_arguments(session, reply, given, cluster.kind))
+    planned: Plan = _plan(session, reply, given, cluster.kind)
     return planned
 
 
-def _arguments(
+def _plan(
     session: SessionLifecycle,
     reply: messages.ModelReply,
     arguments: Mapping[str, Any],
     kind: Literal["cuda", "cpu"],
-) -> dict[str, Any]:
-    """Return the arguments of `nbdist.plan`, by default the session's settings."""
-    from nbdist.planner import build_model_spec, optimizers
+) -> Any:
+    """Return a plan with these arguments of `nbdist.plan`, by default the session's settings."""
+    from nbdist.planner import build_model_spec, optimizers, plan
 
     own = {
         "model": build_model_spec.spec_from_json(reply["spec"]),
@@ -131,7 +126,7 @@ def _arguments(
         own["optimizer"] = optimizers.optimizer_from_torch(reply["optimizer"], kind).name
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
-    return {**own, **arguments}
+    return plan(**{**own, **arguments})
 
 
 def cluster_spec(session: SessionLifecycle) -> ClusterSpec:

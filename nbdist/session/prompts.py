@@ -188,27 +188,21 @@ class InputPrompts:
     def _new_positions(self) -> str:
         """Return where the other ranks are; "" if this has not changed."""
         replies = self._rank_activity.latest_replies()
-        groups: dict[tuple[str, str, str], list[int]] = {}
+        states: dict[int, tuple[str, str, str]] = {}
         for rank in self._cell.ranks:
             if rank == self._current:
                 continue
             if rank in self._requests:
-                words = ("is", "are", "stopped too")
+                states[rank] = ("is", "are", " stopped too")
             elif rank in self._cell.errors:
-                words = ("has", "have", "failed")
+                states[rank] = ("has", "have", " failed")
             elif rank not in self._cell.running:
-                words = ("has", "have", "finished")
+                states[rank] = ("has", "have", " finished")
             elif rank in replies:
-                where = f"in {describe_position(replies[rank])}"
+                where = f" in {describe_position(replies[rank])}"
                 waits = replies[rank]["collective"] or replies[rank]["standing"]["waits_for"]
-                words = ("waits", "wait", where) if waits else ("is", "are", where)
-            else:
-                continue
-            groups.setdefault(words, []).append(rank)
-        text = "; ".join(
-            f"{rank_sets.describe_ranks(ranks)} {single if len(ranks) == 1 else several} {what}"
-            for (single, several, what), ranks in groups.items()
-        )
+                states[rank] = ("waits", "wait", where) if waits else ("is", "are", where)
+        text = rank_sets.describe_states(states)
         if not text or text == self._shown_positions:
             return ""
         self._shown_positions = text

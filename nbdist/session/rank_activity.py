@@ -313,28 +313,21 @@ def described(
     states: Mapping[int, State],
 ) -> str:
     """Describe for each rank whether it spins, sleeps, holds the GIL or is stopped, and where."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    words: dict[int, tuple[str, str, str]] = {}
     for rank in ranks:
         if rank in silent:
             verbs = _SAYS[states.get(rank, "")]
             where = f", last seen in {describe_position(answers[rank])}" if rank in answers else ""
-            key = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
-        elif rank not in answers:
-            continue
-        else:
+            words[rank] = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
+        elif rank in answers:
             standing, where = answers[rank]["standing"], f" in {describe_position(answers[rank])}"
             if standing["still_s"] < HANG_AFTER_S:
-                key = ("is", "are", where)
+                words[rank] = ("is", "are", where)
             elif standing["sleeps"]:
-                key = ("sleeps", "sleep", where)
+                words[rank] = ("sleeps", "sleep", where)
             else:
-                key = ("spins", "spin", where)
-        groups.setdefault(key, []).append(rank)
-    parts = []
-    for (alone, several, where), members in groups.items():
-        verb = alone if len(members) == 1 else several
-        parts.append(f"{rank_sets.describe_ranks(members)} {verb}{where}")
-    return "; ".join(parts)
+                words[rank] = ("spins", "spin", where)
+    return rank_sets.describe_states(words)
 
 
 # -- stacks and values

@@ -315,11 +315,10 @@ class WorkerGroup:
         route: Any = None,
         *,
         note: messages.CellMetadata | None = None,
-        together: bool = False,
     ) -> str:
         """Have the reader thread send one request to ranks; callable from any thread.
 
-        `route(rank, channel, message)` is called with each reply; with `together`
+        `route(rank, channel, message)` is called with each reply; with a `note`, for a cell,
         `route(ranks, channel, message)`, once for equal replies.
 
         Returns:
@@ -329,7 +328,7 @@ class WorkerGroup:
             raise _not_started()
         request = secrets.token_hex(16)
         if route is not None:
-            self._routes[request] = route, together
+            self._routes[request] = route, note is not None
         metadata = {messages.CELL_METADATA_KEY: note} if note else None
         self._channels.send_request(
             ranks, channel, kind, content, metadata=metadata, message_id=request

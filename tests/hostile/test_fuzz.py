@@ -174,7 +174,7 @@ def test_the_line_of_plan(examples: int) -> None:
 @pytest.mark.fault("A4")
 def test_lists_of_gpus_and_numbers_of_ranks(examples: int) -> None:
     def check(given: Any) -> None:
-        quietly(lambda: device_placement.parse_nproc(given))
+        quietly(lambda: device_placement.parse_count(given))
         quietly(lambda: device_placement.choose_placement(2, given, discovery.discover_machine()))
         quietly(
             lambda: device_placement.choose_placement(given, "none", discovery.discover_machine())
