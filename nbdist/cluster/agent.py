@@ -28,13 +28,13 @@ from zmq.utils.monitor import recv_monitor_message
 from nbdist.cluster import launcher_process, protocol
 from nbdist.cluster.launcher_process import EXITED, check_descriptors, remove_launch_variables
 from nbdist.cluster.local_launcher import LAUNCHER_NAME, Launcher, ignore_message
-from nbdist.cluster.message_merger import MessageMerger
 from nbdist.cluster.protocol import HEARTBEAT_S, MAX_MESSAGES_PER_POLL, AgentCredentials
 from nbdist.cluster.rank_channels import CHANNELS, PollWaker, connect_socket, write_connections
 from nbdist.cluster.run_dir import shared_folder_error
 from nbdist.errors import StartError
 from nbdist.hardware import discovery
 from nbdist.hardware.telemetry import NodeUsageMonitor
+from nbdist.output.dedup import MessageMerger
 from nbdist.protocol import messages
 from nbdist.signal_handling import TerminationSignal
 

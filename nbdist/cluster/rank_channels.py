@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import zmq
@@ -24,7 +24,7 @@ from jupyter_client.session import DELIM
 from nbdist.protocol.signing import MessageSigner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -52,19 +52,13 @@ class MessageListener(Protocol):
         """Run periodic work; return True to be called again soon."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankConnectionInfo:
-    """Addresses of a rank's sockets, as in its connection file."""
-
-    path: str
-    """Prefix of the socket paths."""
-    ports: dict[Channel, int]
-    key: bytes
+ConnectionInfo = Mapping[str, Any]
+"""Content of a rank's connection file, as jupyter_client defines it."""
 
 
 def write_connections(
     folder: Path, *, world_size: int, key: bytes, first: int = 0
-) -> list[RankConnectionInfo]:
+) -> list[ConnectionInfo]:
     """Write a connection file (0600) for every rank; `jupyter console --existing` reads them.
 
     Args:
@@ -73,16 +67,12 @@ def write_connections(
         key: key that signs messages.
         first: first of these ranks.
     """
-    connections = []
-    for rank in range(first, first + world_size):
-        path = str(folder / f"r{rank}")
-        _, written = write_connection_file(
-            str(folder / f"rank{rank}.json"), ip=path, transport="ipc", key=key
-        )
-        numbers: Mapping[str, Any] = written
-        ports = {channel: int(numbers[f"{channel}_port"]) for channel in CHANNELS}
-        connections.append(RankConnectionInfo(path, ports, key))
-    return connections
+    return [
+        write_connection_file(
+            str(folder / f"rank{rank}.json"), ip=str(folder / f"r{rank}"), transport="ipc", key=key
+        )[1]
+        for rank in range(first, first + world_size)
+    ]
 
 
 class RankChannels(ABC):
@@ -170,7 +160,7 @@ class RankChannels(ABC):
 
 
 def connect_socket(
-    context: zmq.Context[Any], connection: RankConnectionInfo, channel: Channel
+    context: zmq.Context[Any], connection: ConnectionInfo, channel: Channel
 ) -> zmq.Socket[bytes]:
     """Connect to a rank. ZMQ retries until the rank has bound its sockets."""
     rank_socket: zmq.Socket[bytes] = context.socket(CHANNELS[channel])
@@ -179,7 +169,7 @@ def connect_socket(
     rank_socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     if channel == "iopub":
         rank_socket.subscribe(b"")
-    rank_socket.connect(f"ipc://{connection.path}-{connection.ports[channel]}")
+    rank_socket.connect(f"ipc://{connection['ip']}-{connection[f'{channel}_port']}")
     return rank_socket
 
 
@@ -212,9 +202,9 @@ class PollWaker:
 class LocalRankChannels(RankChannels):
     """Channels to ranks on this machine."""
 
-    def __init__(self, connections: list[RankConnectionInfo], reader: MessageListener) -> None:
+    def __init__(self, connections: list[ConnectionInfo], reader: MessageListener) -> None:
         """Connect. ZMQ retries until the ranks have bound their sockets."""
-        super().__init__(connections[0].key, reader)
+        super().__init__(connections[0]["key"].encode(), reader)
         self._context = zmq.Context()
         self._outbox: deque[tuple[int, Channel, list[bytes]]] = deque()
         self._sockets = {

@@ -9,13 +9,23 @@ The kernel merges the lines of a cell, the agent of a node the messages of its r
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections import Counter, defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from jupyter_client.session import DELIM
+
+from nbdist.protocol.signing import MessageSigner
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Sequence
+
+    RankMessage = tuple[list[bytes], Hashable, str]
+    """Parts of a message; of text also its stream and one line."""
 
 T = TypeVar("T")
 
@@ -26,6 +36,11 @@ MimeBundle = dict[str, Any]
 
 MERGE_DELAY_S = 0.15
 """Maximum wait of a line for the same line of the other ranks."""
+MESSAGE_DELAY_S = 0.03
+"""Time for which a message is held for other ranks to send the same."""
+MAX_BATCH_BYTES = 4 << 20
+"""Approximate maximum size of the messages that are sent together."""
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _MAX_OVERTAKEN = 16
 """Number of items of the other stream that an item may pass to reach an equal item."""
 _REORDER_WINDOW_S = 0.1
@@ -165,3 +180,94 @@ class OutputMerger(Generic[T]):
             next(index for index, item in enumerate(self._queues[other]) if item.key == key)
             for other in self._owners[key]
         )
+
+
+# -- messages, in the agent of a node
+
+
+@dataclass(slots=True, eq=False)
+class _MergedMessage:
+    """A message with the ranks that have sent it."""
+
+    ranks: tuple[int, ...]
+    parts: list[bytes]
+    """Header, parent header, metadata, content and buffers."""
+    stream: Hashable
+    """Parent header and stream name of text; None for other messages."""
+    text: list[str] = field(default_factory=list)
+
+
+class MessageMerger:
+    """Merges equal messages of a node's ranks on one channel, so that each is sent once.
+
+    Text is compared line by line, other messages as a whole. The order of each rank's messages is
+    kept. Messages without a valid signature are dropped; all others are signed again.
+
+    Args:
+        ranks: the ranks of this node.
+        key: signing key of the ranks' messages.
+    """
+
+    def __init__(self, ranks: Sequence[int], key: bytes) -> None:
+        self._signer = MessageSigner(key=key)
+        self._merger: OutputMerger[RankMessage] = OutputMerger(ranks)
+        self._numbers = itertools.count()
+
+    @property
+    def next_due_at(self) -> float | None:
+        """Time at which the next held message must be sent; None if none is held."""
+        return self._merger.next_due_at
+
+    def add_message(self, rank: int, frames: list[bytes], now: float) -> bool:
+        """Add a message of a rank; return False if it is unsigned, replayed or malformed."""
+        try:
+            signature, *parts = frames[frames.index(DELIM) + 1 :]
+            message = self._signer.deserialize([signature, *parts])
+        except Exception:  # noqa: BLE001 - unverified frames can raise anything
+            return False
+        _, parent, metadata, content, *buffers = parts
+        kind, text = message["msg_type"], message["content"].get("text")
+        if kind == "stream" and isinstance(text, str):
+            stream = parent, message["content"].get("name")
+            items: list[OutputItem[RankMessage]] = [
+                OutputItem((parts, stream, line), now, "", (stream, line), MESSAGE_DELAY_S)
+                for line in _LINE.findall(text)
+            ]
+        else:
+            # the metadata of a reply contains its start time, which is not used
+            same = kind, parent, b"" if kind.endswith("_reply") else metadata, content, *buffers
+            items = [OutputItem((parts, None, ""), now, "", same, MESSAGE_DELAY_S)]
+        self._merger.add_items((rank,), items)
+        return True
+
+    def pop_ready(self, now: float) -> list[tuple[tuple[int, ...], list[bytes]]]:
+        """Return the messages that need not be held any longer, with their ranks, in order."""
+        outgoing: list[_MergedMessage] = []
+        last_by_rank: dict[int, _MergedMessage] = {}
+        size = 0
+        for ranks, item in self._merger.pop_ready(now):
+            parts, stream, line = item.content
+            last = last_by_rank.get(ranks[0])
+            if (
+                last is None
+                or stream is None
+                or (last.ranks, last.stream) != (ranks, stream)
+                or any(last_by_rank[rank] is not last for rank in ranks)
+            ):
+                last = _MergedMessage(ranks, parts, stream)
+                outgoing.append(last)
+            last_by_rank.update(dict.fromkeys(ranks, last))
+            last.text.append(line)
+            size += len(line) or sum(map(len, parts))
+            if size > MAX_BATCH_BYTES:
+                break
+        signed = []
+        for message in outgoing:
+            parts = message.parts
+            if message.stream is not None:
+                content = {**json.loads(parts[3]), "text": "".join(message.text)}
+                # the number makes the signature unique: equal text may leave twice under one header
+                number = {"part": next(self._numbers)}
+                parts = [*parts[:2], json.dumps(number).encode(), json.dumps(content).encode()]
+            signed.append((message.ranks, [DELIM, self._signer.sign(parts[:4]), *parts]))
+        return signed

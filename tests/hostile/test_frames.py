@@ -219,7 +219,7 @@ def test_the_kernel_reads_on_behind_frames_of_a_stranger(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     rank = context.socket(zmq.PUB if channel == "iopub" else zmq.DEALER)
     rank.linger = 0
-    rank.bind(f"ipc://{connections[0].path}-{connections[0].ports[channel]}")
+    rank.bind(f"ipc://{connections[0]['ip']}-{connections[0][f'{channel}_port']}")
     seen = Seen()
     channels = LocalRankChannels(connections, seen)
     genuine = Ours(key=KEY.encode())

@@ -10,10 +10,10 @@ import pytest
 from jupyter_client.session import DELIM
 
 from nbdist.cluster.allocation import AllocatedNode
-from nbdist.cluster.message_merger import MERGE_DELAY_S, MessageMerger
 from nbdist.cluster.node_group import Node as SessionNode
 from nbdist.cluster.node_group import NodeChannels
 from nbdist.cluster.protocol import MessagesFromRanks
+from nbdist.output.dedup import MESSAGE_DELAY_S, MessageMerger
 from nbdist.protocol.signing import MessageSigner
 from tests.conftest import eventually
 
@@ -58,8 +58,8 @@ def test_different_messages_are_held_briefly(node: Node) -> None:
     for rank in RANKS:
         node.says(rank, f"I am {rank}\n")
     assert node.leave() == []
-    assert node.relay.next_due_at == MERGE_DELAY_S
-    node.now = MERGE_DELAY_S
+    assert node.relay.next_due_at == MESSAGE_DELAY_S
+    node.now = MESSAGE_DELAY_S
     assert node.leave() == [((rank,), f"I am {rank}\n") for rank in RANKS]
 
 
@@ -74,7 +74,7 @@ def test_lines_are_compared_however_they_were_cut(node: Node) -> None:
 def test_what_is_alike_again_after_a_difference_is_said_once(node: Node) -> None:
     for rank in RANKS:
         node.says(rank, f"epoch 1\nrank {rank}\nepoch 2\n")
-    node.now = MERGE_DELAY_S
+    node.now = MESSAGE_DELAY_S
     assert node.leave() == [
         (tuple(RANKS), "epoch 1\n"),
         *(((rank,), f"rank {rank}\n") for rank in RANKS),
@@ -93,7 +93,7 @@ def test_nothing_passes_what_its_rank_said_before(node: Node) -> None:
 def test_equal_text_under_one_header_is_no_replay(node: Node) -> None:
     node.says(4, "a\nx\na\n")
     node.says(5, "x\n")
-    node.now = MERGE_DELAY_S
+    node.now = MESSAGE_DELAY_S
     assert node.leave() == [((4,), "a\n"), ((4, 5), "x\n"), ((4,), "a\n")]
 
 
@@ -106,11 +106,11 @@ def test_what_any_ranks_say_leaves_whole_and_in_order(node: Node) -> None:
             text = "".join(rng.choice(["a", "b\n", "c\n"]) for _ in range(rng.randrange(5)))
             node.says(rank, text)
             said[rank] += text
-            node.now += rng.choice([0.0, MERGE_DELAY_S / 3])
+            node.now += rng.choice([0.0, MESSAGE_DELAY_S / 3])
             for ranks, leaves in node.leave():
                 for one in ranks:
                     left[one] += leaves
-        node.now += MERGE_DELAY_S
+        node.now += MESSAGE_DELAY_S
         for ranks, leaves in node.leave():
             for one in ranks:
                 left[one] += leaves
@@ -121,7 +121,7 @@ def test_what_is_signed_with_another_key_joins_nothing(node: Node) -> None:
     node.says(4, "hello")
     node.says(5, "hello", key=b"o" * 64)
     assert not node.taken
-    node.now = MERGE_DELAY_S
+    node.now = MESSAGE_DELAY_S
     assert node.leave() == [((4,), "hello")]
 
 
@@ -142,7 +142,7 @@ def test_a_stream_without_text_is_passed_on(node: Node, content: str) -> None:
     _, _, *parts = signer.serialize(signer.msg("stream", {}, parent=node.request))
     parts[-1] = content.encode()
     assert node.relay.add_message(4, [DELIM, signer.sign(parts), *parts], node.now)
-    node.now = MERGE_DELAY_S
+    node.now = MESSAGE_DELAY_S
     assert node.relay.pop_ready(node.now) == [((4,), [DELIM, signer.sign(parts), *parts])]
 
 
