@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING
 
@@ -19,41 +20,38 @@ def resolve_ranks(
 ) -> tuple[int, ...]:
     """Return the selected ranks, sorted and unique; None selects all.
 
-    Raises:
-        OptionError: as `parse_ranks`, or values that are not integers.
-    """
-    if ranks is None:
-        return tuple(range(world_size))
-    if isinstance(ranks, str):
-        return parse_ranks(ranks, world_size, option=option)
-    requested = [ranks] if isinstance(ranks, int) else list(ranks)
-    for rank in requested:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise _malformed(rank, world_size, option)
-        _check(rank, world_size, option)
-    if not requested:
-        raise _malformed(ranks, world_size, option)
-    return tuple(sorted(set(requested)))
-
-
-def parse_ranks(text: str, world_size: int, *, option: str = "--ranks") -> tuple[int, ...]:
-    """Parse "0,2-3" (spaces around numbers allowed) into (0, 2, 3), sorted and unique.
+    A text is a list of ranks and ranges such as "0,2-3"; spaces around numbers are allowed.
 
     Raises:
         OptionError: not of this form, or a rank that is not in the session.
     """
-    parsed: set[int] = set()
-    for part in text.split(","):
-        match = _PART.fullmatch(part.strip(" "))
-        if match is None:
-            raise _malformed(text, world_size, option)
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise _malformed(text, world_size, option)
-        _check(first, world_size, option)
-        _check(last, world_size, option)
-        parsed.update(range(first, last + 1))
-    return tuple(sorted(parsed))
+    if ranks is None:
+        return tuple(range(world_size))
+    valid, wrong = format_ranks(range(world_size)), list[object]()
+    if isinstance(ranks, str):
+        matches = [_PART.fullmatch(part.strip(" ")) for part in ranks.split(",")]
+        spans = [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
+        is_malformed = len(spans) < len(matches) or any(last < first for first, last in spans)
+    else:
+        requested = [ranks] if isinstance(ranks, int) else list(ranks)
+        spans = [(rank, rank) for rank in requested]
+        wrong = [rank for rank in requested if isinstance(rank, bool) or not isinstance(rank, int)]
+        is_malformed = bool(wrong) or not requested
+    if is_malformed:
+        text = repr(wrong[0] if wrong else ranks)
+        text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+        raise OptionError(
+            f"{option} must be a list of ranks or ranges within {valid}, got {text}. Example:"
+            f" {option} {valid}."
+        )
+    for rank in itertools.chain(*spans):
+        if not 0 <= rank < world_size:
+            known = describe_ranks(range(world_size))
+            raise OptionError(
+                f"Rank {rank} is not in this session (world_size {world_size}: {known})."
+                f" Use {option} {valid}."
+            )
+    return tuple(sorted({rank for first, last in spans for rank in range(first, last + 1)}))
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
@@ -86,22 +84,3 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _check(rank: int, world_size: int, option: str) -> None:
-    if not 0 <= rank < world_size:
-        valid = format_ranks(range(world_size))
-        ranks = "ranks" if world_size > 1 else "rank"
-        raise OptionError(
-            f"Rank {rank} is not in this session (world_size {world_size}: {ranks} {valid})."
-            f" Use {option} {valid}."
-        )
-
-
-def _malformed(value: object, world_size: int, option: str) -> OptionError:
-    text = repr(value)
-    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
-    return OptionError(
-        f"{option} must be a list of ranks or ranges within {format_ranks(range(world_size))}, got"
-        f" {text}. Example: {option} {format_ranks(range(world_size))}."
-    )

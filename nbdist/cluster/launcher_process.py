@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -140,6 +141,16 @@ def process_status(pid: int, created: float | None = None) -> str:
     except psutil.NoSuchProcess:
         return EXITED
     return EXITED if now == psutil.STATUS_ZOMBIE else now
+
+
+def describe_exit_code(code: int | None) -> str:
+    """Describe a signal or an exit code: "signal 9 (SIGKILL)", "exit code 3"."""
+    if code is None:
+        return "an unknown exit code"
+    if code < 0:
+        names = {int(number): number.name for number in signal.Signals}
+        return f"signal {-code} ({names.get(-code, 'a real-time signal')})"
+    return f"exit code {code}" if code else "exit code 0 without output, as from os._exit(0)"
 
 
 def check_payload_path(path: str, folders: Sequence[str]) -> None:

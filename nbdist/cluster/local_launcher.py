@@ -137,12 +137,9 @@ class Launcher:
             code = self._wait_for_exit_code(within_s=KILL_TIMEOUT_S)
             if self._refusal:  # the reader has closed the link
                 raise StartError(f"Cannot start ranks: {self._refusal}.") from None
-            if code is None:
-                problem = "has closed its link"
-            else:
-                problem = (
-                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                )
+            problem = "has closed its link"
+            if code is not None:
+                problem = f"ended with {launcher_process.describe_exit_code(code)}"
             log = redact_secrets(self.log_tail())
             raise StartError(
                 f"Cannot start ranks: {LAUNCHER_NAME} {problem}. Its log: {log}"

@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing import process as multiprocessing_process
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import psutil
@@ -25,7 +26,6 @@ from nbdist.protocol import messages
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
@@ -44,10 +44,11 @@ _dump_files: list[TextIO] = []
 def install_crash_dump(folder: str | Path, name: str) -> None:
     """Write Python stacks into `folder` on a crash and on `messages.STACKS_SIGNAL`.
 
+    `name` is "launcher", in its own folder, or "rank1", in the folder of this start.
     The kernel reads the file of a process that crashed or does not respond. A rank calls it again
     after the fork to use its own files.
     """
-    paths = messages.crash_file(folder, name), messages.stacks_file(folder, name)
+    paths = Path(folder, f"{name}.crash"), messages.stacks_file(folder, name)
     for path in paths:
         path.touch(mode=0o600)  # whatever the umask
     crash, stacks = (path.open("w") for path in paths)

@@ -584,16 +584,6 @@ def startup_error_file(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / f"rank{rank}.died"
 
 
-def crash_file(folder: str | Path, name: str) -> Path:
-    """Return the file for the Python stack of a process that a signal such as SIGSEGV ends.
-
-    Args:
-        folder: folder of this start of the ranks; for the launcher, its own folder.
-        name: "rank1", "launcher".
-    """
-    return Path(folder) / f"{name}.crash"
-
-
 def stacks_file(folder: str | Path, name: str) -> Path:
     """Return the file for the Python stacks of a process, dumped on `STACKS_SIGNAL`."""
     return Path(folder) / f"{name}.stacks"

@@ -83,11 +83,11 @@ class CellRunner:
         code: str,
         ranks: Sequence[int],
         *,
-        background: bool,
-        shown: ShownRanks,
         logs: Mapping[int, RankLogTail],
-        count: int | None,
         checkpoints: str,
+        background: bool = False,
+        shown: ShownRanks = "all",
+        count: int | None = None,
         debugs_error: bool = False,
     ) -> Cell:
         """Send a cell to ranks; unless `background`, wait until it has finished.
@@ -95,11 +95,11 @@ class CellRunner:
         Args:
             code: source of the cell.
             ranks: ranks that run it.
+            logs: logs of these ranks.
+            checkpoints: target of `save()` in the cell.
             background: return at once.
             shown: ranks whose output is displayed.
-            logs: logs of these ranks.
             count: number of the cell in the notebook. Default: counts the session's cells.
-            checkpoints: target of `save()` in the cell.
             debugs_error: whether it debugs the error of the last cell, which stays the last one.
 
         Raises:

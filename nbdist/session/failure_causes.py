@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from nbdist.cluster.launcher_process import describe_exit_code
 from nbdist.cluster.local_launcher import LAUNCHER_NAME
 from nbdist.errors import RankDied
 from nbdist.hardware import discovery
@@ -179,16 +180,6 @@ def describe_exit(code: int | None, oom: OomKillCounter | None) -> str:
         return f"{described}: {reason or 'maybe the OOM killer: see dmesg'}"
     hint = _HINTS.get(signal.Signals(-code)) if code is not None and code < 0 else None
     return f"{described}: {hint}" if hint else described
-
-
-def describe_exit_code(code: int | None) -> str:
-    """Describe a signal or an exit code: "signal 9 (SIGKILL)", "exit code 3"."""
-    if code is None:
-        return "an unknown exit code"
-    if code < 0:
-        names = {int(number): number.name for number in signal.Signals}
-        return f"signal {-code} ({names.get(-code, 'a real-time signal')})"
-    return f"exit code {code}" if code else "exit code 0 without output, as from os._exit(0)"
 
 
 def last_lines(*texts: str) -> str:

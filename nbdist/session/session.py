@@ -197,10 +197,7 @@ class Session(ModelOperations):
         self._cells.run(
             "%debug",
             [rank],
-            background=False,
-            shown="all",
             logs={rank: self.logs[rank]},
-            count=None,
             checkpoints=self._saves.root_for_ranks,
             debugs_error=True,
         )

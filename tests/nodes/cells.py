@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nbdist.rank_sets import parse_ranks
+from nbdist.rank_sets import resolve_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,4 +83,4 @@ def refused(kernel: LiveKernel, options: str) -> str:
 def lines_of(shown: Shown, rank: int, world_size: int) -> list[str]:
     """What a rank has printed, whoever else has printed the same."""
     lines = [line.partition("] ") for line in shown.text.splitlines() if line.startswith("[")]
-    return [text for label, _, text in lines if rank in parse_ranks(label[1:], world_size)]
+    return [text for label, _, text in lines if rank in resolve_ranks(label[1:], world_size)]

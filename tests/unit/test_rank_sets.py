@@ -19,7 +19,7 @@ from nbdist.errors import OptionError
     ],
 )
 def test_lists_and_ranges_are_read(text: str, expected: tuple[int, ...]) -> None:
-    assert rank_sets.parse_ranks(text, 4) == expected
+    assert rank_sets.resolve_ranks(text, 4) == expected
 
 
 @pytest.mark.fault("D7")
@@ -34,7 +34,7 @@ def test_lists_and_ranges_are_read(text: str, expected: tuple[int, ...]) -> None
 @pytest.mark.fault("D7")
 def test_anything_else_is_refused_in_one_short_sentence(text: str) -> None:
     with pytest.raises(OptionError, match=r"^--ranks must be a list of ranks") as caught:
-        rank_sets.parse_ranks(text, 4)
+        rank_sets.resolve_ranks(text, 4)
     assert len(str(caught.value)) < 160
     assert "Example: --ranks 0-3." in str(caught.value)
 
@@ -45,7 +45,7 @@ def test_anything_else_is_refused_in_one_short_sentence(text: str) -> None:
 )
 def test_a_rank_outside_of_the_session_is_named(text: str, outside: int) -> None:
     with pytest.raises(OptionError) as caught:
-        rank_sets.parse_ranks(text, 4)
+        rank_sets.resolve_ranks(text, 4)
     assert str(caught.value) == (
         f"Rank {outside} is not in this session (world_size 4: ranks 0-3). Use --ranks 0-3."
     )

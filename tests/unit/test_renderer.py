@@ -10,7 +10,7 @@ from fake_screen import Clock, FakeScreen, accounted
 from nbdist.output.rate_limit import OutputBudget
 from nbdist.output.renderer import OutputRenderer, ShownRanks
 from nbdist.protocol.messages import RankError
-from nbdist.rank_sets import parse_ranks
+from nbdist.rank_sets import resolve_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -554,4 +554,4 @@ def test_text_of_several_ranks_is_shown_as_that_of_each(budget: OutputBudget) ->
 def told(cell: Cell, rank: int) -> list[str]:
     """Lines that are shown for a rank, in their order."""
     lines = [line.partition("] ") for line in cell.screen.text.splitlines()]
-    return [text for label, _, text in lines if rank in parse_ranks(label.strip("["), 4)]
+    return [text for label, _, text in lines if rank in resolve_ranks(label.strip("["), 4)]
