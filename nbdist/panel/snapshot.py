@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbdist._version import __version__
-from nbdist.display.profile import shown_ranks
 from nbdist.hardware.telemetry import GpuReading
 from nbdist.number_formatting import (
     format_bytes,
@@ -45,6 +44,7 @@ from nbdist.panel.protocol import (
     StepPartTime,
 )
 from nbdist.profiler.measurements import STEP_PARTS
+from nbdist.profiler.profile import shown_ranks
 from nbdist.session.progress import parse_fraction_done
 
 if TYPE_CHECKING:

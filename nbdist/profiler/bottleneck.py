@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nbdist.number_formatting import format_percent, format_source_line
-from nbdist.profiler.rank_comparison import STEP_PART_LABELS
+from nbdist.profiler.profile_data import STEP_PART_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

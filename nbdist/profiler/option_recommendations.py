@@ -12,7 +12,7 @@ from nbdist.number_formatting import format_bytes, format_duration, format_perce
 from nbdist.profiler.advice import Advice, Speedup, speedup_without
 from nbdist.profiler.bottleneck import is_gather_bound, is_single_unit_exposed, typical_share
 from nbdist.profiler.dataloader_call import loader_code
-from nbdist.profiler.rank_comparison import STEP_PART_LABELS
+from nbdist.profiler.profile_data import STEP_PART_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,7 +13,7 @@ from nbdist.number_formatting import format_duration, format_source_line
 from nbdist.profiler import option_recommendations
 from nbdist.profiler.advice import MIN_GAIN, Advice, Speedup, speedup_without
 from nbdist.profiler.dataloader_call import loader_code
-from nbdist.profiler.rank_comparison import STEP_PART_LABELS
+from nbdist.profiler.profile_data import STEP_PART_LABELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 import pytest
 
 from nbdist.display.elements import STEP_COLORS
-from nbdist.display.profile import shown_ranks
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
+from nbdist.profiler.profile import shown_ranks
 from tests.unit.profile_figures import both, profile, rank, setting
 
 MIB = 1 << 20
