@@ -1,1 +1,1 @@
-"""Text and HTML views of plans, profiles and the panel."""
+"""The elements of all views as text and HTML, and the panel without widgets."""

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
     from nbdist.hardware.discovery import SessionNode
     from nbdist.hardware.telemetry import NodeUsage
-    from nbdist.planner.machines import MachinePlan
     from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.plan_types import PlanRow
-    from nbdist.planner.result import Plan
+    from nbdist.planner.result import MachinePlan, Plan
     from nbdist.session.checkpoints import Checkpoints
     from nbdist.session.session import Session
 

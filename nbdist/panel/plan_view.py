@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from nbdist.display import plan as display_plan
 from nbdist.errors import NbdistError, PlanError
 from nbdist.operations import switch
 from nbdist.panel.protocol import MEMORY_PARTS, MemoryPart, StrategiesView, StrategyRow
+from nbdist.planner import result
 from nbdist.session import planner
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
         for row in _shown_rows(plan, current)
     ]
     return PlanView(
-        StrategiesView(rows=rows, note=" ".join([f"{display_plan.heading(plan)}.", *plan.advice])),
+        StrategiesView(rows=rows, note=" ".join([f"{result.heading(plan)}.", *plan.advice])),
         parts=() if current is None else tuple(_parts(current.memory)),
         device_bytes=None if current is None else current.device_bytes,
         stated_error=current.margin.total
@@ -147,7 +147,7 @@ def _strategy_row(
 def _shown_rows(plan: Plan, current: PlanRow | None) -> list[PlanRow]:
     """The best row, and the best row per backend and offload that a button can switch to."""
     possible = tuple(row for row in plan.rows if row.cost is not None and _is_switchable(row))
-    rows = display_plan.summary_rows(replace(plan, rows=possible))
+    rows = result.summary_rows(replace(plan, rows=possible))
     if current is not None and current not in rows:
         rows.append(current)
     if plan.best is not None and _id(plan.best.options) not in {_id(row.options) for row in rows}:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
-    from nbdist.planner.machines import MachinePlan
-    from nbdist.planner.result import Plan
+    from nbdist.planner.result import MachinePlan, Plan
 
 ANY_DEVICES = "any"
 """Devices of a plan that asks which machine is enough."""

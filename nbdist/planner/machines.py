@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nbdist.display import plan as display
 from nbdist.errors import PlanError
 from nbdist.planner import search, target_devices
 from nbdist.planner.cluster_spec import (
@@ -15,7 +14,7 @@ from nbdist.planner.cluster_spec import (
     default_link,
     with_default_network,
 )
-from nbdist.planner.plan_types import MachineRow, MachineTable
+from nbdist.planner.result import MachinePlan, MachineRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,19 +41,6 @@ _COMMON = (
     "B200-180GB",
 )
 """GPUs to search unless the user names some."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachinePlan(MachineTable):
-    """The smallest machine of each GPU on which a model fits, fewest GPU-hours first."""
-
-    def __str__(self) -> str:
-        return display.render_machines_text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return str(display.render_machines_html(self))
 
 
 def find_machines(

@@ -1,4 +1,4 @@
-"""The request of a plan, and its rows: memory and speed of each strategy, and the best one."""
+"""The request of a plan, and its rows: memory and speed of each strategy."""
 
 from __future__ import annotations
 
@@ -182,45 +182,3 @@ class PlanRow:
             "why": self.why,
         }
         return plain | {f"memory.{part}": size for part, size in self.memory.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanTable:
-    """All rows of a plan, and the one to use."""
-
-    question: PlanInput
-    rows: tuple[PlanRow, ...]
-    best: PlanRow | None
-    """The simplest row that fits and is not surely slower; None if nothing fits."""
-    runner_up: PlanRow | None = None
-    """The row to use without the best one's backend; None if no other fits."""
-    advice: tuple[str, ...] = ()
-    """If nothing fits: the smallest changes that would help, one sentence each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineRow:
-    """GPUs of one kind on which a model fits, and the strategy to use there."""
-
-    question: PlanInput
-    row: PlanRow
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU-hours per billion tokens; samples for a model without tokens."""
-        return self.question.world_size * _BILLION / self.row.tokens_per_s / _SECONDS_PER_HOUR
-
-
-_BILLION, _SECONDS_PER_HOUR = 1e9, 3600
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineTable:
-    """Machines that are enough for a model."""
-
-    request: PlanInput
-    machines: tuple[MachineRow, ...]
-    """The smallest of each GPU, fewest GPU-hours first."""
-    too_small: tuple[str, ...]
-    """GPUs of which `max_nodes` nodes are not enough."""
-    max_nodes: int

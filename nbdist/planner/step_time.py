@@ -183,9 +183,9 @@ class StepCostModel:
         )
 
 
-def threshold_text(cost: StepCost, workload: Workload) -> str:
-    """Explain T* for this micro-batch in one sentence."""
-    threshold, tokens = cost.threshold_tokens, workload.num_tokens
+def threshold_text(cost: StepCost, tokens: int) -> str:
+    """Explain T* for a micro-batch of this many tokens in one sentence."""
+    threshold = cost.threshold_tokens
     if not threshold:
         return "A single device does not communicate, so the batch size does not affect the links."
     rounded = f"{float(f'{threshold:.2g}'):,.0f}"  # the accuracy of a threshold

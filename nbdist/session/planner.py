@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from nbdist.planner.cluster_spec import ClusterSpec
-    from nbdist.planner.machines import MachinePlan
     from nbdist.planner.measured_comparison import MeasuredComparison
     from nbdist.planner.model_spec import ModelSpec
-    from nbdist.planner.result import Plan
+    from nbdist.planner.result import MachinePlan, Plan
     from nbdist.profiler.profile import Profile
     from nbdist.session.lifecycle import SessionLifecycle
     from nbdist.session.model_operations import ModelOperations

@@ -48,8 +48,7 @@ MAY_IMPORT = {
     | {"strategies"},
     "profiler": {"display", "errors", "number_formatting", "planner", "protocol", "rank_sets"}
     | {"strategies"},
-    # texts and pages of what these packages compute
-    "display": {"number_formatting", "output", "panel", "planner", "profiler"},
+    "display": {"number_formatting", "output", "panel"},
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
     | {"redaction", "signal_handling"},

@@ -9,7 +9,7 @@ import pytest
 import nbdist
 from nbdist.errors import PlanError
 from nbdist.magics import arguments, results
-from nbdist.planner.machines import MachinePlan
+from nbdist.planner.result import MachinePlan
 
 SEQ_LEN = 512
 

@@ -13,7 +13,6 @@ from IPython.core.magic_arguments import parse_argstring
 
 import nbdist
 from nbdist import strategies
-from nbdist.display.plan import render_html
 from nbdist.errors import OptionError, PlanError
 from nbdist.magics import arguments, magics
 from nbdist.planner import prediction_errors, search
@@ -258,7 +257,7 @@ def test_replicas_are_in_the_line_to_paste_and_in_what_is_shown(nodes: Plan) -> 
     options = strategies.Options.from_fields(arguments.session_options(asked))
     hardware = strategies.Hardware(kind="cuda", bf16=True, world_size=16, nodes=2)
     assert options.validate(hardware) == row.options
-    for shown in (str(nodes), render_html(nodes)):
+    for shown in (str(nodes), nodes._repr_html_()):
         assert "fsdp2, replicate across nodes" in shown
         assert "2 x (8 x H100-80GB, nvlink), 400 Gb/s" in shown
     assert nodes.best is not None
@@ -364,7 +363,7 @@ def test_an_explanation_has_at_most_eight_lines(eight: Plan) -> None:
 
 
 def test_html_marks_the_best_row_and_escapes_what_users_wrote(eight: Plan) -> None:
-    shown = render_html(eight)
+    shown = eight._repr_html_()
     assert shown.count("font-weight:600") == 2, "in the short and in the long table"
     named = nbdist.plan(SMALL | {"model_type": "llama"}, devices="2x24GB", offload="nvme:<b>")
     assert "<b>" not in named._repr_html_().replace("<div><b>", "").replace("</b></div>", "")

@@ -323,12 +323,11 @@ def test_threshold_is_speed_over_bandwidth(machine: str, low: float, high: float
 
 
 def test_threshold_is_said_in_one_sentence() -> None:
-    work = Workload(seq_len=2048)
-    assert step_time.threshold_text(priced(), work).endswith("% of the time is waiting.")
-    slow = step_time.threshold_text(priced(machine="8xA100-80GB,pcie"), work)
+    assert step_time.threshold_text(priced(), 2048).endswith("% of the time is waiting.")
+    slow = step_time.threshold_text(priced(machine="8xA100-80GB,pcie"), 2048)
     assert "yours has 2,048, so communication limits the speed" in slow
     assert "T* = " in slow
-    many = step_time.threshold_text(priced(tokens=65536), Workload(seq_len=65536))
+    many = step_time.threshold_text(priced(tokens=65536), 65536)
     assert many.endswith("times that: less than 1% of the time is waiting.")
-    alone = step_time.threshold_text(priced(machine="H100"), work)
+    alone = step_time.threshold_text(priced(machine="H100"), 2048)
     assert alone.startswith("A single device does not communicate")
