@@ -2,7 +2,8 @@
 
 The catalogue holds typical speeds. A calibration (`worker.operations.calibrate`), a profile of
 the user's loop and a session's third optimizer step measure this machine; `MeasurementStore` keeps
-each as a `Measurement`.
+each as a `Measurement`. Files of the cache folder may be deleted at any time; their contents are
+untrusted and validated on reading.
 
 Sizes are in bytes of the full tensor (all_gather's output, reduce_scatter's input), times in
 seconds, speeds in bytes/s and FLOP/s.
@@ -10,17 +11,20 @@ seconds, speeds in bytes/s and FLOP/s.
 
 from __future__ import annotations
 
+import contextlib
+import datetime as dt
+import json
+import tempfile
 from dataclasses import dataclass, replace
 from functools import cache as once
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import paths, rank_python
-from nbdist.planner import user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from nbdist.rank_python import RankPython
 
@@ -89,13 +93,8 @@ class Measurement:
     def from_json(cls, kind: MeasurementKind, entry: Any) -> Measurement | None:
         """Parse an entry of the file; None if it is invalid, implausible or from the future."""
         try:
-            values, runs, day = entry["values"], entry["runs"], user_cache.parse_date(entry["day"])
-            if (
-                not day
-                or day > user_cache.today()
-                or isinstance(runs, bool)
-                or not 1 <= runs < 10**6
-            ):
+            values, runs, day = entry["values"], entry["runs"], parse_date(entry["day"])
+            if not day or day > today() or isinstance(runs, bool) or not 1 <= runs < 10**6:
                 return None
             given = {str(name): value for name, value in values.items()}
         except (TypeError, KeyError, ValueError, AttributeError):
@@ -190,7 +189,7 @@ class MeasurementStore:
         """Read the file. An unreadable file counts as empty."""
         self._file = file or store_path()
         self._host = host
-        self._sections = user_cache.read_entries(self._file)
+        self._sections = read_entries(self._file)
 
     def get(self, kind: MeasurementKind, place: str) -> Measurement | None:
         """Return what was measured at a place: the name of a device, ranks, a file system."""
@@ -229,7 +228,7 @@ class MeasurementStore:
         old = self.get(kind, place)
         entry = {
             "values": dict(values),
-            "day": user_cache.today(),
+            "day": today(),
             "runs": 1 + (old.runs if old else 0),
         }
         if Measurement.from_json(kind, entry) is None:
@@ -243,7 +242,7 @@ class MeasurementStore:
 
     def save(self) -> None:
         """Write the file."""
-        user_cache.write_entries(self._file, self._sections)
+        write_entries(self._file, self._sections)
 
     def _section(self, kind: MeasurementKind) -> dict[str, Any]:
         section = self._sections.get(kind)
@@ -267,6 +266,40 @@ def _torch_of(python: RankPython) -> str:
 def is_memory_filesystem(filesystem: str) -> bool:
     """Return whether a file system, such as "ext4 on /dev/nvme0n1p1", is in memory."""
     return filesystem.partition(" ")[0] in {"tmpfs", "ramfs"}
+
+
+# -- files and dates -------------------------------------------------------------------------
+
+
+def read_entries(file: Path) -> dict[str, Any]:
+    """Return the entries of a file, or {} if it cannot be read."""
+    try:
+        entries = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}  # missing or truncated: it is only a cache
+    return entries if isinstance(entries, dict) else {}
+
+
+def write_entries(file: Path, entries: dict[str, Any]) -> None:
+    """Write a file atomically. Errors are ignored: only a cache is lost."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(entries, new, indent=1)
+        Path(new.name).replace(file)
+
+
+def today() -> str:
+    """Return the current date as ISO text, such as "2026-11-21"."""
+    return dt.datetime.now().astimezone().date().isoformat()
+
+
+def parse_date(text: object) -> str:
+    """Return a valid ISO date unchanged, and "" for anything else."""
+    try:
+        return dt.date.fromisoformat(str(text)).isoformat()
+    except ValueError:
+        return ""
 
 
 # -- device memory ---------------------------------------------------------------------------

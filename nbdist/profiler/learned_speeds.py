@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbdist.errors import NbdistError
-from nbdist.planner import optimizers, step_time, user_cache
+from nbdist.planner import measurement_store, optimizers, step_time
 from nbdist.planner.measurement_store import COLLECTIVES, Measurement
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
@@ -153,7 +153,7 @@ def _fit_speed(
         return {"flops": factor * flops, "memory": factor * memory}
 
     def seconds(factor: float) -> float:
-        loop = Measurement(values=speeds(factor), day=user_cache.today())
+        loop = Measurement(values=speeds(factor), day=measurement_store.today())
         device = replace(assumed, loop_speeds={kind: loop})
         devices = (device,) * cluster.world_size
         model = step_time.StepCostModel(spec, setup, replace(cluster, devices=devices))

@@ -10,8 +10,8 @@ from torch import nn
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import Workload, num_params, schedule_micro_batch
 from nbdist.planner.models import traced
-from nbdist.planner.tracing import fsdp_groups as module_groups
 from nbdist.planner.tracing import trace_module as modules
+from nbdist.planner.tracing import wrap_units as module_groups
 from nbdist.planner.tracing.memory_tracker import MemoryTracker
 
 

@@ -16,7 +16,6 @@ from nbdist.planner import (
     measurement_store,
     step_time,
     target_devices,
-    user_cache,
 )
 from nbdist.planner.measurement_store import (
     DEFAULT_LOOP_EFFICIENCY,
@@ -87,7 +86,7 @@ def test_a_profile_counts_half_beside_what_was_there_at_that_size(file: Path) ->
     other = known.record("collective", "here", {str(8 * MIB): 0.02})
     assert other is not None
     assert len(other.curve) == len(CURVE) + 1
-    assert (other.runs, other.day) == (3, user_cache.today())
+    assert (other.runs, other.day) == (3, measurement_store.today())
 
 
 def test_what_is_not_plausible_is_not_averaged_with_what_is(file: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_calibration_replaces_the_one_before_and_counts_runs(file: Path) -> No
     assert after.comm_speed is not None
     assert after.comm_speed["all_reduce"].curve == ((64 * MIB, 0.3),)
     assert after.comm_speed["all_reduce"].runs == 2
-    assert after.comm_measured_date == user_cache.today()
+    assert after.comm_measured_date == measurement_store.today()
 
 
 def test_a_disk_that_was_measured_is_planned_with_unless_it_is_memory(file: Path) -> None:
@@ -193,7 +192,7 @@ def test_less_is_in_doubt_where_it_was_measured(file: Path) -> None:
 
 def test_a_faster_device_is_faster_in_all_that_was_measured(file: Path) -> None:
     before = target_devices.apply_calibration([rank(), rank()], ranks(file)).slowest_device
-    loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=user_cache.today())
+    loop = Measurement(values={"flops": 3e10, "memory": 2e9}, day=measurement_store.today())
     assert before.compute_speed is not None
     looped = replace(before, loop_speeds={"fp32": loop})
     for one in (before, looped, target_devices.parse_devices("2xcpu").slowest_device):
@@ -338,7 +337,7 @@ def test_without_a_measurement_device_memory_has_the_defaults(file: Path) -> Non
 def test_a_measured_session_is_used_next_time(file: Path) -> None:
     session(file, 11 * GIB, 12 * GIB)
     known = learned(file)
-    assert known == DeviceOverhead(1.1, GIB, 1, user_cache.today())
+    assert known == DeviceOverhead(1.1, GIB, 1, measurement_store.today())
     assert known.device_bytes(10 * GIB) == pytest.approx(12 * GIB, rel=1e-4)
     assert learned(file, "NVIDIA A100", "ddp", "none").runs == 0, "another backend"
 

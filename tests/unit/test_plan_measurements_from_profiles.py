@@ -9,10 +9,10 @@ import pytest
 
 import nbdist
 from nbdist.planner import (
+    measurement_store,
     optimizers,
     step_time,
     target_devices,
-    user_cache,
 )
 from nbdist.planner.measurement_store import MeasurementStore, record_device_memory, store_path
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
@@ -155,7 +155,7 @@ def calibrate(cluster: ClusterSpec) -> None:
 
 
 def test_a_plan_says_what_was_measured_here_and_when() -> None:
-    today = user_cache.today()
+    today = measurement_store.today()
     before = nbdist.plan(LLAMA, precision="no", **BATCH)
     line = "sources: link and compute speed from the catalogue (%nbdist profile --calibrate"
     assert line in str(before)
@@ -187,5 +187,6 @@ def test_memory_that_a_session_measured_on_this_gpu_is_said() -> None:
         device_bytes=12 << 30,
     )
     plan = nbdist.plan(LLAMA, devices=found, backend="ddp", **BATCH)
-    said = f"sources: memory measured here ({user_cache.today()}); link and compute speed from the"
+    today = measurement_store.today()
+    said = f"sources: memory measured here ({today}); link and compute speed from the"
     assert said in str(plan)

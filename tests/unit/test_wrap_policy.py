@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.planner.tracing import fsdp_groups, wrap_units
+from nbdist.planner.tracing import wrap_units
 from nbdist.worker.engines import fsdp, wrap_policy
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ def test_ends_are_groups_unless_the_rest_of_the_model_has_a_part_of_them(
 ) -> None:
     model = build()
     assert wrap_units.separable_embedding_and_head(model).keys() == own
-    found = fsdp_groups.find_fsdp_groups(model)
+    found = wrap_units.find_fsdp_groups(model)
     assert [group.role for group in found] == roles
-    assert fsdp_groups.has_tied_embeddings(model) == (
+    assert wrap_units.has_tied_tail(model) == (
         wrap_units.has_tied_embeddings(model) and "tail" in roles
     )
     held = [parameter for group in found for parameter in group.own_params]

@@ -11,6 +11,7 @@ sequence length is that of the trace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import paths, rank_python
 from nbdist.errors import PlanError
-from nbdist.planner import user_cache
+from nbdist.planner import measurement_store
 from nbdist.planner.model_spec import (
     COMPUTE_MODES,
     HALF_MODES,
@@ -402,7 +403,7 @@ def _cache_key(described: Mapping[str, Any]) -> str:
 def _cached_trace(key: str) -> TracedModel | None:
     """Return a trace from the cache; None if there is none, or an invalid one."""
     try:
-        spec = from_json(user_cache.read_entries(_trace_file(key)))
+        spec = from_json(measurement_store.read_entries(_trace_file(key)))
         for run in spec.passes.values():
             if "error" not in run:
                 layers = _activations(run, spec.batch_size).layers
@@ -415,8 +416,11 @@ def _cached_trace(key: str) -> TracedModel | None:
 
 def _store_trace(key: str, fields: Mapping[str, Any]) -> None:
     file = _trace_file(key)
-    user_cache.write_entries(file, dict(fields))
-    user_cache.keep_newest(file.parent, MAX_CACHED_TRACES)
+    measurement_store.write_entries(file, dict(fields))
+    with contextlib.suppress(OSError):
+        files = sorted(file.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+        for old in files[MAX_CACHED_TRACES:]:
+            old.unlink()
 
 
 def _trace_file(key: str) -> Path:
@@ -428,8 +432,9 @@ def _trace_file(key: str) -> Path:
 
 def _trace(request: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
     """Trace in a child with the ranks' Python."""
+    progress("loading torch and transformers")
     python = rank_python.selected()
-    command = [python.executable, "-m", "nbdist.planner.tracing"]
+    command = [python.executable, "-m", "nbdist.planner.tracing.trace_module"]
     with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:
         package_folder = python.link_package(Path(folder))
         environ = python.environment(os.environ, package_folder)

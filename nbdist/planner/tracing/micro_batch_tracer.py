@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
     from nbdist.planner.tracing.memory_tracker import TrackedStorage
+    from nbdist.planner.tracing.wrap_units import FsdpGroup
 
 PARAMETERS = "parameters"
 

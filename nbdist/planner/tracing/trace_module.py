@@ -1,4 +1,4 @@
-"""Traces a module that lives in this process: a rank's, or that of a user's kernel.
+"""Traces a module that lives in this process, or as a program one of a transformers config.
 
 A forked child shares the module's data, replaces its own references with fake tensors, traces, and
 writes the figures into a pipe. Module, random state and data loader of the parent are unchanged;
@@ -6,10 +6,16 @@ the child uses neither CUDA nor collectives.
 
 If torch's backward threads have already run (a GPU is in use), autograd does not work in a forked
 child: the trace then runs in this process, on a copy of the module with fake tensors.
+
+`python -m nbdist.planner.tracing.trace_module` reads one JSON request from stdin: config,
+batch_size, seq_len, computes and kinds. It writes progress lines to stderr and one JSON object to
+stdout: the fields of a `TracedModel`, or {"error": message}. After a crash, the last line of stderr
+is the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -27,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
 from nbdist.planner.models import fused_loss
-from nbdist.planner.tracing import build_model, fsdp_groups, trace_variants
+from nbdist.planner.tracing import build_model, trace_variants, wrap_units
 from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
@@ -46,7 +52,7 @@ def describe_groups(module: nn.Module) -> list[dict[str, Any]]:
     """Return name, role and parameters of each FSDP group of a module without running it."""
     return [
         {"name": group.name, "role": group.role} | group.parameter_counts()
-        for group in fsdp_groups.find_fsdp_groups(module)
+        for group in wrap_units.find_fsdp_groups(module)
     ]
 
 
@@ -80,12 +86,8 @@ def trace_in_child(
 
     def work(say: Callable[[str], None], *, copied: bool) -> dict[str, Any]:
         target = _without_data(module) if copied else module
-        sample, size, length = _example(target, inputs, batches, batch_size, seq_len)
-        if any(fused_loss.find_loss(each) == "trl" for each in target.modules()):
-            sample.batch[1]["fused_lm_head"] = True  # as TRL's trainers call the model
-        options = trace_variants.TraceRequest(batch_size=size, seq_len=length, device_kinds=kinds)
-        traced = trace_variants.trace_module_fields(target, sample.batch, options, say)
-        return traced | {"notes": [*sample.notes, *traced.get("notes", ())]}
+        example = _example(target, inputs, batches, batch_size, seq_len)
+        return _trace(target, example, say, device_kinds=kinds)
 
     fields = call_in_fork(lambda say: work(say, copied=False), progress)
     if _NO_BACKWARD in str(fields.get("error")):
@@ -93,6 +95,21 @@ def trace_in_child(
     if "error" in fields:
         raise PlanError(fields["error"])
     return fields
+
+
+def _trace(
+    module: nn.Module,
+    example: tuple[SampleBatch, int, int | None],
+    progress: Callable[[str], None],
+    **options: Any,
+) -> dict[str, Any]:
+    """Trace a module on a batch from `_example`, with options of a `TraceRequest`."""
+    sample, size, length = example
+    if any(fused_loss.find_loss(each) == "trl" for each in module.modules()):
+        sample.batch[1]["fused_lm_head"] = True  # as TRL's trainers call the model
+    request = trace_variants.TraceRequest(batch_size=size, seq_len=length, **options)
+    traced = trace_variants.trace_module_fields(module, sample.batch, request, progress)
+    return traced | {"notes": [*sample.notes, *traced.get("notes", ())]}
 
 
 def _example(
@@ -219,3 +236,32 @@ def _run_child(
     finally:
         send(answer)
         os._exit(0)
+
+
+# -- the program -----------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer the request on stdin."""
+    request, answer = json.load(sys.stdin), sys.stdout
+    torch.set_num_threads(1)
+
+    def progress(text: str) -> None:
+        print(f"trace: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    fields: dict[str, Any]
+    # Output of a model's code must not mix with the answer on stdout.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            model, notes = build_model.build_from_config(request["config"])
+            example = _example(model, None, None, request["batch_size"], request["seq_len"])
+            kinds, computes = request["kinds"], request["computes"]
+            fields = _trace(model, example, progress, device_kinds=kinds, compute_modes=computes)
+            fields["notes"] = [*notes, *fields["notes"]]
+        except PlanError as error:
+            fields = {"error": str(error)}
+    json.dump(fields, answer)
+
+
+if __name__ == "__main__":
+    main()

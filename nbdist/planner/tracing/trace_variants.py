@@ -22,7 +22,6 @@ from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES
 from nbdist.planner.tracing import (
     batch_size_fit,
     fake_tensors,
-    fsdp_groups,
     micro_batch_tracer,
     wrap_units,
 )
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from nbdist.planner.tracing.fsdp_groups import FsdpGroup
+    from nbdist.planner.tracing.wrap_units import FsdpGroup
 
 DEVICE_KINDS = ("cuda", "cpu")
 
@@ -172,9 +171,9 @@ class _VariantTracer:
             for trained in (False, True)
         )
         self.element = self.element or self.trainable_element
-        self.tied = fsdp_groups.has_tied_embeddings(model)
+        self.tied = wrap_units.has_tied_tail(model)
         self.depends_on_values = False
-        self.found = fsdp_groups.drop_repeated_blocks(model, fsdp_groups.find_fsdp_groups(model))
+        self.found = wrap_units.drop_repeated_blocks(model, wrap_units.find_fsdp_groups(model))
         self.blocks = [group.first_modules[0] for group in self.found if group.role == "block"]
         self._types = {
             parameter: parameter.dtype for group in self.found for parameter in group.own_params
