@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING
 from nbdist._version import __version__
 from nbdist.cluster.run_dir import kernel_descendants
 from nbdist.display.elements import element, html_row, html_table, join
-from nbdist.doctor import (
-    gpus,
-    machine,
-    software,
-    training_run,
-)
+from nbdist.doctor import machine, software, training_run
 from nbdist.doctor.finding import LEVELS, Finding, note
 from nbdist.session.session import current_session
 
@@ -84,7 +79,7 @@ def diagnose_machine() -> Diagnosis:
     checks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
         ("session", lambda: training_run.check_session(active)),
         ("versions", software.check_versions),
-        ("GPUs", lambda: gpus.check_gpus(own=pids)),
+        ("GPUs", lambda: machine.check_gpus(own=pids)),
         ("limits", lambda: machine.check_resources(ranks=ranks, checkpoints=checkpoints)),
         ("building", software.check_compilers),
         ("leftovers", machine.check_stale_resources),

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from nbdist.doctor.gpus import check_gpus
+from nbdist.doctor.machine import check_gpus
 from nbdist.hardware import amd
 from nbdist.hardware.amd import AmdSmi
 from nbdist.hardware.discovery import cuda_visible_devices, discover_machine, gpu_memory_usage

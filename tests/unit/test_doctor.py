@@ -20,7 +20,6 @@ from nbdist.cluster.run_dir import OrphanResources
 from nbdist.doctor import (
     diagnosis,
     finding,
-    gpus,
     machine,
     software,
     training_run,
@@ -191,7 +190,7 @@ def two_gpus(holder: int, **first: Any) -> FakeNvml:
 
 def checked(nvml: FakeNvml, *own: int, **environ: str) -> list[Finding]:
     with driver(nvml, **environ):
-        return [*gpus.check_gpus(own=own, driver=Path("/"))]
+        return [*machine.check_gpus(own=own, driver=Path("/"))]
 
 
 @pytest.mark.fault("F4")
@@ -243,7 +242,7 @@ def test_a_driver_that_does_not_answer_is_a_problem() -> None:
     broken = FakeNvml([], broken=True)
     only(checked(broken), "problem", "version mismatch")
     with driver(broken):
-        assert worst(gpus.check_gpus(driver=Path("/missing"))) == []
+        assert worst(machine.check_gpus(driver=Path("/missing"))) == []
 
 
 # -- resources
