@@ -14,19 +14,13 @@ from nbdist.display.elements import element, html_row, html_table, join
 from nbdist.number_formatting import format_bytes
 from nbdist.planner import memory, optimizers
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
-from nbdist.planner.memory.timeline import (
-    TrainingSetup,
-    compute_mode,
-    frozen_saves,
-    sum_parts,
-)
-from nbdist.planner.model_spec import Workload
+from nbdist.planner.memory.timeline import TrainingSetup, sum_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.planner.memory.timeline import MemoryUsage
-    from nbdist.planner.model_spec import ModelSpec
+    from nbdist.planner.model_spec import ModelSpec, Workload
     from nbdist.strategies import Options
 
 PERSISTENT_PARTS = ("parameters", "master", "optimizer", "buffers")
@@ -260,15 +254,7 @@ def workload_from_measurement(
     model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory
 ) -> Workload:
     """Return the measured micro-batch."""
-    return Workload(
-        batch_size=found.batch_size,
-        seq_len=found.seq_len,
-        compute=compute_mode(setup),
-        activation_checkpointing=setup.options.activation_checkpointing,
-        kind=found.kind,
-        frozen_saves=frozen_saves(model, setup),
-        keep_outputs=found.keep_outputs,
-    )
+    return setup.workload(model, found.batch_size, found.seq_len, keep_outputs=found.keep_outputs)
 
 
 def _cells(line: PartComparison) -> tuple[str, str, str]:

@@ -18,13 +18,8 @@ from nbdist.errors import OptionError, PlanError
 from nbdist.number_formatting import GIB, format_gib, memory_part_text
 from nbdist.planner import memory, prediction_errors, step_time
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
-from nbdist.planner.memory.timeline import (
-    MEMORY_PARTS,
-    TrainingSetup,
-    compute_mode,
-    frozen_saves,
-)
-from nbdist.planner.model_spec import Workload, num_params
+from nbdist.planner.memory.timeline import MEMORY_PARTS, TrainingSetup
+from nbdist.planner.model_spec import num_params
 from nbdist.planner.models import fused_loss
 from nbdist.planner.models.decoder import DecoderSpec
 from nbdist.planner.plan_types import PlanInput, PlanRow, hardware_for_cluster
@@ -34,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from nbdist.planner.cluster_spec import ClusterSpec
+    from nbdist.planner.memory.timeline import StepTimeline
     from nbdist.strategies import Options, Strategy
 
 DROP_OUTPUTS = "del outputs before loss.backward(), or loss = model(**batch).loss"
@@ -128,17 +124,20 @@ def evaluate_rows(request: PlanInput) -> list[PlanRow]:
     learned = MeasurementStore()
     rows: list[PlanRow] = []
     for options in _variants(request):
-        refusal, variant = _refusal(options, request), None
-        if not refusal:
-            try:
-                variant = _PlanVariant(request, options, learned)
-            except PlanError as error:
-                refusal = str(error)
+        setup = TrainingSetup(
+            options=options,
+            world_size=request.world_size,
+            optimizer=request.optimizer,
+            kind=request.cluster.kind,
+            num_nodes=request.cluster.num_nodes,
+        )
+        refusal, timeline = _refusal(options, request), None
         for batch_size in request.batch_sizes:
             row, why = None, refusal
-            if variant is not None:
+            if not refusal:
                 try:
-                    row = variant.row(batch_size)
+                    timeline = timeline or memory.build_timeline(request.model, setup)
+                    row = _evaluate_row(request, setup, timeline, batch_size, learned)
                 except PlanError as error:  # a model may fail in the compute mode of one engine
                     why = str(error)
             rows.append(row or PlanRow(options=options, batch_size=batch_size, why=why))
@@ -225,108 +224,82 @@ def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- rows of a variant
+# --------------------------------------------------------------------------- one row
 
 
-class _PlanVariant:
-    """Options on a request's cluster; caches what does not depend on the micro-batch.
+def _evaluate_row(
+    request: PlanInput,
+    setup: TrainingSetup,
+    timeline: StepTimeline,
+    batch_size: int,
+    learned: MeasurementStore,
+) -> PlanRow:
+    """Evaluate a strategy at a micro-batch.
 
     Raises:
-        PlanError: the model does not support this engine's compute mode; also raised by `row`.
+        PlanError: the model does not support the engine's compute mode.
     """
+    model, cluster, options = request.model, request.cluster, setup.options
+    workload = setup.workload(model, batch_size, request.seq_len, keep_outputs=request.keep_outputs)
+    run = model.micro_batch_activations(workload)
+    peak = timeline.peak_memory(run)
+    overhead = device_overhead(
+        learned,
+        cluster.smallest_device.name,
+        options.backend,
+        options.offload_device,
+        kind=cluster.kind,
+        world_size=request.world_size,
+    )
+    allocated, context = peak.device_bytes, overhead.context_bytes
+    idle = peak.idle_pool_bytes if cluster.kind == "cuda" else 0
+    device_bytes = overhead.device_bytes(allocated, idle)
+    extra = {"context": context, "margin": device_bytes - allocated - context}
+    load_bytes = num_params(model) * model.element * cluster.ranks_per_node
+    if options.sharded_load and "parameters" in options.strategy.shards:  # a part of each rank
+        load_bytes = -(-load_bytes // request.world_size)
+    calibrated = bool(overhead.day)
+    row = PlanRow(
+        options=options,
+        batch_size=batch_size,
+        memory={part: peak.parts.get(part, 0) for part in MEMORY_PARTS} | extra,
+        allocated_bytes=allocated,
+        device_bytes=device_bytes,
+        host=peak.host_parts,
+        host_bytes=sum(peak.host_parts.values()),
+        load_bytes=load_bytes,
+        nvme_bytes=peak.nvme_bytes,
+        output_bytes=run.output_bytes,
+        peak_moment=peak.name,
+        learned=overhead.day,
+        margin=prediction_errors.margin_of(options.backend, model.depth, calibrated=calibrated),
+        cost=step_time.step_cost(model, setup, cluster, workload),
+    )
+    shortage = _shortage(row, cluster)
+    return replace(row, fits=not shortage, why=shortage)
 
-    def __init__(self, request: PlanInput, options: Options, learned: MeasurementStore) -> None:
-        cluster = request.cluster
-        setup = TrainingSetup(
-            options=options,
-            world_size=request.world_size,
-            optimizer=request.optimizer,
-            kind=cluster.kind,
-            num_nodes=cluster.num_nodes,
-        )
-        self._plan_input, self._options = request, options
-        self._compute = compute_mode(setup)
-        self._frozen_saves = frozen_saves(request.model, setup)
-        self._story = memory.build_timeline(request.model, setup)
-        self._costs = step_time.StepCostModel(request.model, setup, cluster)
-        # Host memory of a node in which its ranks load the model.
-        size = num_params(request.model) * request.model.element
-        self._load_bytes = size * cluster.ranks_per_node
-        if options.sharded_load and "parameters" in options.strategy.shards:  # a part of each rank
-            self._load_bytes = -(-self._load_bytes // request.world_size)
-        self._overhead = device_overhead(
-            learned,
-            cluster.smallest_device.name,
-            options.backend,
-            options.offload_device,
-            kind=cluster.kind,
-            world_size=request.world_size,
-        )
-        self._margin = prediction_errors.margin_of(
-            options.backend, request.model.depth, calibrated=bool(self._overhead.day)
-        )
 
-    def row(self, batch_size: int) -> PlanRow:
-        """Evaluate a micro-batch of this size."""
-        workload = Workload(
-            batch_size=batch_size,
-            seq_len=self._plan_input.seq_len,
-            compute=self._compute,
-            activation_checkpointing=self._options.activation_checkpointing,
-            kind=self._plan_input.cluster.kind,
-            frozen_saves=self._frozen_saves,
-            keep_outputs=self._plan_input.keep_outputs,
+def _shortage(row: PlanRow, cluster: ClusterSpec) -> str:
+    """Describe what is too small for a row, or return "" if it fits."""
+    free, margin = cluster.smallest_device.free_bytes, row.margin.total
+    needed = row.device_bytes + (row.host_bytes if cluster.kind == "cpu" else 0)
+    if needed * (1 + margin) > free:
+        largest = max(row.memory.items(), key=lambda item: item[1])
+        close = f" with a margin of {margin:.1%}" if needed <= free else ""
+        return (
+            f"does not fit{close}: {format_gib(needed)} of {format_gib(free, unit=True)},"
+            f" {memory_part_text(*largest)}"
         )
-        run = self._plan_input.model.micro_batch_activations(workload)
-        peak = self._story.peak_memory(run)
-        allocated, context = peak.device_bytes, self._overhead.context_bytes
-        idle = peak.idle_pool_bytes if self._plan_input.cluster.kind == "cuda" else 0
-        device_bytes = self._overhead.device_bytes(allocated, idle)
-        host_bytes = sum(peak.host_parts.values())
-        extra = {"context": context, "margin": device_bytes - allocated - context}
-        memory_parts = {part: peak.parts.get(part, 0) for part in MEMORY_PARTS} | extra
-        shortage = self._shortage(memory_parts, device_bytes, host_bytes)
-        return PlanRow(
-            options=self._options,
-            batch_size=batch_size,
-            memory=memory_parts,
-            allocated_bytes=allocated,
-            device_bytes=device_bytes,
-            host=peak.host_parts,
-            host_bytes=host_bytes,
-            load_bytes=self._load_bytes,
-            nvme_bytes=peak.nvme_bytes,
-            output_bytes=run.output_bytes,
-            peak_moment=peak.name,
-            fits=not shortage,
-            learned=self._overhead.day,
-            margin=self._margin,
-            cost=self._costs.cost_for(workload),
-            why=shortage,
+    host = cluster.host_memory_bytes
+    on_host = row.host_bytes * cluster.ranks_per_node
+    if cluster.kind == "cuda" and host is not None and max(on_host, row.load_bytes) > host:
+        when = "" if on_host > host else " while it is loaded"
+        needed = on_host if on_host > host else row.load_bytes
+        return (
+            f"does not fit in host memory{when}: {format_gib(needed)} of"
+            f" {format_gib(host, unit=True)}"
         )
-
-    def _shortage(self, parts: Mapping[str, int], device_bytes: int, host_bytes: int) -> str:
-        """Describe what is too small for a row, or return "" if it fits."""
-        cluster, margin = self._plan_input.cluster, self._margin.total
-        free = cluster.smallest_device.free_bytes
-        needed = device_bytes + (host_bytes if cluster.kind == "cpu" else 0)
-        if needed * (1 + margin) > free:
-            largest = max(parts.items(), key=lambda item: item[1])
-            close = f" with a margin of {margin:.1%}" if needed <= free else ""
-            return (
-                f"does not fit{close}: {format_gib(needed)} of {format_gib(free, unit=True)},"
-                f" {memory_part_text(*largest)}"
-            )
-        host = cluster.host_memory_bytes
-        on_host = host_bytes * cluster.ranks_per_node
-        if cluster.kind == "cuda" and host is not None and max(on_host, self._load_bytes) > host:
-            when = "" if on_host > host else " while it is loaded"
-            needed = on_host if on_host > host else self._load_bytes
-            return (
-                f"does not fit in host memory{when}: {format_gib(needed)} of"
-                f" {format_gib(host, unit=True)}"
-            )
-        return ""
+    return ""
 
 
 def _refusal(options: Options, request: PlanInput) -> str:

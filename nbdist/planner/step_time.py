@@ -123,64 +123,50 @@ class StepCost:
         return max(parts, key=lambda name: parts[name])
 
 
-class StepCostModel:
-    """Cost of optimizer steps of a model on a cluster, for micro-batches of any size."""
-
-    def __init__(self, model: ModelSpec, setup: TrainingSetup, cluster: ClusterSpec) -> None:
-        """Compute what does not depend on the micro-batch: communication, optimizer, offload."""
-        self._model, self._setup, self._cluster = model, setup, cluster
-        shape, strategy = _ModelSize.of(model), setup.options.strategy
-        traffic_of = (
-            _replicated if setup.num_replicas > 1 else _TRAFFIC[strategy.engine, strategy.level]
-        )
-        self._traffic = traffic = traffic_of(shape, setup)
-        self._each = _seconds(traffic.each, setup, cluster)
-        self._last = _seconds(traffic.last, setup, cluster)
-        self._optimizer, self._offload = _update(shape, setup, cluster)
-        self._steps = setup.options.accumulate
-        self._bytes_sent = _bytes_sent(traffic.each, setup) * self._steps + _bytes_sent(
-            traffic.last, setup
-        )
-
-    def cost_for(self, workload: Workload) -> StepCost:
-        """Return the cost of an optimizer step of such micro-batches."""
-        setup, device = self._setup, self._cluster.slowest_device
-        each, last, steps, traffic = self._each, self._last, self._steps, self._traffic
-        precision = setup.options.precision or "no"
-        micro_s, flops = _micro_batch_time(self._model, workload, setup, self._cluster, traffic)
-        # Communication that the compute of the micro-batches does not hide.
-        window = traffic.window * micro_s
-        if traffic.last_window:
-            exposed = steps * each.exposed(window) + last.exposed(traffic.last_window * micro_s)
-        else:
-            exposed = (steps - 1) * each.exposed(window) + (each + last).exposed(window)
-        compute = steps * micro_s
-        communication = (steps - 1) * each.total + (each + last).total
-        rest = self._optimizer + self._offload
-        total = compute + exposed + self._optimizer + self._offload
-        tokens = steps * workload.num_tokens
-        link_doubt = _LINK_DOUBT if self._cluster.comm_speed is None else _MEASURED_LINK_DOUBT
-        doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
-        error = prediction_errors.interval(
-            "step time",
-            self._cluster.kind,
-            doubt / total,
-            measured=bool(device.measured_date(precision)),
-        )
-        return StepCost(
-            step_time_s=total,
-            compute_s=compute,
-            communication_s=communication,
-            exposed_communication_s=exposed,
-            optimizer_s=self._optimizer,
-            offload_s=self._offload,
-            tokens_per_s=tokens * setup.world_size / total,
-            bytes_on_wire=self._bytes_sent,
-            mfu=steps * flops / total / device.peak_flops(precision),
-            threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
-            uncertainty=doubt / total,
-            range_s=prediction_errors.Interval(error.low * total, error.high * total),
-        )
+def step_cost(
+    model: ModelSpec, setup: TrainingSetup, cluster: ClusterSpec, workload: Workload
+) -> StepCost:
+    """Return the cost of an optimizer step of such micro-batches of a model on a cluster."""
+    shape, strategy, device = _ModelSize.of(model), setup.options.strategy, cluster.slowest_device
+    traffic_of = (
+        _replicated if setup.num_replicas > 1 else _TRAFFIC[strategy.engine, strategy.level]
+    )
+    traffic = traffic_of(shape, setup)
+    each, last = _seconds(traffic.each, setup, cluster), _seconds(traffic.last, setup, cluster)
+    optimizer_s, offload_s = _update(shape, setup, cluster)
+    steps, precision = setup.options.accumulate, setup.options.precision or "no"
+    micro_s, flops = _micro_batch_time(model, workload, setup, cluster, traffic)
+    # Communication that the compute of the micro-batches does not hide.
+    window = traffic.window * micro_s
+    if traffic.last_window:
+        exposed = steps * each.exposed(window) + last.exposed(traffic.last_window * micro_s)
+    else:
+        exposed = (steps - 1) * each.exposed(window) + (each + last).exposed(window)
+    compute = steps * micro_s
+    communication = (steps - 1) * each.total + (each + last).total
+    rest = optimizer_s + offload_s
+    total = compute + exposed + optimizer_s + offload_s
+    tokens = steps * workload.num_tokens
+    link_doubt = _LINK_DOUBT if cluster.comm_speed is None else _MEASURED_LINK_DOUBT
+    doubt = device.uncertainty(precision) * compute + link_doubt * exposed + _REST_DOUBT * rest
+    is_measured = bool(device.measured_date(precision))
+    error = prediction_errors.interval(
+        "step time", cluster.kind, doubt / total, measured=is_measured
+    )
+    return StepCost(
+        step_time_s=total,
+        compute_s=compute,
+        communication_s=communication,
+        exposed_communication_s=exposed,
+        optimizer_s=optimizer_s,
+        offload_s=offload_s,
+        tokens_per_s=tokens * setup.world_size / total,
+        bytes_on_wire=_bytes_sent(traffic.each, setup) * steps + _bytes_sent(traffic.last, setup),
+        mfu=steps * flops / total / device.peak_flops(precision),
+        threshold_tokens=workload.num_tokens * _CONTENTION * communication / compute,
+        uncertainty=doubt / total,
+        range_s=prediction_errors.Interval(error.low * total, error.high * total),
+    )
 
 
 def threshold_text(cost: StepCost, tokens: int) -> str:
@@ -276,22 +262,18 @@ class _ComputeLoad(NamedTuple):
 
 
 def _compute_load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
-    """Return the load of a micro-batch; cached for as long as the micro-batch exists."""
-    run = model.micro_batch_activations(workload)
+    run, groups = model.micro_batch_activations(workload), model.groups
     if run not in _loads:
-        groups = model.groups
         flops, attention = model.flops(workload), 0.0
         if model.depth == "closed form":
             # The same tokens as samples of one token each.
             without_attention = replace(workload, batch_size=workload.num_tokens, seq_len=1)
             attention = flops - model.flops(without_attention)
+        parts = zip(groups, run.layers, strict=True)
         _loads[run] = _ComputeLoad(
             flops=flops,
             attention=attention,
-            saved=sum(
-                group.count * part.saved_bytes
-                for group, part in zip(groups, run.layers, strict=True)
-            ),
+            saved=sum(group.count * part.saved_bytes for group, part in parts),
             loss=run.loss_bytes,
             blocks=sum(group.count for group in groups if group.role == "block"),
         )

@@ -156,8 +156,8 @@ def _fit_speed(
         loop = Measurement(values=speeds(factor), day=measurement_store.today())
         device = replace(assumed, loop_speeds={kind: loop})
         devices = (device,) * cluster.world_size
-        model = step_time.StepCostModel(spec, setup, replace(cluster, devices=devices))
-        return model.cost_for(workload).compute_s
+        scaled = replace(cluster, devices=devices)
+        return step_time.step_cost(spec, setup, scaled, workload).compute_s
 
     low, high = _FACTORS
     if not seconds(high) < measured_s < seconds(low):

@@ -119,7 +119,7 @@ class Setting:
     def cost(self, *, checkpointing: bool | None = None) -> StepCost:
         again = self.recompute == "full" if checkpointing is None else checkpointing
         work, setup = self.workload(checkpointing=again), self.setup(checkpointing=again)
-        return step_time.StepCostModel(self.model, setup, self.cluster).cost_for(work)
+        return step_time.step_cost(self.model, setup, self.cluster, work)
 
     @property
     def tokens_per_s(self) -> float:

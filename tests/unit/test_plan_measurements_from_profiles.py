@@ -56,7 +56,7 @@ def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.Ste
         kind=cluster.kind,
     )
     workload = Workload(**BATCH, compute=compute_mode(setup), kind=cluster.kind)
-    return step_time.StepCostModel(SPEC, setup, cluster).cost_for(workload)
+    return step_time.step_cost(SPEC, setup, cluster, workload)
 
 
 def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[RankProfile]:

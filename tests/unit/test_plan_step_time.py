@@ -99,7 +99,7 @@ def priced(
         compute=compute_mode(setup),
         activation_checkpointing=chosen.activation_checkpointing,
     )
-    return step_time.StepCostModel(model, setup, cluster).cost_for(workload)
+    return step_time.step_cost(model, setup, cluster, workload)
 
 
 # ------------------------------------------------------------------- bytes on the wire

@@ -15,7 +15,12 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from nbdist.planner.model_spec import end_blocks, num_frozen_params, schedule_micro_batch
+from nbdist.planner.model_spec import (
+    Workload,
+    end_blocks,
+    num_frozen_params,
+    schedule_micro_batch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -78,6 +83,20 @@ class TrainingSetup:
     def is_half_precision(self) -> bool:
         """True for mixed precision with a 16-bit type (fp8 keeps its weights in bf16)."""
         return self.options.precision in {"bf16", "fp16", "fp8"}
+
+    def workload(
+        self, model: ModelSpec, batch_size: int, seq_len: int, *, keep_outputs: bool
+    ) -> Workload:
+        """Return a micro-batch of a model, as the engine computes it."""
+        return Workload(
+            batch_size=batch_size,
+            seq_len=seq_len,
+            compute=compute_mode(self),
+            activation_checkpointing=self.options.activation_checkpointing,
+            kind=self.kind,
+            frozen_saves=frozen_saves(model, self),
+            keep_outputs=keep_outputs,
+        )
 
 
 def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
