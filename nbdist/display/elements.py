@@ -12,7 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 MEMORY_COLORS = {
     "parameters": "#3987c8",
@@ -124,70 +124,6 @@ def show_as_text(report: object, printer: Any, cycle: bool) -> None:  # noqa: FB
 # ---------------------------------------------------------------------------- tables
 
 
-def text_table(rows: Sequence[Sequence[str]], text_columns: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table with aligned columns.
-
-    Args:
-        rows: cells, all rows of the same length. The first one may be a header.
-        text_columns: indices of the left-aligned columns; numbers are right-aligned.
-    """
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def html_table(
-    header: Sequence[str],
-    rows: Iterable[Html],
-    text_columns: Collection[int] = (),
-    *,
-    caption: str = "",
-    style: str = "",
-) -> Html:
-    """Return a table.
-
-    Args:
-        header: the cells of the first row; empty for none.
-        rows: the other rows, see `html_row`.
-        text_columns: see `text_table`.
-        caption: text above the table.
-        style: of the table.
-    """
-    above = [element("caption", caption)] if caption else []
-    above += [html_row(header, text_columns, tag="th")] if header else []
-    return element("table", *above, *rows, style=f"{_TABLE};{style}".rstrip(";"))
-
-
-def html_row(
-    cells: Sequence[str],
-    text_columns: Collection[int] = (),
-    *,
-    tag: str = "td",
-    style: str = "",
-    wide_column: int | None = None,
-) -> Html:
-    """Return a row of a table.
-
-    Args:
-        cells: text or `Html`.
-        text_columns: see `text_table`.
-        tag: "th" for a header.
-        style: of the row.
-        wide_column: index of the column that gets all space that the others do not need.
-    """
-    row = []
-    for column, cell in enumerate(cells):
-        cell_style = _CELL if column in text_columns else _NUMBER
-        cell_style += ";width:100%" if column == wide_column else ""
-        row.append(element(tag, cell, scope="col" if tag == "th" else "", style=cell_style))
-    return element("tr", *row, style=style)
-
-
 @dataclass(frozen=True, slots=True)
 class Rich:
     """Content that differs in HTML and text; a cell or a part of a page."""
@@ -206,30 +142,39 @@ class Table:
     rows: Sequence[Sequence[str | Rich] | str]
     """A string is a heading across all columns."""
     text_columns: Collection[int] = frozenset({0})
-    """Indices of the columns that hold text instead of numbers."""
+    """Indices of the columns that hold text instead of numbers, and are left-aligned."""
     wide_column: int | None = None
-    """As for `html_row`."""
+    """Index of the column that gets all space that the others do not need."""
     caption: str = ""
     style: str = ""
+    row_styles: Sequence[str] = ()
+    """Style of each row; empty for none."""
     note: str = ""
     """Line below the table."""
 
     @property
     def html(self) -> Html:
         """The table as HTML."""
-        rows = []
-        for row in self.rows:
+        shown = [element("caption", self.caption)] if self.caption else []
+        shown += [element("tr", *self._html_cells(self.header, "th"))] if self.header else []
+        styles = iter(self.row_styles or [""] * len(self.rows))
+        for row, style in zip(self.rows, styles, strict=True):
             if isinstance(row, str):
                 colspan = len(self.header)
                 heading = element("th", row, colspan=colspan, scope="colgroup", style=_HEADING)
-                rows.append(element("tr", heading))
+                shown.append(element("tr", heading))
             else:
-                cells = [cell.html if isinstance(cell, Rich) else cell for cell in row]
-                rows.append(html_row(cells, self.text_columns, wide_column=self.wide_column))
-        table = html_table(
-            self.header, rows, self.text_columns, caption=self.caption, style=self.style
-        )
+                shown.append(element("tr", *self._html_cells(row, "td"), style=style))
+        table = element("table", *shown, style=f"{_TABLE};{self.style}".rstrip(";"))
         return join([table, lines([self.note])])
+
+    def _html_cells(self, cells: Sequence[str | Rich], tag: str) -> Iterator[Html]:
+        scope = "col" if tag == "th" else ""
+        for column, cell in enumerate(cells):
+            style = _CELL if column in self.text_columns else _NUMBER
+            style += ";width:100%" if tag == "td" and column == self.wide_column else ""
+            content = cell.html if isinstance(cell, Rich) else cell
+            yield element(tag, content, scope=scope, style=style)
 
     @property
     def text(self) -> str:
@@ -240,7 +185,14 @@ class Table:
             for row in rows
             if not isinstance(row, str)
         ]
-        aligned = iter(text_table(cells, self.text_columns))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = iter(
+            "  ".join(
+                cell.ljust(width) if column in self.text_columns else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        )
         shown = [row if isinstance(row, str) else next(aligned) for row in rows]
         return "\n".join([*shown, *([self.note] if self.note else [])])
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nbdist._version import __version__
 from nbdist.cluster.run_dir import kernel_descendants
-from nbdist.display.elements import element, html_row, html_table, join
+from nbdist.display.elements import Table, element, join
 from nbdist.doctor import machine, software, training_run
 from nbdist.doctor.finding import LEVELS, Finding, note
 from nbdist.session.session import current_session
@@ -57,9 +57,9 @@ class Diagnosis:
         for finding in self.findings:
             level = element("b", finding.level, style=f"color:{COLORS[finding.level]}")
             remedy = [element("br"), element("i", finding.do)] if finding.do else []
-            cells = [level, finding.topic, join([finding.says, *remedy])]
-            rows.append(html_row(cells, range(len(cells))))
-        return str(element("div", element("b", self._heading()), html_table([], rows)))
+            rows.append([level, finding.topic, join([finding.says, *remedy])])
+        table = Table(rows=rows, text_columns={0, 1, 2})
+        return str(element("div", element("b", self._heading()), table.html))
 
     def _heading(self) -> str:
         counts = Counter(finding.level for finding in self.findings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.display.elements import element, html_row, html_table, join
+from nbdist.display.elements import Table, element, join
 from nbdist.number_formatting import format_bytes
 from nbdist.planner import memory, optimizers
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
@@ -128,12 +128,23 @@ class MeasuredComparison:
     """Settings of the engine's config that the prediction ignores."""
 
     def __str__(self) -> str:
-        rows = [(row.part, *_cells(row)) for row in (*self.lines, self.allocated, self.device)]
-        head = ("", "predicted", "measured", "error")
-        table = [f"  {part:<32}{a:>12}{b:>12}  {c}" for part, a, b, c in (head, *rows)]
-        return "\n".join([self.title, *(line.rstrip() for line in table), f"  {self.note}"])
+        table = [f"  {line}" for line in self._table.text.splitlines()]
+        return "\n".join([self.title, *table, f"  {self.note}"])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        title = element("div", element("b", self.title))
+        return str(join([title, self._table.html, element("div", self.note)]))
+
+    @property
+    def _table(self) -> Table:
+        rows = []
+        for line in (*self.lines, self.allocated, self.device):
+            error = "" if line.relative_error is None else f"{line.relative_error:+.1%}"
+            sizes = map(format_bytes, (line.predicted_bytes, line.measured_bytes))
+            rows.append([line.part, *sizes, error])
+        return Table(header=["", "predicted", "measured", "error"], rows=rows)
 
     @property
     def note(self) -> str:
@@ -155,15 +166,6 @@ class MeasuredComparison:
             f" {self.peak_moment}{logits if has_output else ''}{others if extra else ''}"
             f"{self.unplanned_note and f'; {self.unplanned_note}'}"
         )
-
-    def _repr_html_(self) -> str:
-        rows = [
-            html_row([row.part, *_cells(row)], {0})
-            for row in (*self.lines, self.allocated, self.device)
-        ]
-        table = html_table(["", "predicted", "measured", "error"], rows, {0})
-        title = element("div", element("b", self.title))
-        return str(join([title, table, element("div", self.note)]))
 
 
 def compare_plan_with_measurements(
@@ -255,9 +257,3 @@ def workload_from_measurement(
 ) -> Workload:
     """Return the measured micro-batch."""
     return setup.workload(model, found.batch_size, found.seq_len, keep_outputs=found.keep_outputs)
-
-
-def _cells(line: PartComparison) -> tuple[str, str, str]:
-    """Format predicted, measured and error."""
-    share = "" if line.relative_error is None else f"{line.relative_error:+.1%}"
-    return format_bytes(line.predicted_bytes), format_bytes(line.measured_bytes), share

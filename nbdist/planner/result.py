@@ -12,8 +12,6 @@ from nbdist.display.elements import (
     Table,
     element,
     html_bar,
-    html_row,
-    html_table,
     legend,
     lines,
     text_bar,
@@ -41,7 +39,6 @@ MAX_BAR_RATIO = 1.6
 MAX_SHOWN_PARTS = 4
 """Number of the largest memory parts that a line lists."""
 _BAR_CHARS = 20
-_TEXT_COLUMNS = (0, 1, 4)
 _BEST_STYLE = "font-weight:600;background:rgba(89,161,79,.18)"
 
 
@@ -365,31 +362,37 @@ def _table(plan: Plan, rows: Sequence[PlanRow]) -> Html:
     longest = max(row.device_bytes for row in rows)
     scale = max(free, min(longest, int(MAX_BAR_RATIO * free))) or 1
     per_second = "tokens/s" if has_token_samples(plan) else "samples/s"
-    return html_table(
-        ["", "memory per device", "GiB", per_second, ""],
-        [_html_row(row, plan, free, scale) for row in rows],
-        _TEXT_COLUMNS,
+    table = Table(
+        header=["", "memory per device", "GiB", per_second, ""],
+        rows=[_html_cells(row, plan, free, scale) for row in rows],
+        text_columns={0, 1, 4},
+        row_styles=[
+            _BEST_STYLE
+            if plan.best is not None and _is_same_row(row, plan.best)
+            else ""
+            if row.fits
+            else "opacity:.62"
+            for row in rows
+        ],
     )
+    return table.html
 
 
-def _html_row(row: PlanRow, plan: Plan, free: int, scale: int) -> Html:
-    is_best = plan.best is not None and _is_same_row(row, plan.best)
-    style = _BEST_STYLE if is_best else "" if row.fits else "opacity:.62"
+def _html_cells(row: PlanRow, plan: Plan, free: int, scale: int) -> list[str]:
     size = f", micro-batch {row.batch_size}" if len(plan.question.batch_sizes) > 1 else ""
     if row.cost is None:
-        cells = ["", "", ""]
-    else:
-        sizes = {part: row.memory.get(part, 0) for part in MEMORY_COLORS}
-        bar = html_bar(
-            [(part, size, "") for part, size in sizes.items() if size],
-            MEMORY_COLORS,
-            scale,
-            label=f"{format_gib(row.device_bytes)} of {format_gib(free, unit=True)}",
-            title=f"{row.peak_moment}: {memory_parts_text(row)}",
-            overlays={"limit": free},
-        )
-        cells = [bar, format_gib(row.device_bytes), f"{row.tokens_per_s:,.0f}"]
-    return html_row([row.variant + size, *cells, row.why], _TEXT_COLUMNS, style=style)
+        return [row.variant + size, "", "", "", row.why]
+    sizes = {part: row.memory.get(part, 0) for part in MEMORY_COLORS}
+    bar = html_bar(
+        [(part, size, "") for part, size in sizes.items() if size],
+        MEMORY_COLORS,
+        scale,
+        label=f"{format_gib(row.device_bytes)} of {format_gib(free, unit=True)}",
+        title=f"{row.peak_moment}: {memory_parts_text(row)}",
+        overlays={"limit": free},
+    )
+    speed = f"{row.tokens_per_s:,.0f}"
+    return [row.variant + size, bar, format_gib(row.device_bytes), speed, row.why]
 
 
 # ---------------------------------------------------------------------------- machines

@@ -262,6 +262,7 @@ class _ComputeLoad(NamedTuple):
 
 
 def _compute_load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
+    """Return the load of a micro-batch; cached for as long as the micro-batch exists."""
     run, groups = model.micro_batch_activations(workload), model.groups
     if run not in _loads:
         flops, attention = model.flops(workload), 0.0

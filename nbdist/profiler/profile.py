@@ -14,8 +14,6 @@ from nbdist.display.elements import (
     Table,
     element,
     html_bar,
-    html_row,
-    html_table,
     join,
     legend,
     lines,
@@ -411,7 +409,7 @@ def _rank_bars(profile: Profile) -> Html:
         label = f"rank {rank.rank}: {', '.join(words)}"
         bar = html_bar(pieces, STEP_COLORS, longest, label=label, names=True)
         slow = " (slowest)" if rank.rank == profile.straggler else ""
-        cells = [f"rank {rank.rank}{slow}", bar, format_duration(rank.step_s)]
-        rows.append(html_row(cells, {1}, wide_column=1))
+        rows.append([f"rank {rank.rank}{slow}", bar, format_duration(rank.step_s)])
     used = {part for part in STEP_PARTS if profile.parts[part] > 0}
-    return join([html_table([], rows, style="width:100%"), legend(STEP_COLORS, used)])
+    table = Table(rows=rows, text_columns={1}, wide_column=1, style="width:100%")
+    return join([table.html, legend(STEP_COLORS, used)])
