@@ -78,6 +78,8 @@ class ClusterSpec:
     """Measurements of this machine; None for devices given as text."""
     comm_speed: Mapping[str, Measurement] | None = None
     """Measured collectives between exactly these ranks, by name; None if there are none."""
+    comm_slowdown: float = 1.0
+    """How many times as long collectives take as by the catalogue, whatever their size."""
     disk_speed: Measurement | None = None
     """The disk measured last."""
     has_deepspeed: bool = True
@@ -106,9 +108,8 @@ class ClusterSpec:
     @property
     def latency_s(self) -> float:
         """Seconds from the call of a collective to its first byte."""
-        if self.num_nodes > 1:
-            return 30e-6
-        return {"nvlink": 10e-6, "pcie": 15e-6, "cpu": 200e-6, "none": 0.0}[self.link]
+        inside = {"nvlink": 10e-6, "pcie": 15e-6, "cpu": 200e-6, "none": 0.0}
+        return (30e-6 if self.num_nodes > 1 else inside[self.link]) * self.comm_slowdown
 
     @property
     def ramp_s(self) -> float:
@@ -117,7 +118,7 @@ class ClusterSpec:
         Fitted to nccl-tests (stas00/ml-engineering) of 8 A100 and 8 H200 (1 MiB: 8 % of full
         speed, 8 MiB: 32-47 %, 128 MiB: 75-83 %) and of 4 nodes of B200 (1 MiB: 1.4 %).
         """
-        return 300e-6 if self.num_nodes > 1 else 45e-6
+        return (300e-6 if self.num_nodes > 1 else 45e-6) * self.comm_slowdown
 
     def link_bytes_per_s(self, collective: Collective) -> float:
         """Bus bandwidth of a large collective over all ranks, in bytes/s per rank."""
@@ -136,7 +137,8 @@ class ClusterSpec:
             )
             inside = device.nvlink * _LINK_SHARE * (_SWITCH_GAIN if summed else 1.0)
         # A ring crosses each node's adapters once, so all adapters of a node count together.
-        return inside if self.num_nodes == 1 else min(inside, self.network_bandwidth * _LINK_SHARE)
+        outside = math.inf if self.num_nodes == 1 else self.network_bandwidth * _LINK_SHARE
+        return min(inside, outside) / self.comm_slowdown
 
     def subcluster(self, which: CollectiveScope) -> ClusterSpec:
         """Return the ranks of a collective as a cluster of their own, of the slowest device."""

@@ -177,7 +177,7 @@ def compare_with_measured(session: ModelOperations) -> MeasuredComparison:
 
 def build_profile(session: SessionLifecycle, workers: WorkerGroup, run: ProfileRun) -> Profile:
     """Build the profile from the measurements and the session's model, options and cells."""
-    from nbdist.profiler import learned_speeds, lint
+    from nbdist.profiler import lint, what_if
     from nbdist.profiler.profile import Profile
     from nbdist.profiler.profile_data import ProfiledConfig
 
@@ -197,7 +197,7 @@ def build_profile(session: SessionLifecycle, workers: WorkerGroup, run: ProfileR
         notes=notes,
     )
     if spec is not None:
-        learned_speeds.learn_from_profile(
+        what_if.learn_from_profile(
             profile.ranks, spec=spec, options=session.options, cluster=cluster
         )
     return profile

@@ -18,7 +18,7 @@ from nbdist.planner.measurement_store import MeasurementStore, record_device_mem
 from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import analytic
-from nbdist.profiler import learned_speeds
+from nbdist.profiler import what_if
 from nbdist.profiler.measurements import CollectiveStats, RankProfile
 from nbdist.strategies import Options
 from tests.unit import model_configs
@@ -79,7 +79,7 @@ def profiled(compute_s: float, *traffic: CollectiveStats, **model: Any) -> list[
 def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
     before = predicted(ranks())
     taken = 1.7 * before.compute_s
-    learned_speeds.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
+    what_if.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
     after = predicted(ranks())
     assert after.compute_s == pytest.approx(taken, rel=0.01)
     assert after.uncertainty < before.uncertainty
@@ -88,7 +88,7 @@ def test_a_loop_is_planned_with_the_time_that_it_took() -> None:
 def test_a_second_profile_counts_as_much_as_those_before() -> None:
     once = predicted(ranks()).compute_s
     for factor in (1, 2):
-        learned_speeds.learn_from_profile(
+        what_if.learn_from_profile(
             profiled(factor * once), spec=SPEC, options=OPTIONS, cluster=ranks()
         )
     assert once < predicted(ranks()).compute_s < 2 * once
@@ -98,7 +98,7 @@ def test_a_second_profile_counts_as_much_as_those_before() -> None:
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_times_that_no_speed_explains_are_not_learned(factor: float) -> None:
     taken = factor * predicted(ranks()).compute_s
-    learned_speeds.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
+    what_if.learn_from_profile(profiled(taken), spec=SPEC, options=OPTIONS, cluster=ranks())
     assert not store_path().exists()
 
 
@@ -106,7 +106,7 @@ def test_a_step_that_launches_bind_teaches_no_speed() -> None:
     gpus = ranks("2xH100")
     options = Options(backend="ddp", precision="bf16")
     tiny = profiled(predicted(gpus, options).compute_s, samples=1, seq_len=8)
-    learned_speeds.learn_from_profile(tiny, spec=SPEC, options=options, cluster=gpus)
+    what_if.learn_from_profile(tiny, spec=SPEC, options=options, cluster=gpus)
     assert not store_path().exists()
 
 
@@ -117,7 +117,7 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
     small = CollectiveStats(
         name="all_gather_into_tensor", count=1, bytes=64, seconds=0.1, exposed_s=0.1
     )
-    learned_speeds.learn_from_profile(
+    what_if.learn_from_profile(
         profiled(1e9, traffic, small), spec=SPEC, options=OPTIONS, cluster=ranks()
     )
     links = ranks().comm_speed
@@ -129,14 +129,14 @@ def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
 
 def test_devices_in_words_learn_nothing() -> None:
     words = target_devices.parse_devices("2xcpu")
-    learned_speeds.learn_from_profile(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words)
+    what_if.learn_from_profile(profiled(1.0), spec=SPEC, options=OPTIONS, cluster=words)
     assert not store_path().exists()
 
 
 def test_no_figures_teach_nothing() -> None:
-    learned_speeds.learn_from_profile([], spec=SPEC, options=OPTIONS, cluster=ranks())
+    what_if.learn_from_profile([], spec=SPEC, options=OPTIONS, cluster=ranks())
     unseen = [replace(one, model=None) for one in profiled(1.0)]
-    learned_speeds.learn_from_profile(unseen, spec=SPEC, options=OPTIONS, cluster=ranks())
+    what_if.learn_from_profile(unseen, spec=SPEC, options=OPTIONS, cluster=ranks())
     assert not store_path().exists()
 
 
