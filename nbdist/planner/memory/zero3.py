@@ -297,17 +297,9 @@ class _Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ParameterUse:
-    parameter: _Key
-    size: int
+    key: _Key
+    parameter: _Parameter
     where: GatherPoint
-    held: int
-    """Elements of the result's size that it takes."""
-    matrix: int
-    """Index among the group's matrices; a vector counts as the one before it."""
-    module: int
-    """The same for all parameters that a module fetches together."""
-    num_calls_before: int = 0
-    trainable: bool = False
     stays: bool = False
     """True if a module uses it until the next use."""
     num_grads: int = 0
@@ -391,16 +383,9 @@ def _parameter_uses(
     def uses_of_block(direction: Direction, part: int, index: int) -> list[_ParameterUse]:
         return [
             _ParameterUse(
-                (part % late, index, parameter.position),
-                parameter.size,
-                (direction, min(part, tail), index),
-                parameter.held,
-                parameter.matrix,
-                parameter.module,
-                parameter.num_calls_before,
-                trainable=parameter.trainable,
+                (part % late, index, each.position), each, (direction, min(part, tail), index)
             )
-            for parameter in parts[part]
+            for each in parts[part]
         ]
 
     order = [(number, index) for number, group in enumerate(groups) for index in range(group.count)]
@@ -408,13 +393,12 @@ def _parameter_uses(
         order[:2] = order[1::-1]  # positions are looked up after tokens
     order.insert(-1, (late, 0))
     uses = [use for position in order for use in uses_of_block("forward", *position)]
-    head = max(uses_of_block("forward", tail, 0), key=lambda use: use.size, default=None)
+    head = max(uses_of_block("forward", tail, 0), key=lambda use: use.parameter.size, default=None)
     first = next((number for number, group in enumerate(groups) if group.trainable), 0)
     for part, index in reversed(order):
         if part < first and not recompute:
             break  # nothing before the first trainable parameter has a backward
         uses += _uses_in_backward(
-            parts[part],
             uses_of_block("backward", part, index),
             num_grads=0 if part else num_late,
             recompute=recompute and part != late and groups[part].role == "block",
@@ -427,25 +411,25 @@ def _parameter_uses(
 
 
 def _uses_in_backward(
-    parameters: list[_Parameter], uses: list[_ParameterUse], *, num_grads: int, recompute: bool
+    uses: list[_ParameterUse], *, num_grads: int, recompute: bool
 ) -> list[_ParameterUse]:
     """Order the uses of an instance as in its backward, after `num_grads` elements of gradients."""
-    pairs = sorted(zip(parameters, uses, strict=True), key=lambda pair: pair[0].is_last)
+    uses = sorted(uses, key=lambda use: use.parameter.is_last)
     found = []
-    for _, same in groupby(reversed(pairs), lambda pair: pair[0].module):
-        for parameter, use in reversed([*same]):  # as DeepSpeed lists them
-            num_grads += parameter.size if parameter.trainable else 0
+    for _, same in groupby(reversed(uses), lambda use: use.parameter.module):
+        for use in reversed([*same]):  # as DeepSpeed lists them
+            num_grads += use.parameter.size if use.parameter.trainable else 0
             found.append(replace(use, num_grads=num_grads))
     if not recompute:
         return found
     # The last layer is gathered for its backward, which begins with the forward of all. What is
     # frozen is released together with that layer (`ds_recompute_parameters`).
-    num_last = sum(parameter.is_last for parameter in parameters)
-    frozen = tuple(use.parameter for parameter, use in pairs if not parameter.trainable)
+    num_last = sum(use.parameter.is_last for use in uses)
+    frozen = tuple(use.key for use in uses if not use.parameter.trainable)
     if num_last:
         found[num_last - 1] = replace(found[num_last - 1], releases=frozen)
-    pairs.sort(key=lambda pair: not pair[0].is_last)
-    return [*(replace(use, stays=parameter.is_last) for parameter, use in pairs), *found]
+    uses.sort(key=lambda use: not use.parameter.is_last)
+    return [*(replace(use, stays=use.parameter.is_last) for use in uses), *found]
 
 
 class _BackwardUse(NamedTuple):
@@ -484,18 +468,18 @@ class GatheredParameters:
         `__params_to_release`). Parameters that persist are available from the first optimizer step.
         """
         self._uses, self._rules, self._blocks = uses, rules, blocks
-        self._before = [0, *accumulate(use.size for use in uses)]
+        self._before = [0, *accumulate(use.parameter.size for use in uses)]
         upcoming: dict[_Key, int] = {}
         self._next_use: dict[int, int] = {}
         """Index of a use -> index of the same parameter's next use."""
         for step in reversed(range(len(uses))):
-            if uses[step].parameter in upcoming:
-                self._next_use[step] = upcoming[uses[step].parameter]
-            upcoming[uses[step].parameter] = step
-        self._sizes = {use.parameter: use.size for use in uses}
-        self._held_sizes = {use.parameter: use.held for use in uses}
+            if uses[step].key in upcoming:
+                self._next_use[step] = upcoming[uses[step].key]
+            upcoming[uses[step].key] = step
+        self._sizes = {use.key: use.parameter.size for use in uses}
+        self._held_sizes = {use.key: use.parameter.held for use in uses}
         self._persistent = {
-            use.parameter for use in uses if use.size <= rules.param_persistence_threshold
+            use.key for use in uses if use.parameter.size <= rules.param_persistence_threshold
         }
         self._releases: dict[int, bool] = {}
         """Whether a parameter is released after a use."""
@@ -540,7 +524,7 @@ class GatheredParameters:
         """Yield what one module fetches at a time, and the index of its first use."""
         start = 0
         for _, same in groupby(
-            self._uses, lambda use: (use.where, use.parameter[:2], use.module, use.stays)
+            self._uses, lambda use: (use.where, use.key[:2], use.parameter.module, use.stays)
         ):
             uses = list(same)
             yield start, uses
@@ -570,10 +554,12 @@ class GatheredParameters:
         self._look_ahead()  # in the hook of the model, before any of its modules
         self._look_ahead()  # in that of its base model
         for start, uses in self._modules():
-            where, matrix = uses[-1].where, uses[-1].matrix
+            where, matrix = uses[-1].where, uses[-1].parameter.matrix
             direction, group, index = where
             if direction == "forward":
-                self._in_graph |= {use.parameter for use in uses if use.held != use.size}
+                self._in_graph |= {
+                    use.key for use in uses if use.parameter.held != use.parameter.size
+                }
             if group in self._blocks and where not in self.max_at:
                 self._look_ahead()  # in the block's hook
                 self._look_ahead()  # in that of its attention
@@ -599,30 +585,30 @@ class GatheredParameters:
     def _after_use(self, step: int, use: _ParameterUse) -> None:
         """Release what is not needed soon."""
         if self._releases.setdefault(step, self._is_released(step, use)):
-            self._release(use.parameter)
+            self._release(use.key)
             later = self._next_use.get(step)
-            if use.trainable and later and self._uses[later].where == use.where:  # recomputed
-                # torch.utils.checkpoint has saved it detached, so its memory stays.
-                self._held += use.held
+            if use.parameter.trainable and later and self._uses[later].where == use.where:
+                # Recomputed: torch.utils.checkpoint has saved it detached, so its memory stays.
+                self._held += use.parameter.held
                 self._saved_until.add(later)
         if step in self._saved_until:
-            self._held -= use.held
+            self._held -= use.parameter.held
         for parameter in use.releases:
             if parameter not in self._persistent:
                 self._release(parameter)
 
     def _look_ahead_in_calls(self, uses: list[_ParameterUse]) -> None:
-        for _ in range(sum(use.num_calls_before for use in uses)):
+        for _ in range(sum(use.parameter.num_calls_before for use in uses)):
             self._look_ahead()
 
     def _fetch(self, start: int, uses: list[_ParameterUse]) -> int:
         """Gather a module's missing parameters, wait for all and prefetch; return the peak."""
-        missing = {use.parameter for use in uses} - self._gathered_parameters
+        missing = {use.key for use in uses} - self._gathered_parameters
         if missing:
             self._gather(missing)
         peak = self._held
         for use in uses:
-            message = self._gather_messages.pop(use.parameter, None)
+            message = self._gather_messages.pop(use.key, None)
             if message is None or not message.is_flat:
                 continue
             if not message.copied:
@@ -630,13 +616,13 @@ class GatheredParameters:
                 message.copied = True
                 self._held += message.size
             peak = max(peak, self._held)
-            message.waiting.discard(use.parameter)
+            message.waiting.discard(use.key)
             if not message.waiting:
                 # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
                 self._held -= message.size
         for step, use in enumerate(uses, start):
-            if self._seen_until.get(use.parameter, -1) < step:  # not prefetched
-                self._seen_until[use.parameter] = step
+            if self._seen_until.get(use.key, -1) < step:  # not prefetched
+                self._seen_until[use.key] = step
                 self._queue = step + 1
         self._look_ahead()
         return peak
@@ -657,20 +643,17 @@ class GatheredParameters:
         size = 0
         while self._queue < len(self._uses) and size < num_free:
             ahead = self._uses[self._queue]
-            self._seen_until[ahead.parameter] = self._queue
+            self._seen_until[ahead.key] = self._queue
             self._queue += 1
-            if (
-                ahead.parameter not in self._gathered_parameters
-                and ahead.parameter not in parameters
-            ):
-                parameters.add(ahead.parameter)
-                size += ahead.size
+            if ahead.key not in self._gathered_parameters and ahead.key not in parameters:
+                parameters.add(ahead.key)
+                size += ahead.parameter.size
         if parameters:
             self._gather(parameters)
 
     def _is_released(self, step: int, use: _ParameterUse) -> bool:
         """False if the next use is near or was counted as fetched."""
-        if use.stays or use.parameter in self._persistent or self._seen_until[use.parameter] > step:
+        if use.stays or use.key in self._persistent or self._seen_until[use.key] > step:
             return False
         later = self._next_use.get(step)
         return (
