@@ -93,8 +93,9 @@ class Measurement:
     def from_json(cls, kind: MeasurementKind, entry: Any) -> Measurement | None:
         """Parse an entry of the file; None if it is invalid, implausible or from the future."""
         try:
-            values, runs, day = entry["values"], entry["runs"], parse_date(entry["day"])
-            if not day or day > today() or isinstance(runs, bool) or not 1 <= runs < 10**6:
+            values, runs = entry["values"], entry["runs"]
+            day = dt.date.fromisoformat(str(entry["day"])).isoformat()
+            if day > today() or isinstance(runs, bool) or not 1 <= runs < 10**6:
                 return None
             given = {str(name): value for name, value in values.items()}
         except (TypeError, KeyError, ValueError, AttributeError):
@@ -292,14 +293,6 @@ def write_entries(file: Path, entries: dict[str, Any]) -> None:
 def today() -> str:
     """Return the current date as ISO text, such as "2026-11-21"."""
     return dt.datetime.now().astimezone().date().isoformat()
-
-
-def parse_date(text: object) -> str:
-    """Return a valid ISO date unchanged, and "" for anything else."""
-    try:
-        return dt.date.fromisoformat(str(text)).isoformat()
-    except ValueError:
-        return ""
 
 
 # -- device memory ---------------------------------------------------------------------------

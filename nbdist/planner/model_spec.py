@@ -117,12 +117,6 @@ class LayerGroup:
     """Index of the root's tensor that is both the embedding's and the head's weight, if any."""
 
     @property
-    def num_in_vectors(self) -> int:
-        """Trainable parameters of one instance that are not in matrices, in elements."""
-        trainable = [shape for shape in self.tensors if shape.trainable]
-        return sum(shape.num_elements for shape in trainable if shape.is_vector)
-
-    @property
     def num_params(self) -> int:
         """Parameters of one instance that are not quantized, in elements."""
         return self.trainable + self.frozen

@@ -225,30 +225,15 @@ _AIO_BLOCK, _AIO_DEPTH = 1 << 20, 8
 """Defaults of swap_tensor/constants.py."""
 
 
-def recommend_engine_config(
+def recommend_fsdp_config(
     profile: ProfileData,
     planner: CalibratedPlanner | None,
     kinds: AbstractSet[BottleneckKind],
 ) -> Iterator[Advice]:
-    """Yield options of FSDP and DeepSpeed for collectives and transfers that take long.
+    """Yield options of FSDP for collectives that take long; arguments as above.
 
-    Args:
-        profile: the profile.
-        planner: the planner, calibrated to the profile; None if it does not support the model.
-        kinds: the bottlenecks that were found.
+    The planner is None if it does not support the model.
     """
-    options = profile.setting.options
-    if options.strategy.engine == "fsdp":
-        yield from _fsdp_config(profile, planner, kinds)
-    elif options.strategy.engine == "deepspeed":
-        yield from _zero_config(profile)
-
-
-def _fsdp_config(
-    profile: ProfileData,
-    planner: CalibratedPlanner | None,
-    kinds: AbstractSet[BottleneckKind],
-) -> Iterator[Advice]:
     options, model = profile.setting.options, profile.model
     current = options.fsdp_config or {}
     on_gpu = profile.kind == "cuda"
@@ -303,7 +288,8 @@ def _fsdp_config(
         )
 
 
-def _zero_config(profile: ProfileData) -> Iterator[Advice]:
+def recommend_zero_config(profile: ProfileData) -> Iterator[Advice]:
+    """Yield options of DeepSpeed for collectives and transfers that take long."""
     options, model = profile.setting.options, profile.model
     zero = (options.deepspeed_config or {}).get("zero_optimization") or {}
     count, num_bytes, exposed = _messages(profile, _GATHERS)

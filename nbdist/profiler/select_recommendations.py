@@ -51,7 +51,11 @@ def best_recommendations(
             case "host":
                 candidates += _run_line_less_often(profile, bottleneck)
     kinds = {bottleneck.kind for bottleneck in bottlenecks}
-    candidates += option_recommendations.recommend_engine_config(profile, planner, kinds)
+    engine = profile.setting.options.strategy.engine
+    if engine == "fsdp":
+        candidates += option_recommendations.recommend_fsdp_config(profile, planner, kinds)
+    elif engine == "deepspeed":
+        candidates += option_recommendations.recommend_zero_config(profile)
     if planner is not None:
         candidates += option_recommendations.recommend_options(profile, planner, kinds)
     memories = [rank.memory for rank in profile.ranks if rank.memory]

@@ -187,6 +187,7 @@ class Zero12Timeline(ZeroTimeline):
         During the backward, activations shrink while more ranks hold gradients. After it (stage 1),
         all gradients exist and pass through the bucket from the first to the last.
         """
+        largest_piece = max(share.largest_piece for share in self._shares)
         for kept in self._retained_gradients:
             reduction = kept.reduction
             following = reduction.next_parameter
@@ -198,7 +199,7 @@ class Zero12Timeline(ZeroTimeline):
                 large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
                 around = self.element_bytes * (self.trainable - reduction.num_reduced + large)
                 reduction = reduction._replace(next_parameter=None)
-            norm = self._norm_copy_bytes(kept.reduction)
+            norm = NORM_BYTES * min(reduction.largest, largest_piece) * self.is_offloaded
             for elements, extra in (
                 (kept.before, self.element_bytes * kept.reduction.num_copied),
                 (kept.during, 0 if self._keeps_own else norm),
@@ -210,12 +211,6 @@ class Zero12Timeline(ZeroTimeline):
                     else self.element_bytes * elements
                 )
                 yield reduction, self._bucket | {"gradients": around + mine, "temporaries": extra}
-
-    def _norm_copy_bytes(self, reduction: BucketReduction) -> int:
-        if not self.is_offloaded:
-            return 0
-        largest_piece = max(share.largest_piece for share in self._shares)
-        return NORM_BYTES * min(reduction.largest, largest_piece)
 
     def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
         """Gradient norm, flat fp32 gradients, optimizer step."""

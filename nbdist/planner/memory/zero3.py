@@ -30,7 +30,7 @@ from nbdist.planner.memory.zero_common import (
 from nbdist.planner.model_spec import last_blocks_and
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
     from nbdist.planner.memory.zero_partitioning import BucketReduction
@@ -91,7 +91,7 @@ class Zero3Timeline(ZeroTimeline):
         """Elements of a rank's share of trainable parameters."""
         return self._share(zero_partitioning.trainable_param_sizes)
 
-    def _share(self, sizes: Callable[[LayerGroup], tuple[int, ...]]) -> int:
+    def _share(self, sizes: Callable[[LayerGroup], Iterable[int]]) -> int:
         # Each parameter is partitioned separately.
         ranks = self.setup.world_size
         return sum(
@@ -117,7 +117,9 @@ class Zero3Timeline(ZeroTimeline):
 
     @cached_property
     def _param_bytes(self) -> int:
-        frozen = self._share(zero_partitioning.frozen_param_sizes)
+        frozen = self._share(
+            lambda group: (size for size, trains in zero_partitioning.params(group) if not trains)
+        )
         quantized = self._share(lambda group: group.quantized_tensors)
         return self.element_bytes * (self.partition_size + frozen) + quantized
 

@@ -63,7 +63,7 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
     # The smallest parameter besides the head is the final norm's, of hidden size.
-    hidden = min(zero_partitioning.param_sizes(model.groups[-1]), default=0)
+    hidden = min((size for size, _ in zero_partitioning.params(model.groups[-1])), default=0)
     automatic = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
@@ -253,7 +253,8 @@ class ZeroTimeline(timeline.StepTimeline):
         # A closed form knows the gradients in the order of use, a reduction in the module's, in
         # which norms may come earlier or later.
         is_closed = self.model.depth == "closed form"
-        vectors = self.model.groups[place.group_index].num_in_vectors if is_closed else 0
+        shapes = self.model.groups[place.group_index].tensors if is_closed else ()
+        vectors = sum(each.num_elements for each in shapes if each.trainable and each.is_vector)
         held_then = (
             moment.held_bytes
             for moment in own.gradient_moments or own.backward_moments  # the largest first

@@ -65,16 +65,6 @@ def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
     return tuple(size for size, trainable in params(group) if trainable)
 
 
-def frozen_param_sizes(group: LayerGroup) -> tuple[int, ...]:
-    """Return the elements of each frozen parameter of one group."""
-    return tuple(size for size, trainable in params(group) if not trainable)
-
-
-def param_sizes(group: LayerGroup) -> tuple[int, ...]:
-    """Return the elements of each parameter of one group."""
-    return tuple(size for size, _ in params(group))
-
-
 def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
     """Return groups with each bias before its weight.
 

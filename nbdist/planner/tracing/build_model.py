@@ -69,8 +69,8 @@ def _named_class(fields: Mapping[str, Any]) -> Any:
     return getattr(transformers, str(name), None)
 
 
-def disable_tracing_branches() -> None:
-    """Patch transformers 5.23 to run on fake tensors as it does on real ones."""
+def prepare_for_tracing(model: nn.Module) -> None:
+    """Make a model of transformers 5.23 run on fake tensors as it does on real ones."""
     from transformers import masking_utils
     from transformers.integrations import moe
 
@@ -80,12 +80,8 @@ def disable_tracing_branches() -> None:
     # torch 2.13 has a fake grouped matrix product for bf16 only. The fallback that transformers
     # registers allocates and saves the same.
     moe._can_use_grouped_mm = lambda _, weight, *__: weight.dtype == torch.bfloat16  # noqa: SLF001
-
-
-def use_grouped_experts(model: nn.Module) -> None:
-    """Switch experts that run one by one ("eager") to grouped matrix products."""
-    # Shapes of single experts depend on the routing, those of grouped products do not. The memory
-    # is the same if the routing is balanced.
+    # Shapes of experts that run one by one ("eager") depend on the routing, those of grouped matrix
+    # products do not. The memory is the same if the routing is balanced.
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) == "eager":

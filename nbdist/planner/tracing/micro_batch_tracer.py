@@ -128,10 +128,6 @@ def _nonzero(mask: torch.Tensor) -> torch.Tensor:
     return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
-def _masked_select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
-
-
 def _ctc_loss(
     log_probabilities: torch.Tensor, targets: torch.Tensor, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +140,9 @@ def _ctc_loss(
 _aten = torch.ops.aten
 _LARGEST_RESULTS: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
+    _aten.masked_select.default: lambda values, mask: values.new_empty(
+        torch.broadcast_shapes(values.shape, mask.shape).numel()
+    ),
     _aten._ctc_loss.Tensor: _ctc_loss,  # noqa: SLF001
     _aten._ctc_loss_backward.Tensor: lambda _, values, *_rest: torch.empty_like(values),  # noqa: SLF001
 }
@@ -372,13 +370,6 @@ def _attention_flops(
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _attention_backward_flops(
-    _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
-) -> float:
-    """FLOPs of its backward: five products instead of the forward's two."""
-    return 2.5 * _attention_flops(query, key, value)
-
-
 def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
     """Return the bytes that a convolution needs on this processor besides its result.
 
@@ -390,7 +381,11 @@ def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
         num_batched: number of leading arguments whose first dimension is that of the images.
     """
     described = tuple(
-        (arg.shape, arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else _hashable(arg)
+        (arg.shape, arg.stride(), arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else tuple(arg)
+        if isinstance(arg, list)
+        else arg
         for arg in args
     )
     measure = partial(_measure_workspace, operation, num_batched, described=described)
@@ -398,10 +393,6 @@ def _convolution_workspace(operation: Any, num_batched: int, *args: Any) -> int:
         return measure(1)
     small, large = measure(2), measure(3)
     return small + (num_images - 2) * (large - small)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @cache
@@ -452,26 +443,25 @@ def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) 
     return 2 * left.numel() * right.shape[-1]
 
 
-def _grouped_backward_flops(
-    _: Any, right: torch.Tensor, __: Any, grad: torch.Tensor, **___: Any
-) -> int:
-    """FLOPs of the two products of its backward."""
-    return 4 * grad.numel() * right.shape[-2]
-
-
 def _table() -> dict[Any, Callable[..., float]]:
     """Return FLOP formulas; torch's table lacks the CPU's attention and the grouped product."""
     aten, own = torch.ops.aten, torch.ops.transformers
     table: dict[Any, Callable[..., float]] = {
         **flop_registry,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,  # noqa: SLF001
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,  # noqa: SLF001
+        # Five products instead of the forward's two.
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (  # noqa: SLF001
+            lambda _, query, key, value, *__, **___: 2.5 * _attention_flops(query, key, value)
+        ),
         aten._grouped_mm: _grouped_flops,  # noqa: SLF001
     }
     # Of transformers with experts, if it is loaded; 5.17 has no operator for the backward.
     for name, formula in (
         ("grouped_mm_fallback", _grouped_flops),
-        ("grouped_mm_fallback_backward", _grouped_backward_flops),
+        (
+            "grouped_mm_fallback_backward",  # two products
+            lambda _, right, __, grad, **___: 4 * grad.numel() * right.shape[-2],
+        ),
     ):
         if hasattr(own, name):
             table[getattr(own, name)] = formula

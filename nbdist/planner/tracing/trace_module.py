@@ -120,8 +120,7 @@ def _example(
     seq_len: int | None,
 ) -> tuple[SampleBatch, int, int | None]:
     """Return a batch, its size, and the tokens per sample if it holds tokens."""
-    build_model.disable_tracing_branches()
-    build_model.use_grouped_experts(module)
+    build_model.prepare_for_tracing(module)
     if inputs is None and batches is not None:
         torch.manual_seed(0)  # in the child only: a sampler may draw random numbers
         inputs = next(iter(batches))
