@@ -22,7 +22,7 @@ from typing import (
 )
 
 from nbdist import strategies
-from nbdist.display.elements import MEMORY_COLORS, STEP_COLORS
+from nbdist.display import MEMORY_COLORS, STEP_COLORS
 from nbdist.panel import protocol
 
 TARGET = Path(__file__).parent / "src" / "protocol.ts"

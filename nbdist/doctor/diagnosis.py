@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nbdist._version import __version__
 from nbdist.cluster.run_dir import kernel_descendants
-from nbdist.display.elements import Table, element, join
+from nbdist.display import Table, element, join
 from nbdist.doctor import machine, software, training_run
 from nbdist.doctor.finding import LEVELS, Finding, note
 from nbdist.session.session import current_session

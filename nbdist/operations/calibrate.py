@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbdist.display.elements import Table, element, join, lines
+from nbdist.display import Table, element, join, lines
 from nbdist.errors import OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user

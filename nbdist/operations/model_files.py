@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from nbdist import checkpoint
 from nbdist.checkpoint import durable_io
-from nbdist.display.elements import show_as_text
+from nbdist.display import show_as_text
 from nbdist.errors import CheckpointError, OptionError
 from nbdist.number_formatting import format_bytes
 from nbdist.paths import expand_user

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from nbdist.display.elements import show_as_text
+from nbdist.display import show_as_text
 from nbdist.errors import CellInterrupted, SessionError, SwitchError
 from nbdist.number_formatting import format_bytes
 from nbdist.protocol.operations import (

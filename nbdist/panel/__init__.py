@@ -90,11 +90,11 @@ def static_mime_bundle(session: Session, *, look: bool = False) -> dict[str, str
 
 def render_formats(drawn: PanelState, curves: dict[str, Points]) -> dict[str, str]:
     """Render a snapshot as HTML and as text."""
-    from nbdist.display import panel
+    from nbdist.panel import static_page
 
     return {
-        "text/html": str(panel.render_html(drawn, curves)),
-        "text/plain": panel.render_text(drawn, curves),
+        "text/html": str(static_page.render_html(drawn, curves)),
+        "text/plain": static_page.render_text(drawn, curves),
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from nbdist.display.elements import Table, element, join
+from nbdist.display import Table, element, join
 from nbdist.number_formatting import format_bytes
 from nbdist.planner import memory, optimizers
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbdist import strategies
-from nbdist.display.elements import (
+from nbdist.display import (
     MEMORY_COLORS,
     Html,
     Table,

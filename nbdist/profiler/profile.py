@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from nbdist.display.elements import (
+from nbdist.display import (
     PAGE_STYLE,
     STEP_COLORS,
     Html,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, overload
 
 from nbdist import checkpoint
 from nbdist.checkpoint import CheckpointSummary, Url, UrlStorage, name_validation
-from nbdist.display.elements import show_as_text
+from nbdist.display import show_as_text
 from nbdist.errors import CheckpointError
 from nbdist.number_formatting import format_bytes
 from nbdist.output.sink import finished_cell

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from nbdist.display.elements import Table, element
+from nbdist.display import Table, element
 from nbdist.errors import NbdistError, OptionError
 
 if TYPE_CHECKING:

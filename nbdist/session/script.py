@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nbdist import strategies
 from nbdist._version import __version__
-from nbdist.display.elements import show_as_text
+from nbdist.display import show_as_text
 from nbdist.errors import OptionError
 from nbdist.paths import expand_user
 from nbdist.session import cell_history

@@ -33,8 +33,8 @@ SOURCES = {
     "debugger.png": ["nbdist/worker/debugger.py", "tests/browser/test_debugger_in_lab.py"],
     "panel-light.png": PANEL,
     "panel-dark.png": PANEL,
-    "profile-light.png": [*PANEL, "nbdist/display/profile.py"],
-    "profile-dark.png": [*PANEL, "nbdist/display/profile.py"],
+    "profile-light.png": [*PANEL, "nbdist/profiler/profile.py"],
+    "profile-dark.png": [*PANEL, "nbdist/profiler/profile.py"],
 }
 """Picture -> files, relative to the repository, that decide how it looks."""
 

@@ -19,11 +19,10 @@ from IPython.core.error import UsageError
 from nbdist import rank_sets, strategies
 from nbdist.checkpoint import CheckpointFile, name_validation
 from nbdist.checkpoint.manifest import Manifest
-from nbdist.display import panel
 from nbdist.errors import NbdistError, OptionError, PlanError
 from nbdist.hardware import discovery
 from nbdist.magics import arguments, magics, results
-from nbdist.panel import commands
+from nbdist.panel import commands, static_page
 from nbdist.panel.snapshot import ProfileViewCache
 from nbdist.planner import target_devices
 from nbdist.planner.measurement_store import MeasurementStore, device_overhead
@@ -471,8 +470,8 @@ def test_figures_of_a_rank_in_the_panel(examples: int) -> None:
         )
         view = ProfileViewCache().current_view(session)  # type: ignore[arg-type]
         json.dumps(view, allow_nan=False, ensure_ascii=False).encode()  # as jupyter_client does
-        blocks = panel.profile_blocks(view)
-        assert "<img" not in panel.blocks_html(blocks)
-        assert all(isinstance(line, str) for line in panel.blocks_text(blocks))
+        blocks = static_page.profile_blocks(view)
+        assert "<img" not in static_page.blocks_html(blocks)
+        assert all(isinstance(line, str) for line in static_page.blocks_text(blocks))
 
     hold(check, mutated(FIGURES), examples)

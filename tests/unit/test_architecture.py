@@ -48,7 +48,7 @@ MAY_IMPORT = {
     | {"strategies"},
     "profiler": {"display", "errors", "number_formatting", "planner", "protocol", "rank_sets"}
     | {"strategies"},
-    "display": {"number_formatting", "output", "panel"},
+    "display": set(),
     # of "output" the deduplication, which agents use for the messages of their ranks
     "cluster": {"_version", "errors", "hardware", "output", "paths", "protocol", "rank_python"}
     | {"redaction", "signal_handling"},

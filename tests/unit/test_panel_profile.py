@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import pytest
 
 import nbdist
-from nbdist.display import panel
-from nbdist.display.elements import STEP_COLORS
+from nbdist.display import STEP_COLORS
+from nbdist.panel import static_page
 from nbdist.panel.commands import PanelCommand, parse_message
 from nbdist.panel.controller import PanelData
 from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
@@ -202,10 +202,10 @@ def test_the_window_that_is_open_is_the_progress(session: Session) -> None:
 @pytest.mark.fault("G1")
 def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) -> None:
     drawn = PanelData(session).snapshot()
-    page = panel.render_html(drawn, {})
+    page = static_page.render_html(drawn, {})
     assert "<img src=x" not in page
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 5
-    for face in (page, panel.render_text(drawn, {})):
+    for face in (page, static_page.render_text(drawn, {})):
         for part in (
             "input-bound", "rank 0", "rank 1", "data 60%", "backward 20%", "200 ms", "48 MiB",
             "about 35 % faster", "profiling: step 4",
@@ -213,12 +213,12 @@ def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) 
             assert part in face, part
     widths = [float(one) for one in re.findall(r"float:left;height:100%;width:([\d.]+)%", page)]
     assert sum(widths) == pytest.approx(200, abs=0.1)
-    assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in panel.render_text(drawn, {})
+    assert "[" + "d" * 24 + "F" * 4 + "B" * 8 + "C" * 4 + "]" in static_page.render_text(drawn, {})
 
 
 def test_every_part_has_a_colour_a_letter_and_a_pattern() -> None:
-    assert tuple(STEP_COLORS) == tuple(panel.STEP_PART_LETTERS) == STEP_PARTS
-    assert len(set(panel.STEP_PART_LETTERS.values())) == len(STEP_PARTS)
+    assert tuple(STEP_COLORS) == tuple(static_page.STEP_PART_LETTERS) == STEP_PARTS
+    assert len(set(static_page.STEP_PART_LETTERS.values())) == len(STEP_PARTS)
     style = (ROOT / "widgets" / "src" / "panel.css").read_text()
     patterns = dict(re.findall(r'\[data-part="(\w+)"\] \{ background(?:-image)?: (.*?) \}', style))
     assert set(patterns) == set(STEP_PARTS) - {"forward"}

@@ -15,12 +15,12 @@ import pytest
 
 import nbdist
 from nbdist import number_formatting, panel
-from nbdist.display import panel as static
-from nbdist.display.elements import MEMORY_COLORS
+from nbdist.display import MEMORY_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, NodeUsage
 from nbdist.panel import plan_view, protocol, snapshot
+from nbdist.panel import static_page as static
 from nbdist.panel.controller import PanelData
 from nbdist.panel.device_sampler import DeviceSnapshot
 from nbdist.panel.plan_view import PlanView, view_from_plan

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbdist.display.elements import STEP_COLORS
+from nbdist.display import STEP_COLORS
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from nbdist.profiler.profile import shown_ranks

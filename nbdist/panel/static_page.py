@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeVar
 
-from nbdist.display.elements import (
+from nbdist.display import (
     MEMORY_COLORS,
     MUTED_COLOR,
     PAGE_STYLE,
