@@ -432,7 +432,6 @@ def _trace_file(key: str) -> Path:
 
 def _trace(request: Mapping[str, Any], progress: Callable[[str], None]) -> dict[str, Any]:
     """Trace in a child with the ranks' Python."""
-    progress("loading torch and transformers")
     python = rank_python.selected()
     command = [python.executable, "-m", "nbdist.planner.tracing.trace_module"]
     with tempfile.TemporaryDirectory(prefix="nbdist-") as folder:

@@ -248,6 +248,7 @@ def main() -> None:
     def progress(text: str) -> None:
         print(f"trace: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
+    progress("loading torch and transformers")
     fields: dict[str, Any]
     # Output of a model's code must not mix with the answer on stdout.
     with contextlib.redirect_stdout(sys.stderr):
