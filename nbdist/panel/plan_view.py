@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_MODEL_MESSAGE = "No model is prepared yet. Call accelerator.prepare() in a %%distribute cell."
-_STRATEGY_OPTIONS = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
-"""Options that distinguish strategies of one backend and that a switch accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ def plan_running_model(session: Session, reply: messages.ModelReply) -> PlanView
 def view_from_plan(plan: Plan, options: Options) -> PlanView:
     """Convert a plan."""
     # the row of the current options, if the plan has it
-    fixed = {name: getattr(options, name) for name in _STRATEGY_OPTIONS}
+    fixed = {name: getattr(options, name) for name in result.VARIANT_OPTIONS}
     fixed["offload"] = options.offload_device
     fixed["reshard_after_forward"] = options.reshard_after_forward
     try:
@@ -122,7 +120,7 @@ def _strategy_row(
     # the button of a row that is not the current one
     does, arguments = "", {}
     if not current and _is_switchable(row):
-        new = {name: getattr(row.options, name) for name in _STRATEGY_OPTIONS}
+        new = {name: getattr(row.options, name) for name in result.VARIANT_OPTIONS}
         changed = {name: value for name, value in new.items() if value != getattr(options, name)}
         arguments = {"backend": row.backend, **changed}
         does = describe_switch(options, replace(options, **arguments), fits=row.fits)

@@ -163,107 +163,101 @@ _CDNA3 = _CDNA4 = _GpuGeneration(0.45, 63)
 _RDNA3 = _GpuGeneration(0.45, 31.5)
 
 
-class _GpuCatalogEntry(NamedTuple):
-    """One line of the catalogue, in datasheet units."""
+def _gpu(  # noqa: PLR0913 - a line of a table
+    name: str,
+    generation: _GpuGeneration,
+    memory: float,
+    bandwidth: float,
+    tflops: tuple[float, ...],
+    nvlink: float = 0,
+    *,
+    bridged: bool = False,
+    source: str = "manufacturer's datasheet",
+    host_link: float = 0,
+) -> DeviceSpec:
+    """Convert one line of the catalogue from datasheet units.
 
-    name: str
-    """Family, board unless SXM, memory. A bare family name means its first row."""
-    generation: _GpuGeneration
-    memory: float
-    """GiB that CUDA typically reports; boards differ by about 0.1 GiB. For a detected GPU its own
-    figure is used."""
-    bandwidth: float
-    """GB/s."""
-    tflops: tuple[float, ...]
-    """Dense, with fp32 accumulation: fp32, 16 bit, and fp8 if supported."""
-    nvlink: float = 0
-    """GB/s, one direction."""
-    bridged: bool = False
-    """True if NVLink connects only pairs, not all GPUs of a machine."""
-    source: str = "manufacturer's datasheet"
-    host_link: float = 0
-    """GB/s if the link is not PCIe; copies reach 375 of NVLink-C2C's 450."""
-
-    def to_device_spec(self) -> DeviceSpec:
-        """Convert to bytes and FLOP/s."""
-        peaks = dict(zip(("fp32", "fp16", "fp8"), self.tflops, strict=False))
-        generation = self.generation
-        peaks |= {"bf16": peaks["fp16"]} if generation.bf16 else {}
-        switched = self.nvlink > 0 and not self.bridged
-        return DeviceSpec(
-            name=self.name,
-            memory_bytes=int(self.memory * GIB),
-            free_bytes=int(self.memory * GIB),
-            flops=MappingProxyType({kind: peak * TERA for kind, peak in peaks.items()}),
-            compute_efficiency=generation.sustained,
-            has_published_efficiency=generation.fitted,
-            memory_bandwidth=self.bandwidth * GB,
-            nvlink=self.nvlink * GB,
-            has_nvswitch=switched,
-            reduces_in_switch=switched and generation.reduces_in_switch,
-            pcie=generation.pcie * GB,
-            host_link=(self.host_link or generation.pcie * ACHIEVABLE_HOST_LINK_FRACTION) * GB,
-            source=self.source,
-        )
+    Args:
+        name: family, board unless SXM, memory. A bare family name means its first row.
+        generation: what all GPUs of the generation have in common.
+        memory: GiB that CUDA typically reports; boards differ by about 0.1 GiB. For a detected GPU
+            its own figure is used.
+        bandwidth: GB/s.
+        tflops: dense, with fp32 accumulation: fp32, 16 bit, and fp8 if supported.
+        nvlink: GB/s, one direction.
+        bridged: True if NVLink connects only pairs, not all GPUs of a machine.
+        source: source of the figures.
+        host_link: GB/s if the link is not PCIe; copies reach 375 of NVLink-C2C's 450.
+    """
+    peaks = dict(zip(("fp32", "fp16", "fp8"), tflops, strict=False))
+    peaks |= {"bf16": peaks["fp16"]} if generation.bf16 else {}
+    switched = nvlink > 0 and not bridged
+    return DeviceSpec(
+        name=name,
+        memory_bytes=int(memory * GIB),
+        free_bytes=int(memory * GIB),
+        flops=MappingProxyType({kind: peak * TERA for kind, peak in peaks.items()}),
+        compute_efficiency=generation.sustained,
+        has_published_efficiency=generation.fitted,
+        memory_bandwidth=bandwidth * GB,
+        nvlink=nvlink * GB,
+        has_nvswitch=switched,
+        reduces_in_switch=switched and generation.reduces_in_switch,
+        pcie=generation.pcie * GB,
+        host_link=(host_link or generation.pcie * ACHIEVABLE_HOST_LINK_FRACTION) * GB,
+        source=source,
+    )
 
 
 _TU102 = "NVIDIA Turing whitepaper"
 # fmt: off
 _ROWS = (
     # name, generation, GiB, GB/s, TFLOP/s, NVLink GB/s
-    _GpuCatalogEntry("T4-16GB", _TURING, 14.6, 320, (8.1, 65)),
-    _GpuCatalogEntry("P100-16GB", _PASCAL, 15.9, 732, (9.3, 18.7)),
-    _GpuCatalogEntry("V100-16GB", _VOLTA, 15.8, 900, (15.7, 125), 150),
-    _GpuCatalogEntry("V100-32GB", _VOLTA, 31.7, 900, (15.7, 125), 150),
-    _GpuCatalogEntry("RTX2080Ti-11GB", _TURING, 10.7, 616, (13.4, 53.8), 50,
-                      bridged=True, source=_TU102),
-    _GpuCatalogEntry("TitanRTX-24GB", _TURING, 23.6, 672, (16.3, 130.5), 50,
-                      bridged=True, source=_TU102),
-    _GpuCatalogEntry("RTX3090-24GB", _AMPERE, 23.7, 936, (35.6, 71), 56,
-                      bridged=True, source="GA102 paper"),
-    _GpuCatalogEntry("RTX4090-24GB", _ADA, 23.6, 1008, (82.6, 165.2, 330),
-                      source="NVIDIA Ada whitepaper"),
-    _GpuCatalogEntry("RTX5090-32GB", _BLACKWELL, 31.4, 1792, (104.8, 209.5, 419),
-                      source="GB202 whitepaper"),
-    _GpuCatalogEntry("A10-24GB", _AMPERE, 22.2, 600, (31.2, 125)),
-    _GpuCatalogEntry("A10G-24GB", _AMPERE, 22.1, 600, (31.5, 70), source="AWS, EC2 G5"),
-    _GpuCatalogEntry("A30-24GB", _AMPERE, 23.5, 933, (10.3, 165), 100, bridged=True),
-    _GpuCatalogEntry("A40-48GB", _AMPERE, 44.4, 696, (37.4, 149.7), 56, bridged=True),
-    _GpuCatalogEntry("A6000-48GB", _AMPERE, 47.4, 768, (38.7, 154.8), 56, bridged=True),
-    _GpuCatalogEntry("L4-24GB", _ADA, 22.0, 300, (30.3, 121, 242)),
-    _GpuCatalogEntry("L40S-48GB", _ADA, 44.4, 864, (91.6, 362, 733)),
-    _GpuCatalogEntry("RTX6000Ada-48GB", _ADA, 47.4, 960, (91.1, 364, 728)),
-    _GpuCatalogEntry("RTXPRO6000-96GB", _BLACKWELL, 94.9, 1792, (125, 503.8, 1007)),
-    _GpuCatalogEntry("A100-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 300),
-    _GpuCatalogEntry("A100-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300),
-    _GpuCatalogEntry("A100-PCIe-80GB", _AMPERE, 79.2, 1935, (19.5, 312), 300, bridged=True),
-    _GpuCatalogEntry("A100-PCIe-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300, bridged=True),
-    _GpuCatalogEntry("A800-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 200),
-    _GpuCatalogEntry("H100-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 450),
-    _GpuCatalogEntry("H100-PCIe-80GB", _HOPPER, 79.1, 2039, (51.2, 756, 1513), 300, bridged=True),
-    _GpuCatalogEntry("H100-NVL-94GB", _HOPPER, 93.1, 3938, (60, 835, 1671), 300, bridged=True),
-    _GpuCatalogEntry("H100-96GB", _HOPPER, 94.9, 2400, (66.9, 989.4, 1978.9), 450,
-                      source="torchtitan"),
-    _GpuCatalogEntry("H800-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 200),
-    _GpuCatalogEntry("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
-    _GpuCatalogEntry("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
-    _GpuCatalogEntry("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
+    _gpu("T4-16GB", _TURING, 14.6, 320, (8.1, 65)),
+    _gpu("P100-16GB", _PASCAL, 15.9, 732, (9.3, 18.7)),
+    _gpu("V100-16GB", _VOLTA, 15.8, 900, (15.7, 125), 150),
+    _gpu("V100-32GB", _VOLTA, 31.7, 900, (15.7, 125), 150),
+    _gpu("RTX2080Ti-11GB", _TURING, 10.7, 616, (13.4, 53.8), 50, bridged=True, source=_TU102),
+    _gpu("TitanRTX-24GB", _TURING, 23.6, 672, (16.3, 130.5), 50, bridged=True, source=_TU102),
+    _gpu("RTX3090-24GB", _AMPERE, 23.7, 936, (35.6, 71), 56, bridged=True, source="GA102 paper"),
+    _gpu("RTX4090-24GB", _ADA, 23.6, 1008, (82.6, 165.2, 330), source="NVIDIA Ada whitepaper"),
+    _gpu("RTX5090-32GB", _BLACKWELL, 31.4, 1792, (104.8, 209.5, 419), source="GB202 whitepaper"),
+    _gpu("A10-24GB", _AMPERE, 22.2, 600, (31.2, 125)),
+    _gpu("A10G-24GB", _AMPERE, 22.1, 600, (31.5, 70), source="AWS, EC2 G5"),
+    _gpu("A30-24GB", _AMPERE, 23.5, 933, (10.3, 165), 100, bridged=True),
+    _gpu("A40-48GB", _AMPERE, 44.4, 696, (37.4, 149.7), 56, bridged=True),
+    _gpu("A6000-48GB", _AMPERE, 47.4, 768, (38.7, 154.8), 56, bridged=True),
+    _gpu("L4-24GB", _ADA, 22.0, 300, (30.3, 121, 242)),
+    _gpu("L40S-48GB", _ADA, 44.4, 864, (91.6, 362, 733)),
+    _gpu("RTX6000Ada-48GB", _ADA, 47.4, 960, (91.1, 364, 728)),
+    _gpu("RTXPRO6000-96GB", _BLACKWELL, 94.9, 1792, (125, 503.8, 1007)),
+    _gpu("A100-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 300),
+    _gpu("A100-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300),
+    _gpu("A100-PCIe-80GB", _AMPERE, 79.2, 1935, (19.5, 312), 300, bridged=True),
+    _gpu("A100-PCIe-40GB", _AMPERE, 39.4, 1555, (19.5, 312), 300, bridged=True),
+    _gpu("A800-80GB", _AMPERE, 79.2, 2039, (19.5, 312), 200),
+    _gpu("H100-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 450),
+    _gpu("H100-PCIe-80GB", _HOPPER, 79.1, 2039, (51.2, 756, 1513), 300, bridged=True),
+    _gpu("H100-NVL-94GB", _HOPPER, 93.1, 3938, (60, 835, 1671), 300, bridged=True),
+    _gpu("H100-96GB", _HOPPER, 94.9, 2400, (66.9, 989.4, 1978.9), 450, source="torchtitan"),
+    _gpu("H800-80GB", _HOPPER, 79.1, 3352, (66.9, 989.4, 1978.9), 200),
+    _gpu("H200-141GB", _HOPPER, 139.8, 4800, (66.9, 989.4, 1978.9), 450),
+    _gpu("GH200-96GB", _HOPPER, 94.5, 4000, (67, 990, 1979), 450, host_link=375),
+    _gpu("B200-180GB", _BLACKWELL, 178.4, 8000, (75, 2250, 4500), 900),
     # AMD's published peaks, not measured; fp32 of the matrix cores, a link is Infinity Fabric
     # (XGMI). An MI250 is two GPUs of 64 GB each.
-    _GpuCatalogEntry("MI210-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150, bridged=True),
-    _GpuCatalogEntry("MI250-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150),
-    _GpuCatalogEntry("MI250X-64GB", _CDNA2, 64.0, 1638, (47.9, 191.5), 150),
-    _GpuCatalogEntry("MI300X-192GB", _CDNA3, 191.5, 5300, (163.4, 1307, 2614), 448),
-    _GpuCatalogEntry("MI325X-256GB", _CDNA3, 255.5, 6000, (163.4, 1307, 2614), 448),
-    _GpuCatalogEntry("MI355X-288GB", _CDNA4, 287.5, 8000, (157.3, 2517, 5033), 537),
-    _GpuCatalogEntry("RX7900XTX-24GB", _RDNA3, 24.0, 960, (61.4, 122.8)),
-    _GpuCatalogEntry("W7900-48GB", _RDNA3, 48.0, 864, (61.3, 122.6)),
+    _gpu("MI210-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150, bridged=True),
+    _gpu("MI250-64GB", _CDNA2, 64.0, 1638, (45.3, 181), 150),
+    _gpu("MI250X-64GB", _CDNA2, 64.0, 1638, (47.9, 191.5), 150),
+    _gpu("MI300X-192GB", _CDNA3, 191.5, 5300, (163.4, 1307, 2614), 448),
+    _gpu("MI325X-256GB", _CDNA3, 255.5, 6000, (163.4, 1307, 2614), 448),
+    _gpu("MI355X-288GB", _CDNA4, 287.5, 8000, (157.3, 2517, 5033), 537),
+    _gpu("RX7900XTX-24GB", _RDNA3, 24.0, 960, (61.4, 122.8)),
+    _gpu("W7900-48GB", _RDNA3, 48.0, 864, (61.3, 122.6)),
 )
 # fmt: on
 
-GPU_CATALOG: Mapping[str, DeviceSpec] = MappingProxyType(
-    {row.name: row.to_device_spec() for row in _ROWS}
-)
+GPU_CATALOG: Mapping[str, DeviceSpec] = MappingProxyType({device.name: device for device in _ROWS})
 """Name -> device with all of its memory free."""
 
 _FORM = re.compile(r"SXM[0-9]?|PCIE|NVL")

@@ -85,7 +85,7 @@ class Plan:
             "activation_checkpointing": False,
             "replicate_across": "none",
             "reshard_after_forward": resharded,
-            **{key: value for key, value in fixed.items() if key in _DISTINCT},
+            **{key: value for key, value in fixed.items() if key in VARIANT_OPTIONS},
             **options,
         }
         size = self.question.batch_sizes[0] if batch_size is None else batch_size
@@ -184,8 +184,8 @@ class Plan:
         return str(page)
 
 
-_DISTINCT = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
-"""Options that distinguish rows of one backend."""
+VARIANT_OPTIONS = ("offload", "offload_params", "activation_checkpointing", "replicate_across")
+"""Options that distinguish rows of one backend, and that a switch accepts."""
 
 
 def _has(row: PlanRow, requested: Mapping[str, Any]) -> bool:

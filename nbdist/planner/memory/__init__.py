@@ -1,9 +1,9 @@
 """Memory of a training step under DDP, FSDP and DeepSpeed ZeRO, moment by moment.
 
-Each engine has a timeline (`ddp`, `fsdp`, `zero12`, `zero3`), which yields a `MemoryUsage` per
-moment: the bytes of each part on the fullest rank's device, and on host and NVMe for that rank. The
-peak is the moment with the largest sum. The step is the third optimizer step or later,
-when optimizer state exists and ZeRO-3 has recorded its trace.
+Each engine has a timeline (DDP in `timeline`, `fsdp`, `zero12`, `zero3`), which yields a
+`MemoryUsage` per moment: the bytes of each part on the fullest rank's device, and on host and NVMe
+for that rank. The peak is the moment with the largest sum. The step is the third optimizer step or
+later, when optimizer state exists and ZeRO-3 has recorded its trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nbdist.errors import PlanError
-from nbdist.planner.memory import ddp, fsdp, zero3, zero12
+from nbdist.planner.memory import fsdp, timeline, zero3, zero12
 from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
         PlanError: the engine cannot train this model with this optimizer.
     """
     engines: Mapping[tuple[str, int], Callable[[ModelSpec, TrainingSetup], StepTimeline]] = {
-        ("ddp", 0): ddp.DdpTimeline,
+        ("ddp", 0): timeline.DdpTimeline,
         ("fsdp", 1): fsdp.Fsdp1Timeline,
         ("fsdp", 2): fsdp.Fsdp2Timeline,
         ("deepspeed", 1): zero12.Zero12Timeline,

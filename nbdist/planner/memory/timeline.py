@@ -1,4 +1,4 @@
-"""Training setup, and the base class of an engine's memory timeline.
+"""Training setup, the base class of an engine's memory timeline, and that of DDP.
 
 An engine's memory does not depend on the micro-batch size; activations and logits do. So a timeline
 computes its `NonActivationMemory` at the steps of a walk once; another micro-batch size costs two
@@ -15,6 +15,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from nbdist.planner import model_spec, optimizers
+from nbdist.planner.memory import zero_partitioning
 from nbdist.planner.model_spec import (
     Workload,
     end_blocks,
@@ -272,3 +274,79 @@ def sum_parts(many: Iterable[BytesByPart]) -> dict[str, int]:
         for name, count in parts.items():
             sums[name] = sums.get(name, 0) + count
     return sums
+
+
+# -- DDP -------------------------------------------------------------------------------------
+
+
+class DdpTimeline(StepTimeline):
+    """A training step under DDP; of several micro-batches the last one, which uses the most.
+
+    Every rank holds everything, and the gradients twice: torch 2.13 and accelerate 1.15 leave
+    `gradient_as_bucket_view` off, so the reducer's buckets are a second copy of all gradients for
+    the lifetime of the model. On one GPU, accelerate 1.15 does not wrap the model in DDP.
+    """
+
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        super().__init__(model)
+        self._setup = setup
+        elements, width = model_spec.num_trainable_params(model), model.trainable_element
+        shapes = optimizers.trained_shapes(model)
+        is_wrapped = setup.world_size > 1 or setup.kind == "cpu"
+        self._kept = NonActivationMemory(
+            {
+                "parameters": elements * width
+                + num_frozen_params(model) * model.element
+                + model_spec.quantized_param_bytes(model),
+                "buffers": elements * width * is_wrapped,
+                "optimizer": setup.optimizer.state_bytes(elements, element=width, shapes=shapes),
+            }
+        )
+        scratch = setup.optimizer.num_temporaries(
+            elements, zero_partitioning.largest_trainable_size(*model.groups), shapes
+        )
+        update = {"gradients": elements * width, "temporaries": width * scratch}
+        self._update = NonActivationMemory(update, besides=self._kept)
+
+    def walk_allocations(
+        self, steps: tuple[MicroBatchStep, ...]
+    ) -> Iterator[tuple[int, NonActivationMemory]]:
+        """Gradients, and weights cast to 16 bits."""
+        for at, step in enumerate(steps):
+            if step.phase not in {"before", "after"}:
+                casts = {"activations": _casts(self.model, step, self._setup)}
+                gradients = _gradients(self.model, step, self._setup)
+                yield at, NonActivationMemory(gradients, casts, besides=self._kept)
+
+
+def _gradients(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> BytesByPart:
+    """Bytes of gradients; those of earlier micro-batches accumulate the new ones one by one."""
+    if setup.options.accumulate > 1:
+        elements, new = (
+            model_spec.num_trainable_params(model),
+            zero_partitioning.num_pending_gradients(model, step),
+        )
+    elif step.phase == "backward":
+        elements, new = zero_partitioning.num_finished_gradients(model, step) + step.num_grads, 0
+    else:
+        elements, new = 0, 0
+    width = model.trainable_element
+    return {"gradients": elements * width, "temporaries": new * width}
+
+
+def _casts(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> int:
+    """Bytes of the 16-bit weights that autocast caches until the forward ends.
+
+    Without checkpointing they are saved for the backward and counted as activations, as they are
+    in a trace.
+    """
+    if (
+        step.phase != "forward"
+        or model.depth == "traced"
+        or not setup.options.activation_checkpointing
+        or not setup.is_half_precision
+    ):
+        return 0
+    *earlier, own = model.groups[: step.group_index + 1]
+    blocks = sum(group.trainable * group.count for group in earlier if group.role == "block")
+    return 2 * (blocks + (step.block_index * own.trainable if own.role == "block" else 0))

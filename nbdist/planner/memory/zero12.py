@@ -1,38 +1,308 @@
-"""Memory timeline of DeepSpeed under ZeRO-1 and 2; stage 3 is in `zero3`.
+"""Memory timelines of DeepSpeed: its config, what all stages have in common, and ZeRO-1 and 2.
 
-Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients are cut
-into equal partitions of one flat buffer. Ranks differ, since a rank keeps the whole gradient of
-each parameter that overlaps with its partition; the rank with the highest peak determines the
-estimate.
-Follows DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
+Stage 3 is in `zero3`. Based on DeepSpeed 0.19.8, measured tensor by tensor with the config that
+`strategies` passes to it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nbdist.errors import PlanError
 from nbdist.planner import model_spec
 from nbdist.planner.memory import zero_partitioning
-from nbdist.planner.memory.zero_common import (
-    GRADIENT_PARTITIONING_STAGE,
-    MASTER_BYTES,
-    NORM_BYTES,
-    ZeroTimeline,
-)
-from nbdist.planner.model_spec import last_blocks_and
+from nbdist.planner.memory.timeline import NonActivationMemory, StepTimeline
+from nbdist.strategies import Hardware
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from nbdist.planner.memory.timeline import BytesByPart, NonActivationMemory, TrainingSetup
-    from nbdist.planner.memory.zero_partitioning import BucketReduction, RetainedGradients
-    from nbdist.planner.model_spec import MicroBatchStep, ModelSpec, VisitedBlocks
+    from nbdist.planner.memory.timeline import BytesByPart, TrainingSetup
+    from nbdist.planner.memory.zero_partitioning import (
+        BucketReduction,
+        RetainedGradients,
+        TrainableParameter,
+    )
+    from nbdist.planner.model_spec import (
+        MicroBatchActivations,
+        MicroBatchStep,
+        ModelSpec,
+        VisitedBlocks,
+    )
+
+GRADIENT_PARTITIONING_STAGE = 2
+PARAMETER_PARTITIONING_STAGE = 3
+MASTER_BYTES = 4
+"""Bytes per element of the master copy, which is always fp32."""
+NORM_BYTES = 8
+"""Bytes per element while a norm is computed in fp64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchLimits:
+    """Limits of ZeRO-3's parameter gathering, in elements."""
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    param_persistence_threshold: int = 100_000
+    """Parameters up to this size are never partitioned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroConfig:
+    """DeepSpeed's config, in elements, completed by its defaults."""
+
+    reduce_bucket_size: int
+    num_buffers: int
+    """Number of buckets that exist at once."""
+    overlap_comm: bool
+    sub_group_size: int
+    prefetch_limits: PrefetchLimits
+    offload_optimizer: Mapping[str, Any]
+    offload_param: Mapping[str, Any]
+
+
+def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
+    """Read the session's config as DeepSpeed does (runtime/zero/config.py)."""
+    strategy = setup.options.strategy
+    hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
+    zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
+    # The smallest parameter besides the head is the final norm's, of hidden size.
+    hidden = min((size for size, _ in zero_partitioning.params(model.groups[-1])), default=0)
+    automatic = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+    def number(key: str, default: float) -> int:
+        # accelerate 1.15 replaces "auto" by numbers that depend on the hidden size.
+        value = zero.get(key, default)
+        if value == "auto":
+            return automatic.get(key, int(default))
+        return int(value)
+
+    cuts_parameters = strategy.level == PARAMETER_PARTITIONING_STAGE
+    overlap = zero.get("overlap_comm")
+    overlap = cuts_parameters if overlap in (None, "auto") else overlap
+    contiguous = bool(zero.get("contiguous_gradients", True))
+    return ZeroConfig(
+        reduce_bucket_size=number("reduce_bucket_size", 5e8),
+        num_buffers=int(contiguous) * (2 if overlap and not cuts_parameters else 1),
+        overlap_comm=overlap,
+        sub_group_size=number("sub_group_size", 1e9),
+        prefetch_limits=PrefetchLimits(
+            prefetch_bucket_size=number("stage3_prefetch_bucket_size", 5e7),
+            max_live_parameters=number("stage3_max_live_parameters", 1e9),
+            max_reuse_distance=number("stage3_max_reuse_distance", 1e9),
+            param_persistence_threshold=number("stage3_param_persistence_threshold", 1e5),
+        ),
+        offload_optimizer=zero.get("offload_optimizer", {}),
+        offload_param=zero.get("offload_param", {}),
+    )
+
+
+class ZeroTimeline(StepTimeline):
+    """A training step under DeepSpeed; of several micro-batches the last, which uses the most."""
+
+    def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
+        """Read the config and compute sizes that all moments need."""
+        super().__init__(model)
+        self.setup = setup
+        self.config = read_config(model, setup)
+        self.element_bytes = 2 if setup.is_half_precision else 4
+        """Bytes per element of parameters and gradients in use."""
+        self.trainable = model_spec.num_trainable_params(model)
+        if not self.trainable:
+            raise PlanError(
+                "The model has no trainable parameter, which DeepSpeed needs. Unfreeze some."
+            )
+        self.largest = zero_partitioning.largest_trainable_size(*model.groups)
+        """Elements of the largest trainable parameter."""
+        self.is_offloaded = setup.options.offload_device != "none"
+        self.has_accumulated_gradients = setup.options.accumulate > 1
+        """True if gradients of earlier micro-batches exist."""
+        self.tied_head_size = zero_partitioning.tied_head_size(model)
+
+    @cached_property
+    def partition_size(self) -> int:
+        """Elements of a rank's share of the master copy."""
+        return zero_partitioning.partition_size(self.trainable, self.setup.world_size)
+
+    @abstractmethod
+    def device_parts(self) -> dict[str, int]:
+        """Return the bytes that are always on the device."""
+
+    @abstractmethod
+    def host_parts(self) -> dict[str, int]:
+        """Return the bytes that are always in host memory."""
+
+    def nvme_bytes(self) -> int:
+        """Return the bytes on NVMe."""
+        return 0
+
+    @abstractmethod
+    def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
+        """Yield reductions that may be the peak, in order, with their additional memory."""
+
+    @abstractmethod
+    def update_allocations(self) -> Iterator[tuple[str, NonActivationMemory]]:
+        """Yield the parts of the optimizer step with the memory held."""
+
+    def other_allocations(
+        self, run: MicroBatchActivations
+    ) -> Iterator[tuple[str, NonActivationMemory, int]]:
+        """Yield the reductions, then the optimizer step."""
+        before = model_spec.saved_bytes_before_groups(self.model, run)
+        for reduction, allocation in self._peak_reductions:
+            yield "gradient reduction", allocation, self._alive(reduction, run, before)
+        for name, allocation in self._updates:
+            yield name, allocation, run.batch_bytes
+
+    @cached_property
+    def _updates(self) -> list[tuple[str, NonActivationMemory]]:
+        return list(self.update_allocations())
+
+    @cached_property
+    def _peak_reductions(self) -> list[tuple[BucketReduction, NonActivationMemory]]:
+        """Reductions one of which is the peak, for any micro-batch."""
+        candidates: list[tuple[BucketReduction, int, BytesByPart]] = []
+        for reduction, parts in self.reduction_allocations():
+            size = sum(parts.values())
+            if not any(
+                more >= size and _is_before(other, reduction) for other, more, _ in candidates
+            ):
+                candidates.append((reduction, size, parts))
+        return [(reduction, self.allocation_with(parts)) for reduction, _, parts in candidates]
+
+    def allocation_with(
+        self, *more: BytesByPart, host: BytesByPart | None = None
+    ) -> NonActivationMemory:
+        """Return the permanent memory combined with additional parts."""
+        return NonActivationMemory(*more, host=(host,) if host else (), besides=self._permanent)
+
+    @cached_property
+    def _permanent(self) -> NonActivationMemory:
+        return NonActivationMemory(
+            self.device_parts(), host=(self.host_parts(),), nvme=self.nvme_bytes()
+        )
+
+    def optimizer_state_parts(self) -> dict[str, int]:
+        """Return the bytes of master copy and optimizer state, on any device."""
+        optimizer = self.setup.optimizer
+        return {
+            "master": MASTER_BYTES * self.partition_size,
+            "optimizer": optimizer.state_bytes(self.partition_size, flat=True),
+        }
+
+    def page_locked(self, *sizes: int) -> int:
+        """Return the padding of pinned tensors of these sizes, in bytes.
+
+        torch 2.13 rounds each one up to a power of two (CachingHostAllocator.h).
+        """
+        if not self.config.offload_optimizer.get("pin_memory"):
+            return 0
+        return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
+
+    def update_parts(self, elements: int) -> dict[str, int]:
+        """Return the bytes of updating these elements: fp32 gradients, optimizer temporaries."""
+        return {
+            "gradients": MASTER_BYTES * elements,
+            "temporaries": MASTER_BYTES * self.setup.optimizer.num_temporaries(elements, elements),
+        }
+
+    def host_update_parts(self, elements: int) -> dict[str, int]:
+        """Return the bytes of temporaries of an update in host memory."""
+        # DeepSpeed's own CPU optimizers work in place.
+        optimizer = self.setup.optimizer
+        copies = 0 if optimizer.has_cpu_version else optimizer.loop_copies
+        return {"temporaries": round(MASTER_BYTES * copies * elements)}
+
+    def pending_gradient_parts(self, step: MicroBatchStep) -> dict[str, int]:
+        """Return the bytes of gradients that exist but are not in the bucket yet."""
+        return {
+            "temporaries": self.element_bytes
+            * zero_partitioning.num_pending_gradients(
+                self.model, step, self.config.reduce_bucket_size
+            )
+        }
+
+    def unbucketed_gradient_bytes(self, reduction: BucketReduction) -> int:
+        """Return the bytes of gradients outside the bucket while one is reduced.
+
+        These are the next gradient, a tied head's, which is complete only after the embedding's
+        backward, and a large one, which is reduced in place.
+        """
+        at = reduction.next_parameter
+        head = 0 if at is None or self._is_tied_head(at) else self.tied_head_size
+        waits = 0 if at is None else at.num_elements + head
+        large = reduction.num_in_bucket if self.exceeds_bucket(reduction) else 0
+        return self.element_bytes * (waits + large)
+
+    def exceeds_bucket(self, reduction: BucketReduction) -> bool:
+        """Return whether it is a single parameter above the bucket size."""
+        return reduction.num_in_bucket > self.config.reduce_bucket_size
+
+    def _alive(
+        self, reduction: BucketReduction, run: MicroBatchActivations, before: list[int]
+    ) -> int:
+        """Bytes of activations when a reduction begins, including those saved `before` its group.
+
+        It begins when the gradient that does not fit exists: at the first moment of its group with
+        at least that many gradients.
+        """
+        place = reduction.next_parameter
+        if place is None or self._is_tied_head(place):
+            return 0
+        own = run.layers[place.group_index]
+        # A closed form knows the gradients in the order of use, a reduction in the module's, in
+        # which norms may come earlier or later.
+        is_closed = self.model.depth == "closed form"
+        shapes = self.model.groups[place.group_index].tensors if is_closed else ()
+        vectors = sum(each.num_elements for each in shapes if each.trainable and each.is_vector)
+        held_then = (
+            moment.held_bytes
+            for moment in own.gradient_moments or own.backward_moments  # the largest first
+            if moment.num_grads >= reduction.num_done_in_group - vectors
+        )
+        held = next(held_then, own.input_grad_bytes)
+        late = sum(zero_partitioning.late_trainable_sizes(self.model.groups))
+        if place.group_index == 0 and reduction.num_done_in_group <= late:
+            # A trace runs fewer blocks, and those of the whole model are all still saved.
+            return max(held, before[-1])
+        return before[place.group_index] + place.block_index * own.saved_bytes + held
+
+    def _is_tied_head(self, place: TrainableParameter) -> bool:
+        """True for the first parameter: its gradient is complete at the end of the backward."""
+        return (
+            self.model.tied
+            and place == zero_partitioning.trainable_parameters(self.model.groups, tied=True)[0]
+        )
+
+
+def _is_before(other: BucketReduction, reduction: BucketReduction) -> bool:
+    """True if the other reduction is not later and has at least the same activations."""
+    if reduction.next_parameter is None or other.next_parameter is None:
+        return reduction.next_parameter is None
+    return (
+        other.next_parameter.group_index == reduction.next_parameter.group_index
+        and other.num_done_in_group <= reduction.num_done_in_group
+    )
 
 
 class Zero12Timeline(ZeroTimeline):
-    """Stages 1 and 2, on the fullest rank."""
+    """Stages 1 and 2, on the fullest rank.
+
+    Every rank holds all parameters; the master copy, optimizer state and (stage 2) gradients are
+    cut into equal partitions of one flat buffer. Ranks differ, since a rank keeps the whole
+    gradient of each parameter that overlaps with its partition; the rank with the highest peak
+    determines the estimate. Follows DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py.
+    """
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         super().__init__(model, setup)
@@ -103,7 +373,7 @@ class Zero12Timeline(ZeroTimeline):
         begins.append((earliest, groups[earliest].count - 1))
         # Moments of a block may precede its gradient; those of the next block follow it.
         also = [(number, max(0, nth)) for number, at in begins for nth in (at, at - 1)]
-        return last_blocks_and(groups, also)
+        return model_spec.last_blocks_and(groups, also)
 
     def _earlier_gradient_bytes(self, num_elsewhere: int) -> int:
         """Gradient bytes of earlier micro-batches; `num_elsewhere` elements are stored elsewhere.

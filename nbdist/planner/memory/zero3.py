@@ -21,7 +21,7 @@ from nbdist.errors import PlanError
 from nbdist.planner import model_spec
 from nbdist.planner.memory import zero_partitioning
 from nbdist.planner.memory.timeline import sum_parts
-from nbdist.planner.memory.zero_common import (
+from nbdist.planner.memory.zero12 import (
     MASTER_BYTES,
     NORM_BYTES,
     PrefetchLimits,
