@@ -30,6 +30,9 @@ RNG_STATE_BYTES = 5056
 QuantizationMethod = Literal["nf4", "int8"]
 NF4_BLOCK = 64
 """Elements that share a scale."""
+SYMBOLIC_BATCH_SIZE = 1 << 64
+"""Symbolic batch size: every size is a + b * SYMBOLIC_BATCH_SIZE, so that one walk over a tape
+holds for all batch sizes."""
 
 
 class TapeTensor:
@@ -269,16 +272,13 @@ class AutogradTape:
         self.add_node(TapeNode(parts[0], (x,), sends=(x,), siblings=parts[1:]))
         return parts
 
-    def matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
-        """Record a batched matrix product."""
-        if self.autocast:
+    def matmul(
+        self, x: TapeTensor, y: TapeTensor, elements: int, *, in_kernel: bool = False
+    ) -> TapeTensor:
+        """Record a batched matrix product; `in_kernel`: inside a kernel that computes in fp32."""
+        if self.autocast and not in_kernel:
             x, y = self.cast(x, HALF_BYTES), self.cast(y, HALF_BYTES)
-        out = TapeTensor(elements, x.width)
-        return self.add_node(TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y)))
-
-    def fp32_matmul(self, x: TapeTensor, y: TapeTensor, elements: int) -> TapeTensor:
-        """Record a batched matrix product inside a kernel that computes in fp32."""
-        out = TapeTensor(elements, FULL_BYTES)
+        out = TapeTensor(elements, FULL_BYTES if in_kernel else x.width)
         return self.add_node(TapeNode(out, (x, y), keeps=_operands(x, y), sends=(x, y)))
 
     def softmax(self, x: TapeTensor) -> TapeTensor:
@@ -538,13 +538,12 @@ class _PendingGradient:
 
 
 def worst_moments(moments: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
-    """Return the moments that no other one exceeds in every respect."""
-    best: list[BackwardPeakCandidate] = []
+    """Return the moments that no other one exceeds in every respect, for any batch size."""
+    best: list[tuple[int, BackwardPeakCandidate]] = []
     for moment in sorted(set(moments), reverse=True):
-        # Sorted, so that an earlier one holds as much or more.
-        if not any(
-            other.num_grads >= moment.num_grads and other.new_grads >= moment.new_grads
-            for other in best
-        ):
-            best.append(moment)
-    return tuple(best)
+        held, grads, new = moment
+        fixed = held % SYMBOLIC_BATCH_SIZE
+        # Sorted, so that each part of an earlier one is as large or larger.
+        if not any(f >= fixed and g >= grads and n >= new for f, (_, g, n) in best):
+            best.append((fixed, moment))
+    return tuple(moment for _, moment in best)

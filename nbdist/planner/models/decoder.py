@@ -32,6 +32,7 @@ from nbdist.planner.models.autograd_tape import (
     HALF_BYTES,
     NF4_BLOCK,
     RNG_STATE_BYTES,
+    SYMBOLIC_BATCH_SIZE,
     AutogradTape,
     QuantizationMethod,
     TapeTensor,
@@ -97,6 +98,9 @@ class DecoderSpec(ABC):
     """Sentences for the user."""
 
     depth: ClassVar[Literal["closed form"]] = "closed form"
+    softmax_in_fp32: ClassVar[bool]
+    """True if attention without a fused kernel casts its scores to fp32; otherwise only a GPU's
+    autocast does."""
     default_targets: ClassVar[tuple[str, ...]]
     """PEFT 0.21's `target_modules` for the model's type."""
 
@@ -125,12 +129,6 @@ class DecoderSpec(ABC):
     @abstractmethod
     def record_norm(self, tape: AutogradTape, work: Workload, x: TapeTensor) -> TapeTensor:
         """Record a norm of the residual stream."""
-
-    @abstractmethod
-    def record_eager_attention(
-        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
-    ) -> TapeTensor:
-        """Record attention without a fused kernel, as implemented by the family in transformers."""
 
     # -- ModelSpec -------------------------------------------------------------------------
 
@@ -194,9 +192,20 @@ class DecoderSpec(ABC):
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
-        if workload not in self._known:
-            self._known[workload] = self._compute_activations(workload)
-        return self._known[workload]
+        run = self._known.get(workload)
+        if run is None:
+            # Views of a single sample differ from those of several (see `_math_attention`); all
+            # larger batch sizes are read off one tape with a symbolic batch size.
+            # A fused loss has a maximum number of tokens at once, and restored weights may be
+            # larger than all activations of a small batch; neither is linear in the tokens.
+            exact = self.loss != "logits" or self.quantization is not None
+            if exact or workload.batch_size in {1, SYMBOLIC_BATCH_SIZE}:
+                run = self._compute_activations(workload)
+            else:
+                symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
+                run = _at(self.micro_batch_activations(symbolic), workload.batch_size)
+            self._known[workload] = run
+        return run
 
     @functools.cached_property
     def _known(self) -> dict[Workload, MicroBatchActivations]:
@@ -367,7 +376,7 @@ class DecoderSpec(ABC):
     ) -> TapeTensor:
         """Record attention with the kernel that torch 2.13 chooses; its output is contiguous."""
         if self.attention == "eager":
-            return self.record_eager_attention(tape, work, q, k, v)
+            return self._eager_attention(tape, work, q, k, v)
         if tape.device == "cpu":
             has_fused_kernel = not self.attention_dropout
         else:
@@ -377,6 +386,20 @@ class DecoderSpec(ABC):
         if has_fused_kernel:
             return tape.flash_attention(q, k, v, work.num_tokens * self.heads)
         return self._math_attention(tape, work, q, k, v)
+
+    def _eager_attention(
+        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
+    ) -> TapeTensor:
+        """Record attention without a fused kernel, with scores in the compute dtype."""
+        if self.heads != self.kv_heads:
+            k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
+        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
+        # plus the mask, of the embedding's dtype
+        scores = tape.unary(raw, width=tape.element_bytes)
+        scores = tape.cast(scores, FULL_BYTES) if self.softmax_in_fp32 else scores
+        width = q.width if self.softmax_in_fp32 else v.width
+        probabilities = tape.dropout(tape.cast(tape.softmax(scores), width), self.attention_dropout)
+        return tape.copy(tape.matmul(probabilities, v, q.elements))
 
     def _math_attention(
         self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
@@ -394,13 +417,13 @@ class DecoderSpec(ABC):
             k, v = (tape.copy(t, q.elements // t.elements) for t in (k, v))
         scaled = tape.unary(q)
         q, k = tape.copy(scaled), tape.copy(tape.unary(k))
-        raw = tape.unary(tape.fp32_matmul(q, k, self.num_attention_scores(work)))
+        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work), in_kernel=True))
         mask = TapeTensor(work.seq_len**2, FULL_BYTES)
         tape.keep_alive(mask)
         dropped = tape.dropout(tape.softmax(raw), self.attention_dropout)
         # Heads of one sample, or samples of one head, are a view that a product accepts directly.
         v = v if 1 in {work.batch_size, self.heads} else tape.copy(v)
-        out = tape.fp32_matmul(dropped, v, copies[0].elements)
+        out = tape.matmul(dropped, v, copies[0].elements, in_kernel=True)
         returned = tape.cast(dropped, width)
         out = tape.cast(out, width)
         tape.keep_alive(scaled)
@@ -426,7 +449,7 @@ class DecoderSpec(ABC):
         )
 
     def _compute_activations(self, work: Workload) -> MicroBatchActivations:
-        """Compute the activations of one micro-batch."""
+        """Compute the activations of one micro-batch, whose batch size may be symbolic."""
         tape = self._new_tape(work)
         stream = self.record_embedding(tape, work)
         saved_bytes = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
@@ -565,6 +588,38 @@ def _layer_group(
     )
 
 
+def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
+    """Substitute a batch size for the symbolic one."""
+
+    def at(size: int) -> int:
+        each, fixed = divmod(size, SYMBOLIC_BATCH_SIZE)
+        return each * batch_size + fixed
+
+    def moments(
+        symbolic: tuple[BackwardPeakCandidate, ...],
+    ) -> tuple[BackwardPeakCandidate, ...]:
+        return tuple(each._replace(held_bytes=at(each.held_bytes)) for each in symbolic)
+
+    layers = tuple(
+        LayerActivations(
+            saved_bytes=at(part.saved_bytes),
+            kept_bytes=at(part.kept_bytes),
+            input_bytes=at(part.input_bytes),
+            forward_peaks=tuple(map(at, part.forward_peaks)),
+            backward_moments=moments(part.backward_moments),
+            input_grad_bytes=at(part.input_grad_bytes),
+            gradient_moments=moments(part.gradient_moments),
+        )
+        for part in run.layers
+    )
+    return MicroBatchActivations(
+        layers=layers,
+        loss_bytes=at(run.loss_bytes),
+        output_bytes=at(run.output_bytes),
+        kept_bytes=at(run.kept_bytes),
+    )
+
+
 # -- families --------------------------------------------------------------------------------
 
 
@@ -580,6 +635,7 @@ class LlamaSpec(DecoderSpec):
     window: int | None = None
     """Sliding window in tokens."""
 
+    softmax_in_fp32 = True
     default_targets = ("q_proj", "v_proj")
 
     def linear_shapes(self) -> list[LinearShape]:
@@ -654,20 +710,6 @@ class LlamaSpec(DecoderSpec):
         tape.keep_alive(normed)
         return tape.add(x, out)
 
-    def record_eager_attention(
-        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
-    ) -> TapeTensor:
-        """Record attention with scores in the compute dtype and softmax in fp32."""
-        if self.heads != self.kv_heads:
-            k, v = (tape.copy(t, self.heads // self.kv_heads) for t in (k, v))
-        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
-        masked = tape.unary(
-            raw, width=tape.element_bytes
-        )  # plus the mask, of the embedding's dtype
-        probabilities = tape.softmax(tape.cast(masked, FULL_BYTES))
-        probabilities = tape.dropout(tape.cast(probabilities, q.width), self.attention_dropout)
-        return tape.copy(tape.matmul(probabilities, v, q.elements))
-
     def _needs_mask(self, work: Workload) -> bool:
         """True if samples are longer than the sliding window, which needs an explicit mask."""
         return self.window is not None and work.seq_len > self.window
@@ -688,6 +730,7 @@ class Gpt2Spec(DecoderSpec):
     embedding_dropout: float = 0.1
     residual_dropout: float = 0.1
 
+    softmax_in_fp32 = False
     default_targets = ("c_attn",)
 
     def position_weights(self) -> list[WeightShape]:
@@ -757,15 +800,3 @@ class Gpt2Spec(DecoderSpec):
         lowered = self.record_linear(tape, work, active, down, bias=True)
         tape.keep_alive(normed)
         return tape.add(x, tape.dropout(lowered, self.residual_dropout))
-
-    def record_eager_attention(
-        self, tape: AutogradTape, work: Workload, q: TapeTensor, k: TapeTensor, v: TapeTensor
-    ) -> TapeTensor:
-        """Record attention with softmax in the scores' dtype, or in fp32 under a GPU's autocast."""
-        raw = tape.unary(tape.matmul(q, k, self.num_attention_scores(work)))
-        masked = tape.unary(
-            raw, width=tape.element_bytes
-        )  # plus the mask, of the embedding's dtype
-        probabilities = tape.cast(tape.softmax(masked), v.width)
-        dropped = tape.dropout(probabilities, self.attention_dropout)
-        return tape.copy(tape.matmul(dropped, v, q.elements))

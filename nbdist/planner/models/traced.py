@@ -95,23 +95,19 @@ class TracedModel:
         """
         run = _activations(self._run(workload), workload.batch_size)
         root, *others = run.layers
-        if workload.frozen_saves == "linear" and (tied := self._tied_size):
+        first = self.groups[0]
+        tied_tensor = None if first.tied_tensor is None else first.tensors[first.tied_tensor]
+        if workload.frozen_saves == "linear" and tied_tensor and tied_tensor.trainable:
             # To the gradient of ZeRO-3's linear layer autograd adds in place, see `AutogradTape`.
-            less = tied * (HALF_BYTES if workload.compute in HALF_MODES else self.element)
-            before = self.groups[0].trainable - tied
+            width = HALF_BYTES if workload.compute in HALF_MODES else self.element
+            less = tied_tensor.num_elements * width
+            before = first.trainable - tied_tensor.num_elements
             moments = tuple(
                 moment._replace(held_bytes=moment.held_bytes - less * (moment.num_grads == before))
                 for moment in root.backward_moments
             )
             run = replace(run, layers=(replace(root, backward_moments=moments), *others))
         return run if workload.keep_outputs else replace(run, output_bytes=0)
-
-    @property
-    def _tied_size(self) -> int:
-        """Elements of a trainable tensor of the root that a head uses too, or 0."""
-        root = self.groups[0]
-        tied = None if root.tied_tensor is None else root.tensors[root.tied_tensor]
-        return tied.num_elements if tied is not None and tied.trainable else 0
 
     def flops(self, workload: Workload) -> float:
         """Return the floating point operations of one micro-batch, forward and backward."""
