@@ -22,6 +22,8 @@ from nbdist.panel.protocol import (
     MAX_SEARCH_CHARS,
     CommandAnswer,
     CommandName,
+    LogRequestMessage,
+    PageOpenedMessage,
     QueuedCommand,
 )
 from nbdist.session import progress
@@ -49,19 +51,6 @@ class InvalidPanelMessage(Exception):  # noqa: N818 - the name describes the mes
     def __init__(self, text: str, answers: str | None = None) -> None:
         super().__init__(text)
         self.answers = answers
-
-
-@dataclass(frozen=True, slots=True)
-class PageOpened:
-    """A page was opened and needs the complete state."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogRequest:
-    """Request for the log lines of a rank, or of the launcher, that contain a text."""
-
-    rank: int | None
-    search: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +133,9 @@ _REQUIRED_ARGUMENTS: Mapping[str, str] = {
 }
 
 
-def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequest | PanelCommand:
+def parse_message(
+    message: object, buffers: object = ()
+) -> PageOpenedMessage | LogRequestMessage | PanelCommand:
     """Validate a message of the front end. Unknown keys are ignored.
 
     Raises:
@@ -158,7 +149,7 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
         )
     kind = message.get("kind")
     if kind == "hello":
-        return PageOpened()
+        return PageOpenedMessage(kind="hello")
     if kind == "log":
         rank, search = message.get("rank"), message.get("search", "")
         if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_NPROC):
@@ -167,7 +158,7 @@ def parse_message(message: object, buffers: object = ()) -> PageOpened | LogRequ
             raise InvalidPanelMessage(
                 f"a log is searched for a text of at most {MAX_SEARCH_CHARS} characters"
             )
-        return LogRequest(rank, search)
+        return LogRequestMessage(kind="log", rank=rank, search=search)
     identity = message.get("id")
     if not identity or not _is_text(identity, MAX_ID_CHARS):
         raise InvalidPanelMessage(

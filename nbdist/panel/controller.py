@@ -20,8 +20,6 @@ from nbdist.panel import plan_view, snapshot
 from nbdist.panel.commands import (
     CommandQueue,
     InvalidPanelMessage,
-    LogRequest,
-    PageOpened,
     PanelCommand,
     make_answer,
     parse_message,
@@ -51,7 +49,13 @@ from nbdist.session.metrics import UnsentPoints
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbdist.panel.protocol import FrontendMessage, NoticeView, PanelState
+    from nbdist.panel.protocol import (
+        FrontendMessage,
+        LogRequestMessage,
+        NoticeView,
+        PageOpenedMessage,
+        PanelState,
+    )
     from nbdist.protocol import messages
     from nbdist.session.cell import Cell
     from nbdist.session.device_placement import DevicePlacement
@@ -247,30 +251,23 @@ class PanelController:
             self._notice = snapshot.make_notice("info" if answer["ok"] else "error", answer["text"])
             self._send_message(answer)
 
-    def _handle_page_message(self, message: PageOpened | LogRequest | PanelCommand) -> None:
-        match message:
-            case PageOpened():
-                self._page_opened = True
-            case LogRequest(rank=rank, search=search):
-                lines: list[str] = []
-                if rank is None or rank < self._session.world_size:
-                    text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
-                    lines = strip_ansi(replace_invalid_chars(text)).splitlines()
-                shown = [line for line in lines if search.lower() in line.lower()][-MAX_LOG_LINES:]
-                self._send_message(
-                    LogMessage(
-                        kind="log",
-                        rank=rank,
-                        search=search,
-                        lines=[truncate(line, snapshot.MAX_LINE_CHARS) for line in shown],
-                    )
-                )
-            case PanelCommand(name="interrupt"):
-                self._interrupt(message)
-            case PanelCommand(name="cancel"):
-                self._driver.cancel(message)
-            case PanelCommand():
-                self._driver.submit(message)
+    def _handle_page_message(
+        self, message: PageOpenedMessage | LogRequestMessage | PanelCommand
+    ) -> None:
+        if isinstance(message, PanelCommand):
+            actions = {"interrupt": self._interrupt, "cancel": self._driver.cancel}
+            actions.get(message.name, self._driver.submit)(message)
+        elif message["kind"] == "hello":
+            self._page_opened = True
+        else:
+            rank, search = message["rank"], message["search"]
+            lines: list[str] = []
+            if rank is None or rank < self._session.world_size:
+                text = self._session.log(rank, lines=MAX_LOG_LINES if not search else 10**6)
+                lines = strip_ansi(replace_invalid_chars(text)).splitlines()
+            shown = [line for line in lines if search.lower() in line.lower()][-MAX_LOG_LINES:]
+            shown = [truncate(line, snapshot.MAX_LINE_CHARS) for line in shown]
+            self._send_message(LogMessage(kind="log", rank=rank, search=search, lines=shown))
 
     def _interrupt(self, request: PanelCommand) -> None:
         """Interrupt what runs, without waiting.

@@ -10,8 +10,6 @@ from nbdist.panel import commands
 from nbdist.panel.commands import (
     CommandQueue,
     InvalidPanelMessage,
-    LogRequest,
-    PageOpened,
     PanelCommand,
     parse_message,
 )
@@ -27,13 +25,17 @@ def command(
     return {"kind": "command", "id": identity, "name": name, "arguments": arguments}
 
 
+LOG = {"kind": "log", "rank": 1, "search": "error"}
+
+
 @pytest.mark.parametrize(
     ("message", "meant"),
     [
-        ({"kind": "hello"}, PageOpened()),
-        ({"kind": "hello", "more": "x"}, PageOpened()),
-        ({"kind": "log", "rank": None, "search": ""}, LogRequest(None, "")),
-        ({"kind": "log", "rank": 1, "search": "error"}, LogRequest(1, "error")),
+        ({"kind": "hello"}, {"kind": "hello"}),
+        ({"kind": "hello", "more": "x"}, {"kind": "hello"}),
+        (LOG | {"rank": None, "search": ""}, LOG | {"rank": None, "search": ""}),
+        (LOG, LOG),
+        (LOG | {"more": "x"}, LOG),
         (command("interrupt"), PanelCommand("1", "interrupt", {})),
         (
             command("switch", backend="zero3", offload="cpu", nproc=2),

@@ -314,39 +314,33 @@ class DdpTimeline(StepTimeline):
         """Gradients, and weights cast to 16 bits."""
         for at, step in enumerate(steps):
             if step.phase not in {"before", "after"}:
-                casts = {"activations": _casts(self.model, step, self._setup)}
-                gradients = _gradients(self.model, step, self._setup)
-                yield at, NonActivationMemory(gradients, casts, besides=self._kept)
+                casts = {"activations": self._casts(step)}
+                yield at, NonActivationMemory(self._gradients(step), casts, besides=self._kept)
 
+    def _gradients(self, step: MicroBatchStep) -> BytesByPart:
+        """Bytes of gradients; those of earlier micro-batches accumulate the new ones one by one."""
+        elements = new = 0
+        if self._setup.options.accumulate > 1:
+            elements = model_spec.num_trainable_params(self.model)
+            new = zero_partitioning.num_pending_gradients(self.model, step)
+        elif step.phase == "backward":
+            elements = zero_partitioning.num_finished_gradients(self.model, step) + step.num_grads
+        width = self.model.trainable_element
+        return {"gradients": elements * width, "temporaries": new * width}
 
-def _gradients(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> BytesByPart:
-    """Bytes of gradients; those of earlier micro-batches accumulate the new ones one by one."""
-    if setup.options.accumulate > 1:
-        elements, new = (
-            model_spec.num_trainable_params(model),
-            zero_partitioning.num_pending_gradients(model, step),
-        )
-    elif step.phase == "backward":
-        elements, new = zero_partitioning.num_finished_gradients(model, step) + step.num_grads, 0
-    else:
-        elements, new = 0, 0
-    width = model.trainable_element
-    return {"gradients": elements * width, "temporaries": new * width}
+    def _casts(self, step: MicroBatchStep) -> int:
+        """Bytes of the 16-bit weights that autocast caches until the forward ends.
 
-
-def _casts(model: ModelSpec, step: MicroBatchStep, setup: TrainingSetup) -> int:
-    """Bytes of the 16-bit weights that autocast caches until the forward ends.
-
-    Without checkpointing they are saved for the backward and counted as activations, as they are
-    in a trace.
-    """
-    if (
-        step.phase != "forward"
-        or model.depth == "traced"
-        or not setup.options.activation_checkpointing
-        or not setup.is_half_precision
-    ):
-        return 0
-    *earlier, own = model.groups[: step.group_index + 1]
-    blocks = sum(group.trainable * group.count for group in earlier if group.role == "block")
-    return 2 * (blocks + (step.block_index * own.trainable if own.role == "block" else 0))
+        Without checkpointing they are saved for the backward and counted as activations, as they
+        are in a trace.
+        """
+        if (
+            step.phase != "forward"
+            or self.model.depth == "traced"
+            or not self._setup.options.activation_checkpointing
+            or not self._setup.is_half_precision
+        ):
+            return 0
+        *earlier, own = self.model.groups[: step.group_index + 1]
+        blocks = sum(group.trainable * group.count for group in earlier if group.role == "block")
+        return 2 * (blocks + (step.block_index * own.trainable if own.role == "block" else 0))

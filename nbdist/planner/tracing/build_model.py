@@ -156,20 +156,12 @@ class SampleBatch(NamedTuple):
     """A batch that a model trains on."""
 
     batch: ForwardBatch
-    has_tokens: bool
+    has_tokens: bool = False
     """True if samples consist of tokens; otherwise samples are counted."""
     notes: Sequence[str] = ()
     """Notes about samples that are not only tokens."""
-
-
-class _ForwardInputs(NamedTuple):
-    """Arguments of a forward, without labels."""
-
-    named: dict[str, Any]
-    has_tokens: bool = False
-    text: int = 0
+    num_label_tokens: int = 0
     """Tokens of each sample's labels, if they are text."""
-    notes: Sequence[str] = ()
 
 
 def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> SampleBatch:
@@ -189,11 +181,11 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
     if config is None or make is None or (make is _pixels and "input_ids" in accepted):
         raise PlanError(_unknown_input(model))
     try:
-        inputs = make(config, batch_size, seq_len)
+        sample = make(config, batch_size, seq_len)
     except (AttributeError, TypeError):  # a config with an unusual structure
         raise PlanError(_unknown_input(model)) from None
     if "token_type_ids" in accepted and _takes_images(config):
-        inputs.named["token_type_ids"] = _ids(batch_size, seq_len)  # Gemma 3 needs them
+        sample.batch[1]["token_type_ids"] = _ids(batch_size, seq_len)  # Gemma 3 needs them
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # sequence classifiers need one
         text.pad_token_id = 0
@@ -201,8 +193,8 @@ def make_sample_batch(model: nn.Module, batch_size: int, seq_len: int) -> Sample
         config, "decoder_start_token_id"
     ):
         config.decoder_start_token_id = text.pad_token_id  # T5 shifts its labels with it
-    labels = _labels(model, batch_size, inputs.text)
-    return SampleBatch(((), inputs.named | labels), inputs.has_tokens, inputs.notes)
+    sample.batch[1].update(_labels(model, batch_size, sample.num_label_tokens))
+    return sample
 
 
 def _unknown_input(model: nn.Module) -> str:
@@ -219,7 +211,7 @@ def _takes_images(config: Any) -> bool:
     return hasattr(config, "vision_config") and hasattr(config, "text_config")
 
 
-def _tokens(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
+def _tokens(config: Any, batch_size: int, seq_len: int) -> SampleBatch:
     """Token ids; for a multimodal model only the text."""
     towers = {"vision_config": "images", "audio_config": "audio"}
     skipped = [kind for name, kind in towers.items() if getattr(config, name, None) is not None]
@@ -229,14 +221,16 @@ def _tokens(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
         " nbdist.plan(model, inputs=...), to include them."
     )
     named = {"input_ids": _ids(batch_size, seq_len)}
-    return _ForwardInputs(named, has_tokens=True, text=seq_len, notes=[note] if skipped else [])
+    return SampleBatch(
+        ((), named), has_tokens=True, num_label_tokens=seq_len, notes=[note] if skipped else []
+    )
 
 
-def _pixels(config: Any, batch_size: int, _: int) -> _ForwardInputs:
-    return _ForwardInputs({"pixel_values": _images(config, batch_size)})
+def _pixels(config: Any, batch_size: int, _: int) -> SampleBatch:
+    return SampleBatch(((), {"pixel_values": _images(config, batch_size)}))
 
 
-def _image_text_pairs(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
+def _image_text_pairs(config: Any, batch_size: int, seq_len: int) -> SampleBatch:
     """Images and their texts, for a contrastive loss (CLIP, SigLIP)."""
     images = _images(config.vision_config, batch_size)
     tokens = min(seq_len, config.text_config.max_position_embeddings)
@@ -247,16 +241,16 @@ def _image_text_pairs(config: Any, batch_size: int, seq_len: int) -> _ForwardInp
     }
     height, width = images.shape[-2:]
     note = f"A sample is an image of {height} x {width} and a text of {tokens} tokens."
-    return _ForwardInputs(named, notes=[note])
+    return SampleBatch(((), named), notes=[note])
 
 
-def _spectrograms(config: Any, batch_size: int, seq_len: int) -> _ForwardInputs:
+def _spectrograms(config: Any, batch_size: int, seq_len: int) -> SampleBatch:
     """Spectrograms of the encoder's input length, and their text (Whisper)."""
     frames = 2 * config.max_source_positions  # the second convolution halves them
     tokens = min(seq_len, config.max_target_positions)
     features = torch.empty((batch_size, config.num_mel_bins, frames), device="meta")
     note = f"A sample is {frames:,} frames of audio and a text of {tokens} tokens."
-    return _ForwardInputs({"input_features": features}, text=tokens, notes=[note])
+    return SampleBatch(((), {"input_features": features}), notes=[note], num_label_tokens=tokens)
 
 
 def _images(config: Any, batch_size: int) -> torch.Tensor:
@@ -266,7 +260,7 @@ def _images(config: Any, batch_size: int) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
-_INPUTS: Mapping[str, Callable[[Any, int, int], _ForwardInputs]] = {
+_INPUTS: Mapping[str, Callable[[Any, int, int], SampleBatch]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
     "input_features": _spectrograms,
