@@ -58,7 +58,7 @@ def magics_page() -> str:
     for name, command in magics.COMMANDS.items():
         parts.append(f"\n### %nbdist {name}\n\n{_capitalized(commands[name])}.\n")
         if command.parser is not None:
-            parts.append(_parser_section(name, command.parser()))
+            parts.append(_parser_section(name, command.parser))
     return "".join(parts)
 
 

@@ -250,7 +250,7 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_released_engine(trainer: Any) -> None:
-    """Let a Trainer prepare its model again if another Trainer with the model has freed its engine.
+    """Reset a Trainer whose engine was freed for another one, so that it prepares its model again.
 
     Until then its engine and optimizer raise when they are used.
     """

@@ -497,16 +497,17 @@ def prepared_form(value: object) -> object:
 
 
 def forget(model: nn.Module) -> list[object]:
-    """Remove a prepared model and what was prepared with it; return these objects."""
+    """Remove a prepared model and its optimizers from the registry; return these objects."""
     removed: list[object] = [model]
     for record in [each for each in all_models() if each.model is model]:
         _trained.remove(record)
         removed += [each.wrapper() for each in record.live_optimizers]
         if (user_model := record.user_model()) is not None:
             _by_model[user_model] = record
-        accelerator = record.accelerator()
-        for prepared in (accelerator._models, accelerator._optimizers) if accelerator else ():  # noqa: SLF001
-            prepared[:] = [one for one in prepared if all(one is not each for each in removed)]
+        if (accelerator := record.accelerator()) is not None:
+            gone = set(map(id, removed))
+            for prepared in (accelerator._models, accelerator._optimizers):  # noqa: SLF001
+                prepared[:] = [each for each in prepared if id(each) not in gone]
     return removed
 
 
