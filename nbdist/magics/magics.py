@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from datetime import datetime
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from IPython.core.error import UsageError
@@ -318,7 +319,11 @@ class NbDist(Magics):
             print(inspect.getdoc(type(self).nbdist))
             return
         if name not in COMMANDS:
-            raise UsageError(f"Unknown command %nbdist {name!r}. Use one of {', '.join(COMMANDS)}.")
+            close_names = get_close_matches(name, COMMANDS, n=1)
+            hint = f"Did you mean {close_names[0]}? " if close_names else ""
+            raise UsageError(
+                f"Unknown command %nbdist {name!r}. {hint}Use one of {', '.join(COMMANDS)}."
+            )
         chosen = COMMANDS[name]
         parser = chosen.parser
         if parser is None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
+from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -221,14 +222,29 @@ def find_optimizer(name: object) -> OptimizerSpec:
     return OPTIMIZERS[_NAMES[key]]
 
 
-def why_unsupported_by(cls: type, backend: str) -> str:
-    """Return why an optimizer cannot train with a backend; empty if it can."""
+def refusal(rows: Iterable[OptimizerSpec], name: str, backend: str) -> str:
+    """Return why an optimizer cannot train with a backend, and what can; empty if it can.
+
+    Args:
+        rows: the optimizer's rows, with those of its base classes.
+        name: its name in the message.
+    """
+    refused = {other for row in rows for other in row.cannot_step}
+    if backend not in refused:
+        return ""
+    others = [other for other in STRATEGIES if other not in refused]
+    return (
+        f"{name} cannot step parameters that {backend} shards. Use {', '.join(others)} or another"
+        " optimizer."
+    )
+
+
+def refusal_of_class(cls: type, backend: str) -> str:
+    """Return why optimizers of a class cannot train with a backend; empty if they can."""
     rows = [
         OPTIMIZERS[_CLASSES[base.__name__]] for base in cls.__mro__ if base.__name__ in _CLASSES
     ]
-    if any(backend in row.cannot_step for row in rows):
-        return f"{cls.__name__} cannot step parameters that {backend} shards. Use ddp"
-    return ""
+    return refusal(rows, cls.__name__, backend)
 
 
 def trained_shapes(model: ModelSpec, shards: int = 1) -> list[tuple[int, WeightShape]]:

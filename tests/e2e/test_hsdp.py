@@ -103,6 +103,7 @@ def test_it_trains_as_fsdp_does_and_replicas_are_equal(two_nodes: Session) -> No
         assert lines[part].relative_error == pytest.approx(0, abs=0.02), part
 
 
+@pytest.mark.nightly
 def test_a_session_on_nodes_is_planned_with_replicas(two_nodes: Session) -> None:
     two_nodes.switch("fsdp", replicate_across="nodes")
     two_nodes.run(START.format(""))

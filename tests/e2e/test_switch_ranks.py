@@ -15,7 +15,6 @@ from nbdist import Session, SwitchError
 from nbdist.errors import RankDied, StartError
 from nbdist.state import shard_io
 from tests.e2e.training import MODEL, WRAPPED, apart, one
-from tests.nightly import nightly
 from tests.session_internals import workers
 
 pytestmark = pytest.mark.timeout(900)
@@ -227,9 +226,8 @@ def test_a_model_that_only_a_trainer_holds_is_not_lost(trained: Session, tmp_pat
     trained.run("del model")
 
 
-@pytest.mark.parametrize(
-    "phases", [("loading",), nightly(("checking", "building", "verifying", "binding"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("phases", [("loading",), ("checking", "building", "verifying", "binding")])
 def test_what_fails_in_new_ranks_brings_the_old_number_back(
     trained: Session, phases: tuple[str, ...]
 ) -> None:

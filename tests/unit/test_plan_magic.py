@@ -52,7 +52,9 @@ def test_adapters_of_a_quantized_model() -> None:
     )
     refused = plan.row("zero3")
     assert not refused.fits
-    assert refused.why == ("muon cannot step parameters that zero3 shards. Use ddp or fsdp2.")
+    assert refused.why == (
+        "muon cannot step parameters that zero3 shards. Use ddp, fsdp2 or another optimizer."
+    )
 
 
 def test_a_variable_of_the_notebook() -> None:

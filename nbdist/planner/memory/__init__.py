@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nbdist.errors import PlanError
 from nbdist.planner.memory import fsdp, timeline, zero3, zero12
-from nbdist.strategies import STRATEGIES
+from nbdist.planner.optimizers import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,12 +36,9 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
         ("deepspeed", 3): zero3.Zero3Timeline,
     }
     strategy = setup.options.strategy
-    if strategy.name in (refused := setup.optimizer.cannot_step):
-        others = [name for name in STRATEGIES if name not in refused]
-        raise PlanError(
-            f"{setup.optimizer.name} cannot step parameters that {strategy.name} shards. Use"
-            f" {', '.join(others[:-1])} or {others[-1]}."
-        )
+    optimizer = setup.optimizer
+    if reason := refusal([optimizer], optimizer.name, strategy.name):
+        raise PlanError(reason)
     return engines[strategy.engine, strategy.level](model, setup)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.optim import Optimizer
 
 from nbdist.errors import OptionError, SessionError
-from nbdist.planner.optimizers import why_unsupported_by
+from nbdist.planner.optimizers import refusal_of_class
 from nbdist.planner.tracing import wrap_units
 from nbdist.worker import process_group
 from nbdist.worker.engines import cpu_patches, deepspeed, fsdp, sharded_load, wrap_policy
@@ -412,8 +412,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         wrap_policy.keep_4bit_layout(model)
     for arg in args:
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
-            if options and (reason := why_unsupported_by(type(arg), options.backend)):
-                raise OptionError(f"{reason} or another optimizer.")
+            if options and (reason := refusal_of_class(type(arg), options.backend)):
+                raise OptionError(reason)
             # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed
             # 0.19.8).
             _remove_empty_groups(arg)

@@ -28,7 +28,7 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
-from nbdist.planner.optimizers import why_unsupported_by
+from nbdist.planner.optimizers import refusal_of_class
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
 from nbdist.state.layouts.base import bare_name, is_deepspeed_engine, unwrap_compiled
@@ -332,8 +332,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             raise SwitchError(owned.recipe.rebuild_error)
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
-        if reason := why_unsupported_by(owned.recipe.optimizer_class, new_options.backend):
-            raise SwitchError(f"{reason} or another optimizer.")
+        if reason := refusal_of_class(owned.recipe.optimizer_class, new_options.backend):
+            raise SwitchError(reason)
 
 
 def _check_parameters(prepared: PreparedModel) -> None:

@@ -392,11 +392,12 @@ def pending_gradients(prepared: PreparedModel) -> str:
     if not count:
         return ""
     meta = prepared.meta_or_none
-    name = "model" if meta is None else type(meta.model).__name__
+    kind = "model" if meta is None else type(meta.model).__name__
+    name = f"{prepared.variable} ({kind})" if prepared.variable else f"the {kind}"
     return (
         f"The gradients of {count} micro-batch{'es' * (count > 1)} are waiting for an optimizer"
-        f" step of the {name}. Run the code up to the step, or drop them with zero_grad() of its"
-        " optimizer."
+        f" step of {name}. Run the code up to the step, or drop them"
+        " with zero_grad() of its optimizer."
     )
 
 
