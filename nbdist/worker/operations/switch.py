@@ -311,6 +311,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             "The model was prepared by an Accelerator with its own plugin. Prepare it with the"
             " predefined `accelerator` to switch it."
         )
+    layouts.layout_for(prepared.model)  # reshards what an interrupted pass has left gathered
     _check_parameters(prepared)
     layouts.check_layout(prepared.model)
     prepared_models.refresh_param_groups(prepared)
