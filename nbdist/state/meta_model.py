@@ -141,9 +141,9 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
         if hasattr(tensor, "SCB"):  # 8-bit, with scales
             memo[id(tensor)] = _share_8_bit(tensor)
             continue
-        # an adapter's base may be partitioned by ZeRO-3 already
-        shape = getattr(tensor, "ds_shape", tensor.shape)
-        empty = torch.empty(shape, dtype=tensor.dtype, device=device)
+        empty = torch.empty_like(tensor, device=device, requires_grad=False)
+        if hasattr(tensor, "ds_shape"):  # partitioned by ZeRO-3, in an earlier prepare()
+            empty = empty.new_empty(tensor.ds_shape)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
