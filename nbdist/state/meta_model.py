@@ -141,12 +141,7 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
         if hasattr(tensor, "SCB"):  # 8-bit, with scales
             memo[id(tensor)] = _share_8_bit(tensor)
             continue
-        empty = torch.empty_like(tensor, device=device, requires_grad=False)
-        if hasattr(tensor, "ds_shape"):  # partitioned by ZeRO-3, in an earlier prepare()
-            empty = empty.new_empty(tensor.ds_shape)
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = empty
+        memo[id(tensor)] = _empty_copy(tensor, device)
     for module in model.modules():  # the scales of bitsandbytes, which training does not change
         if (scales := vars(module).get("quant_state")) is not None:
             memo[id(scales)] = scales
@@ -158,6 +153,15 @@ def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
             if isinstance(value, types.MethodType):
                 vars(module)[name] = types.MethodType(_rebound(value.__func__, memo), module)
     return copied
+
+
+def _empty_copy(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    if (shape := getattr(tensor, "ds_shape", None)) is not None:
+        empty = empty.new_empty(shape)  # partitioned by ZeRO-3, in an earlier prepare()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
 
 
 def _share_8_bit(weight: torch.Tensor) -> torch.Tensor:

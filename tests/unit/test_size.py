@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_679,
+    "lines in nbdist/": 69_684,
     "files in nbdist/": 252,
     "functions per 1,000 code lines": 80,
     "lines in tests/ and benchmarks/": 50_920,
