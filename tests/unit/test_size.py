@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_684,
+    "lines in nbdist/": 69_690,
     "files in nbdist/": 252,
     "functions per 1,000 code lines": 80,
-    "lines in tests/ and benchmarks/": 50_920,
+    "lines in tests/ and benchmarks/": 50_925,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -180,6 +180,12 @@ def prepare(accelerator: Accelerator, original: Callable[..., Any], args: Sequen
         known = accelerator._models  # noqa: SLF001
         known += [model for model in models if model not in known]
         return _prepare_without_model(accelerator, args, optimizers)
+    for model in models:
+        if any(map(_is_sharded, model.modules())):
+            raise OptionError(
+                f"This {type(model).__name__} contains a model that fsdp2 has sharded already, as"
+                " an adapter around it does. Save that model, load it again, and prepare it."
+            )
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(keep_tied_embeddings_in_root(model))
