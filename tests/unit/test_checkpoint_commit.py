@@ -476,8 +476,10 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
 
     def write(seed: int) -> None:
         try:
-            for _ in range(10):
+            saves = 0
+            while saves < 10 or (len(seen) < 4 and not errors):  # the reader may get no turn before
                 small_checkpoints.save(root, "a", seed=seed, overwrite=True)
+                saves += 1
         except BaseException as error:
             errors.append(error)
             raise
@@ -491,7 +493,6 @@ def test_savers_and_a_reader_at_once(root: Path) -> None:
     done.set()
     reader.join()
     assert not errors
-    assert len(seen) > 3
     assert set(seen) <= allowed
     FolderStorage(root).begin("z").abort()
     assert hidden(root) == []
