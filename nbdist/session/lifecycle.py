@@ -403,10 +403,11 @@ class SessionLifecycle:
             self._workers.launch(choice, checkpoints=checkpoint_root, progress=progress)
             ready = startup.wait_until_ready(self._workers, placement.nproc, progress)
             self._workers.mark_ready(ready)
-        except BaseException as error:
+        except OptionError as error:
             self._workers.close()
-            if isinstance(error, OptionError):
-                raise StartError(str(error)) from None
+            raise StartError(str(error)) from None
+        except BaseException:
+            self._workers.close()
             raise
         self._check_checkpoint_root_async(new=self.started_at is None)
         return choice

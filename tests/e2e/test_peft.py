@@ -318,3 +318,38 @@ def test_a_merge_into_partitioned_parameters_is_refused(
         )
     before, after = map(fine_tuning.saved_weights, (folder, tmp_path / "merged"))
     assert fine_tuning.largest_difference(before, after) > 1e-3
+
+
+@ZERO2_FIRST
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_an_adapter_is_trained_on_a_model_that_was_trained(
+    backend: Session, tmp_path: Path
+) -> None:
+    import peft
+    import torch
+
+    from tests.trainers import build, logged, make
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    model = build()
+    make(str(tmp_path), model, use_cpu=True).train()
+    alone = make(str(tmp_path), adapted(model), use_cpu=True)
+    alone.train()
+    backend.run(f"from tests.trainers import *\nimport peft\nout = {str(tmp_path)!r}")
+    backend.run("model = build()\nfirst = make(out, model)\nfirst.train()")
+    second = (
+        "torch.manual_seed(0)\n"
+        "config = peft.LoraConfig(r=4, target_modules='all-linear', task_type='CAUSAL_LM')\n"
+        "second = make(out, peft.get_peft_model(model, config))\nsecond.train()\nlogged(second)"
+    )
+    if backend.backend.startswith("fsdp"):
+        with pytest.raises(CellError, match=r"PeftModel.* contains a model that FSDP has sharded"):
+            backend.run(second)
+    else:
+        losses = backend.run(second).values[0]
+        assert losses == pytest.approx(logged(alone), abs=1e-4)
+    backend.run("del first, second, model")

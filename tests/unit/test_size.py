@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 69_690,
+    "lines in nbdist/": 69_693,
     "files in nbdist/": 252,
     "functions per 1,000 code lines": 80,
-    "lines in tests/ and benchmarks/": 50_925,
+    "lines in tests/ and benchmarks/": 50_960,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

@@ -436,6 +436,9 @@ def _allow_second_prepare(self: Accelerator, args: Sequence[Any]) -> tuple[Any, 
     args = tuple(map(prepared_models.prepared_form, map(wrap_policy.compile_in_place, args)))
     if self.distributed_type == DistributedType.DEEPSPEED:
         return deepspeed.release_earlier_engines(args)
+    if self.distributed_type == DistributedType.FSDP:
+        for model in [arg for arg in args if isinstance(arg, nn.Module)]:
+            fsdp.refuse_sharded_parts(model)
     return args
 
 

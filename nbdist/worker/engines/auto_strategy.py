@@ -134,7 +134,7 @@ class AutoStrategy:
         chosen = Options(**answer["options"])
         # Rank 0 has already built the DeepSpeed ops; the others load them from the cache.
         self._load(chosen)
-        if distributed.get_rank() == 0:
+        if collectives.rank() == 0:
             self.show(text, page)
             self.tell(chosen)
         if chosen.offload_device == "nvme":  # in this session's folder

@@ -127,17 +127,21 @@ def find_units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
     )
 
 
+def refuse_sharded_parts(model: nn.Module) -> None:
+    """Raise if a model that is not sharded contains one that is, as an adapter around it does."""
+    if not _is_sharded(model) and any(map(_is_sharded, model.modules())):
+        raise OptionError(
+            f"This {type(model).__name__} contains a model that FSDP has sharded already. Save that"
+            " model, load it again, and prepare it."
+        )
+
+
 def sync_and_set_units(
     accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]
 ) -> None:
     """Broadcast rank 0's weights and set the FSDP units; call it before `prepare`."""
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
-    if any(isinstance(module, Fsdp1) for module in model.modules()):  # its parameters are sharded
-        raise OptionError(
-            f"This {type(model).__name__} was prepared already. Use the model that "
-            "accelerator.prepare() returned, or build a new one."
-        )
     fsdp_plugin = accelerator.state.fsdp_plugin
     units = find_units(model, config)
     _check_quantized(model, units, is_fsdp2=accelerator.is_fsdp2)
@@ -180,12 +184,6 @@ def prepare(accelerator: Accelerator, original: Callable[..., Any], args: Sequen
         known = accelerator._models  # noqa: SLF001
         known += [model for model in models if model not in known]
         return _prepare_without_model(accelerator, args, optimizers)
-    for model in models:
-        if any(map(_is_sharded, model.modules())):
-            raise OptionError(
-                f"This {type(model).__name__} contains a model that fsdp2 has sharded already, as"
-                " an adapter around it does. Save that model, load it again, and prepare it."
-            )
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(keep_tied_embeddings_in_root(model))
@@ -221,7 +219,8 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
 
 def _is_sharded(model: nn.Module) -> bool:
     # torch_compile of a Trainer shards the compiled model; torch.compile() may be outside of it.
-    return isinstance(model, FSDPModule) or isinstance(unwrap_compiled(model), FSDPModule)
+    kinds = (FSDPModule, Fsdp1)
+    return isinstance(model, kinds) or isinstance(unwrap_compiled(model), kinds)
 
 
 def reset_iteration_state(model: nn.Module) -> None:

@@ -73,7 +73,7 @@ class ReplacementMap:
 
 
 def is_stale(value: object) -> bool:
-    """Return whether an object was invalidated by a switch."""
+    """Return whether an object was invalidated, by a switch or another `prepare()`."""
     return "of_before" in vars(type(value))
 
 
@@ -90,7 +90,7 @@ def _stale_class(cls: type, reason: str) -> type:
 
     members: dict[str, Any] = {
         "of_before": True,
-        "__repr__": lambda _: f"<{cls.__name__}: replaced by a switch>",
+        "__repr__": lambda _: f"<{cls.__name__}: replaced>",
     }
     if issubclass(cls, torch.Tensor):
         members |= {"__slots__": (), "__torch_function__": classmethod(refuse)}
