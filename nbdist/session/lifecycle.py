@@ -333,6 +333,7 @@ class SessionLifecycle:
             if not request.finished.is_set():
                 raise SessionBusy(request.busy_message())
             request.conclude()
+        self._termination.finish_saved_deadline()
         if cause := self._termination.cause:
             raise SessionError(f"{cause}: the ranks were stopped, and a checkpoint is being saved.")
         # A background cell may have left the ranks out of sync.

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from nbdist.session.checkpoints import BackgroundSaves
     from nbdist.session.worker_group import WorkerGroup
 
+DEADLINE = "the deadline"
+"""What ends a run at its deadline; the ranks can be used again after it."""
 MARGIN_S = 10.0
 """Time before a deadline to stop the ranks, besides twice the predicted time of a save."""
 POLL_S = 1.0
@@ -122,13 +124,13 @@ class RunTermination:
                 self._cells.print_line(f"nbdist: {cause}: stopping after this step, then saving")
                 self._cells.stop_after_step(grace_s / 3)
         if not self._lock.acquire(timeout=max(self._remaining_s(), 0.0)):
-            if not self._outcome:
+            if self.cause and not self._outcome:
                 self._print(
                     f"Ended by {cause}; no checkpoint was saved: the ranks did not stop in time"
                 )
             return False
         try:
-            if self._outcome:
+            if self._outcome or not self.cause:  # the thread of the cell has saved
                 return True
             if (cell := self._cells.running_cell) is not None:  # in the background
                 cell.finished.wait(max(self._remaining_s(), 0.0))
@@ -142,6 +144,11 @@ class RunTermination:
     def finish(self) -> None:
         """Allow the use of the ranks again, or of new ones."""
         self.cause = self._outcome = ""
+
+    def finish_saved_deadline(self) -> None:
+        """Allow the use of the ranks if the checkpoint of a deadline has been saved."""
+        if self.cause == DEADLINE and self._outcome:
+            self.finish()
 
     def save_once(self) -> str:
         """Save if the run is being ended and was not saved yet; the caller holds the lock.
@@ -217,8 +224,9 @@ class RunTermination:
                 self._warn(predicted_s, f"the {format_seconds(left_s)} before the deadline")
             if left_s < MARGIN_S + 2 * predicted_s:
                 self.deadline = None
-                self.end("the deadline", grace_s=max(left_s, MARGIN_S))
-                self.finish()
+                self.end(DEADLINE, grace_s=max(left_s, MARGIN_S))
+                if self.cause == DEADLINE:
+                    self.finish()
 
     def _warn(self, predicted_s: float, available: str) -> None:
         if not self._warned:
