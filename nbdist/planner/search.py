@@ -299,6 +299,9 @@ def _shortage(row: PlanRow, cluster: ClusterSpec) -> str:
             f"does not fit in host memory{when}: {format_gib(needed)} of"
             f" {format_gib(host, unit=True)}"
         )
+    nvme, on_nvme = cluster.nvme_bytes, row.nvme_bytes * cluster.ranks_per_node
+    if nvme is not None and on_nvme > nvme:
+        return f"does not fit on NVMe: {format_gib(on_nvme)} of {format_gib(nvme, unit=True)}"
     return ""
 
 
@@ -400,15 +403,17 @@ def _explain_row(
 
 def _host_memory_text(row: PlanRow, request: PlanInput) -> str:
     """Memory that an offload needs on the host, for all ranks of a node."""
-    ranks = request.cluster.ranks_per_node
-    needs = {"host memory": ranks * row.host_bytes, "NVMe": ranks * row.nvme_bytes}
-    words = [
-        f"{format_gib(size, unit=True)} of {place}" for place, size in needs.items() if size > GIB
-    ]
-    if not words or request.cluster.kind == "cpu":
+    cluster = request.cluster
+    places = (
+        ("host memory", row.host_bytes * cluster.ranks_per_node, cluster.host_memory_bytes),
+        ("NVMe", row.nvme_bytes * cluster.ranks_per_node, cluster.nvme_bytes),
+    )
+    needed = [place for place in places if place[1] > GIB]
+    if not needed or cluster.kind == "cpu":
         return ""
-    unknown = request.cluster.host_memory_bytes is None
-    return f"; needs {' and '.join(words)}{', assumed to be available' if unknown else ''}"
+    words = " and ".join(f"{format_gib(size, unit=True)} of {name}" for name, size, _ in needed)
+    is_assumed = any(available is None for *_, available in needed)
+    return f"; needs {words}{', assumed to be available' if is_assumed else ''}"
 
 
 def _reason(row: PlanRow, best: PlanRow, request: PlanInput) -> str:

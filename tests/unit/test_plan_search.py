@@ -322,6 +322,17 @@ def test_host_memory_that_nobody_stated_is_said_to_be_assumed() -> None:
     assert "assumed to be available" not in stated.why
 
 
+def test_an_offload_needs_the_space_that_is_given_on_nvme() -> None:
+    machine = "8xH100-80GB,nvlink,2TB host"
+    plans = [
+        nbdist.plan("7b", devices=f"{machine},{size} nvme", offload="nvme:/fast", backend="zero3")
+        for size in ("1TB", "50GB")
+    ]
+    large, small = (plan.rows[0] for plan in plans)
+    assert (large.fits, small.fits) == (True, False)
+    assert small.why == "does not fit on NVMe: 75.3 of 46.6 GiB"
+
+
 # ---- rows by name
 
 
