@@ -593,10 +593,8 @@ class SessionLifecycle:
             return  # torch elastic sends SIGTERM to the peers of a rank that has exited
         grace_s = notice.grace_s or messages.TERMINATION_GRACE_S
         self._termination.end(notice.cause, grace_s=grace_s)
-        if self._workers.generation != generation:  # a restart has replaced them meanwhile
-            self._termination.finish()
-            return
-        self._workers.end("", notice.cause, by_stop=False)
+        if self._workers.generation == generation:  # else a restart has replaced them meanwhile
+            self._workers.end("", notice.cause, by_stop=False)
         with self.lock:
             if self._workers.generation == generation:
                 if self._death is not None:
