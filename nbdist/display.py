@@ -7,6 +7,7 @@ themes. Text is escaped unless it is of the type `Html`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -229,7 +230,8 @@ def html_bar(
     """
 
     def percent(amount: float) -> str:
-        return f"{min(100.0, 100 * amount / whole) if whole else 0:.2f}%"
+        # rounded down: pieces of more than 100 % would not have room next to each other
+        return f"{math.floor(min(1.0, amount / whole) * 10_000) / 100 if whole else 0:.2f}%"
 
     drawn, remaining = [], whole
     for part, amount, tooltip in pieces:
