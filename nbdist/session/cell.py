@@ -198,7 +198,9 @@ class Cell(Interruptible):
                 return
             lines = list(filter(None, [str(self.failure or ""), self.termination]))
             if not lines and self.errors and not self._ranks_with_shown_errors:
-                lines = self._error_lines()  # the notebook's cell has raised them
+                # the notebook's cell has raised them
+                interrupted = ["KeyboardInterrupt: Interrupted on all ranks."]
+                lines = interrupted if self.is_interrupted else self._error_lines()
             screen.write("stderr", "".join(f"{line}\n" for line in lines))
             screen.flush()
 
