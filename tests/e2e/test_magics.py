@@ -95,6 +95,7 @@ def test_bad_input_is_one_sentence(notebook: LiveKernel, line: str, says: str) -
         ("--on ray://127.0.0.1:1", "--on ray"),
         ("--on slurm --nodes 2 -n 3", "cannot be spread evenly"),
         ("--on local --nodes 2 -n 2", "can be used with --on ray or --on slurm"),
+        ("--fresh --push nothing_here", "no variable nothing_here"),
     ],
 )
 def test_a_place_that_cannot_be_leaves_the_session(
@@ -228,6 +229,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
     options = ("--backend", "--precision", "--offload-params", "--push", "--background")
     for option in (*options, "--replicate-across"):
         assert option in text
+    assert "%nbdist COMMAND" in notebook.run("%nbdist --help").text
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%nbdist profile --st", {"--steps"}),
         ("%%distribute --offload n", {"none", "nvme:"}),
         ("%%distribute --replicate-across n", {"none", "nodes"}),
+        ("%nbdist switch z", {"zero1", "zero2", "zero3"}),
         ("%nbdist switch fsdp --repl", {"--replicate-across"}),
         ("%nbdist plan 7b --dev", {"--devices"}),
         ("%nbdist plan 7b --precision f", {"fp16", "fp8"}),
