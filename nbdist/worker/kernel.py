@@ -515,5 +515,5 @@ def _shorten(bundle: dict[str, Any]) -> None:
 
 
 def _with_shorter_text(message: Message) -> Message:
-    _shorten(message["content"]["data"])
+    _shorten(message["content"].get("data", {}))  # clear_output has none
     return message

@@ -50,6 +50,16 @@ def test_update_display(notebook: LiveKernel) -> None:
     assert "before" not in shown.text
 
 
+def test_clear_output_replaces_what_was_shown(notebook: LiveKernel) -> None:
+    shown = notebook.run(
+        "%%distribute\nfrom IPython.display import clear_output\n"
+        "for epoch in range(3):\n    clear_output(wait=True)\n    print('epoch', epoch)"
+    )
+    assert shown.status == "ok"
+    assert [output["kind"] for output in shown.outputs[-2:]] == ["clear_output", "stream"]
+    assert "[0-1] epoch 2" in shown.text
+
+
 def test_error_marks_the_cell_failed(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute\nx = 1\nraise ValueError('bad batch')")
     assert shown.status == "error"
