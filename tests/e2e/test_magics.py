@@ -318,15 +318,19 @@ def test_replay_shows_the_error_again(notebook: LiveKernel) -> None:
     assert "ValueError: bad batch" in again.text
 
 
-def test_replay_shows_an_interrupt_as_one_line(notebook: LiveKernel) -> None:
-    request = notebook.send("%%distribute\nimport time\nprint('begun')\nwhile 1: time.sleep(0.01)")
-    notebook.collect(request, until="begun")
-    notebook.manager.interrupt_kernel()
-    notebook.collect(request)
-    assert notebook.run("%nbdist replay").text.splitlines() == [
-        "[0-1] begun",
-        "KeyboardInterrupt: Interrupted on all ranks.",
-    ]
+@pytest.mark.parametrize("option", ["", " --background"])
+def test_replay_shows_an_interrupt_as_one_line(notebook: LiveKernel, option: str) -> None:
+    loop = f"%%distribute{option}\nimport time\nprint('begun')\nwhile 1: time.sleep(0.01)"
+    request = notebook.send(loop)
+    if option:
+        notebook.below(request, until="begun")
+        notebook.run("%nbdist interrupt\nnbdist.session().wait()")
+    else:
+        notebook.collect(request, until="begun")
+        notebook.manager.interrupt_kernel()
+        notebook.collect(request)
+    lines = notebook.run("%nbdist replay").text.splitlines()
+    assert lines == ["[0-1] begun", "KeyboardInterrupt: interrupted on ranks 0-1"]
 
 
 def test_replay_of_a_background_cell_continues_below(notebook: LiveKernel) -> None:
