@@ -50,6 +50,12 @@ def test_update_display(notebook: LiveKernel) -> None:
     assert "before" not in shown.text
 
 
+def test_a_command_of_the_notebook_is_refused_on_ranks(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\nx = 1\n%nbdist save best")
+    assert shown.status == "error"
+    assert "%nbdist save best is a command of the notebook. Run it in a cell" in shown.text
+
+
 def test_clear_output_replaces_what_was_shown(notebook: LiveKernel) -> None:
     shown = notebook.run(
         "%%distribute\nfrom IPython.display import clear_output\n"
