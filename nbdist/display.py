@@ -7,6 +7,7 @@ themes. Text is escaped unless it is of the type `Html`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ MUTED_COLOR = "#7c8694"
 PAGE_STYLE = "font-size:13px;line-height:1.4;max-width:960px"
 _CELL = "padding:2px 8px 2px 0;text-align:left;vertical-align:middle"
 _NUMBER = "padding:2px 8px 2px 0;text-align:right;vertical-align:middle;white-space:nowrap"
+_CAPTION = "text-align:left;white-space:nowrap"
 _HEADING = "padding:8px 8px 2px 0;text-align:left;font-weight:normal"
 _TABLE = "border-collapse:collapse;margin:2px 0;font-size:inherit"
 _TRACK = (
@@ -155,7 +157,7 @@ class Table:
     @property
     def html(self) -> Html:
         """The table as HTML."""
-        shown = [element("caption", self.caption)] if self.caption else []
+        shown = [element("caption", self.caption, style=_CAPTION)] if self.caption else []
         shown += [element("tr", *self._html_cells(self.header, "th"))] if self.header else []
         styles = iter(self.row_styles or [""] * len(self.rows))
         for row, style in zip(self.rows, styles, strict=True):
@@ -229,7 +231,8 @@ def html_bar(
     """
 
     def percent(amount: float) -> str:
-        return f"{min(100.0, 100 * amount / whole) if whole else 0:.2f}%"
+        # rounded down: pieces of more than 100 % would not have room next to each other
+        return f"{math.floor(min(1.0, amount / whole) * 10_000) / 100 if whole else 0:.2f}%"
 
     drawn, remaining = [], whole
     for part, amount, tooltip in pieces:

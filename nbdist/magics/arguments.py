@@ -385,7 +385,7 @@ def make_matcher(
         options: options of `%%distribute`.
         valued: those of them that take a value.
         commands: commands of `%nbdist`.
-        of_commands: options of each command that has any.
+        of_commands: words of each command that has any: its options, and fixed names.
     """
     if not hasattr(completer, "context_matcher"):
         return None

@@ -254,9 +254,11 @@ class NbDist(Magics):
             text = "".join(traceback.format_exception_only(error)).strip("\n")
             message = text.replace(f'File "{CELL_FILE_NAME}"', f"Cell In[{count}]")
             raise CellSyntaxError(message) from None
+        # read before ranks are started, switched or restarted: a name may be misspelled
+        pushed = self.notebook_values(options.push) if options.push else {}
         session = self.get_or_start_session(options)
-        if options.push:
-            session.push(**self.notebook_values(options.push))
+        if pushed:
+            session.push(**pushed)
         session.run(
             code,
             options.ranks,
@@ -315,7 +317,7 @@ class NbDist(Magics):
         profile         where the time of a step goes, and what would make it faster
         """
         name, _, rest = arguments.without_comment(line).strip().partition(" ")
-        if not name:
+        if name in {"", "help", "-h", "--help"}:
             print(inspect.getdoc(type(self).nbdist))
             return
         if name not in COMMANDS:
@@ -609,7 +611,8 @@ MATCHER = arguments.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
-    of_commands={name: command.flags for name, command in COMMANDS.items() if command.flags},
+    of_commands={name: command.flags for name, command in COMMANDS.items() if command.flags}
+    | {"switch": (*strategies.BACKENDS, *COMMANDS["switch"].flags)},
 )
 
 

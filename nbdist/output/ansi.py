@@ -18,6 +18,7 @@ ESCAPE_SEQUENCE = re.compile(
 COLOUR_SEQUENCE = re.compile(r"\x1b\[([0-9;:]*)m")
 """Select Graphic Rendition: colours, bold, underline."""
 
+_TEXT_COLOUR = re.compile(r"\x1b\[0*(?:[39][0-79]|38;5;\d+|38;2;\d+;\d+;\d+)m")
 _UNSAFE = re.compile("[\ud800-\udfff\0]")
 _STYLE_CHARS = 64
 
@@ -36,10 +37,14 @@ def strip_ansi(text: str) -> str:
 
 def add_style(style: str, sequence: str) -> str:
     """Return the open style after one more colour sequence; "" after a reset."""
-    codes = sequence[2:-1].split(";")
-    if codes[-1] in ("", "0"):
+    codes = [code.lstrip("0") for code in sequence[2:-1].split(";")]
+    if not codes[-1]:
         return ""
-    start = "" if codes[0] in ("", "0") else style
+    start = style if codes[0] else ""
+    if codes == ["39"]:  # the default text colour
+        start = _TEXT_COLOUR.sub("", start)
+        if not start:
+            return ""
     return start + sequence if len(start) < _STYLE_CHARS else sequence
 
 

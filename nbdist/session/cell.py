@@ -307,12 +307,18 @@ class Cell(Interruptible):
         """Show the errors of a cell that no thread waits for, once."""
         if self.errors and not self._ranks_with_shown_errors:
             self._ranks_with_shown_errors = frozenset(self.errors)
+            if self.is_interrupted:
+                self.renderer.show_lines(self._error_lines())
+                return
             self.renderer.show_errors(
                 list(self.errors.values()), waiting=self.running, advice=self.oom_advice_lines()
             )
 
     def _error_lines(self) -> list[str]:
-        """Return the tracebacks of all ranks and the advice."""
+        """Return the tracebacks of all ranks and the advice; an interrupt is one line."""
+        if self.is_interrupted:
+            ranks = rank_sets.describe_ranks(tuple(self.errors))
+            return [f"KeyboardInterrupt: interrupted on {ranks}"]
         groups = tracebacks.group_errors(list(self.errors.values()))
         return [
             *tracebacks.format_tracebacks(groups, ranks=self.ranks),

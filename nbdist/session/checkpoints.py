@@ -336,7 +336,9 @@ class Checkpoints(Sequence[Checkpoint]):
         return iter(list(self._now()))
 
     def __repr__(self) -> str:
-        lines = [f"{self.root}: {len(self)} checkpoints", *(f"  {item}" for item in self.cached)]
+        number = len(self)
+        lines = [f"{self.root}: {number} checkpoint{'s' * (number != 1)}"]
+        lines += [f"  {item}" for item in self.cached]
         lines += [f"  {self.list_error}"] if self.list_error else []
         lines += [f"  {save}" for save in self.failed_saves]
         return "\n".join(lines)

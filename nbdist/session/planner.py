@@ -6,6 +6,7 @@ profile are computed here.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from nbdist import rank_sets
@@ -81,6 +82,7 @@ def _plan_on_ranks(
     batch_size = arguments.get("batch_size")
     with StatusLine() as line:
         line.show("inspecting the model (tracing an unknown one takes a few seconds)")
+        start_time = time.monotonic()
         reply = session.model_spec(
             name,
             batch_size=batch_size[0] if isinstance(batch_size, (list, tuple)) else batch_size,
@@ -88,6 +90,7 @@ def _plan_on_ranks(
             kind=kind,
             quick=quick,
         )
+        line.show(f"inspected the model in {time.monotonic() - start_time:.1f} s")
     return _plan(session, reply, arguments, kind)
 
 

@@ -272,6 +272,9 @@ class RankDebugger(debugger.InterruptiblePdb):
         if self._has_left_statement and not self._cell_name(frame.f_code.co_filename):
             return False
         self._has_left_statement = False
+        # IPython prints a line for each call of a skipped module, although nothing stops there
+        if self.is_skipped_module(frame.f_globals.get("__name__", "")):
+            return False
         return bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def format_stack_entry(self, frame_lineno: Any, lprefix: str = ": ") -> str:

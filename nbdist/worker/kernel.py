@@ -24,6 +24,7 @@ from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
 from ipykernel.zmqshell import ZMQDisplayPublisher, ZMQInteractiveShell
+from IPython.core.error import UsageError
 from traitlets import Bool, DottedObjectName, Float, Type
 from traitlets.config import Config
 
@@ -127,6 +128,11 @@ class RankShell(ZMQInteractiveShell):
         cell: str = super().transform_cell(raw_cell)
         self.history_manager.input_hist_parsed[:] = [cell]  # without a history it stays empty
         return cell
+
+    def init_magics(self) -> None:
+        """Register IPython's magics, and a `%nbdist` that says where to use it."""
+        super().init_magics()
+        self.magics_manager.register_function(_nbdist_on_a_rank, magic_name="nbdist")
 
     def init_display_pub(self) -> None:
         """Truncate very long text in displays."""
@@ -508,6 +514,12 @@ def error_reply(error: BaseException) -> messages.ErrorReply:
     return messages.ErrorReply(status="error", error=text, ename=type(error).__name__)
 
 
+def _nbdist_on_a_rank(line: str) -> NoReturn:
+    raise UsageError(
+        f"%nbdist {line} is a command of the notebook. Run it in a cell without %%distribute."
+    )
+
+
 def _shorten(bundle: dict[str, Any]) -> None:
     """Truncate the plain text of a display; images and HTML cannot be truncated."""
     if isinstance(text := bundle.get("text/plain"), str):
@@ -515,5 +527,5 @@ def _shorten(bundle: dict[str, Any]) -> None:
 
 
 def _with_shorter_text(message: Message) -> Message:
-    _shorten(message["content"]["data"])
+    _shorten(message["content"].get("data", {}))  # clear_output has none
     return message

@@ -263,7 +263,7 @@ def test_the_magics_take_a_url(notebook: LiveKernel, tmp_path: Path) -> None:
     notebook.run("%%distribute -n 1\n" + MODEL)
     notebook.run("%%distribute\n" + START.format(""))
     assert "base: saved in" in notebook.run("%nbdist save base --wait").text
-    assert f"{where}: 1 checkpoints" in notebook.run("%nbdist checkpoints").text
+    assert f"{where}: 1 checkpoint\n" in notebook.run("%nbdist checkpoints").text
     assert "base (step 4" in notebook.run("%nbdist load base").text
     other = f"file://{tmp_path}/other"
     notebook.run(f"%nbdist save best --wait --dir {other}")

@@ -126,7 +126,14 @@ def test_stepping_does_not_stop_in_code_of_nbdist(ranks: LiveKernel) -> None:
     files = [prompt.split()[2] for prompt in prompts]
     assert files[0].startswith("In[")
     assert not {"prepared_models.py", "optimizer_step_gate.py", "contextlib.py"} & {*files}
+    assert "ignored module" not in shown.text
     assert "all variables are kept" in shown.text
+
+
+def test_output_is_merged_after_a_rank_was_debugged(ranks: LiveKernel) -> None:
+    code = "%%distribute\nif rank == 1:\n    breakpoint()\ndist.barrier()\nprint('after')"
+    shown, _ = ranks.run_with_answers(code, "p rank", "c")
+    assert "[0-1] after" in shown.text
 
 
 def test_interrupting_at_a_prompt_stops_all_ranks(ranks: LiveKernel) -> None:

@@ -50,6 +50,22 @@ def test_update_display(notebook: LiveKernel) -> None:
     assert "before" not in shown.text
 
 
+def test_a_command_of_the_notebook_is_refused_on_ranks(notebook: LiveKernel) -> None:
+    shown = notebook.run("%%distribute\nx = 1\n%nbdist save best")
+    assert shown.status == "error"
+    assert "%nbdist save best is a command of the notebook. Run it in a cell" in shown.text
+
+
+def test_clear_output_replaces_what_was_shown(notebook: LiveKernel) -> None:
+    shown = notebook.run(
+        "%%distribute\nfrom IPython.display import clear_output\n"
+        "for epoch in range(3):\n    clear_output(wait=True)\n    print('epoch', epoch)"
+    )
+    assert shown.status == "ok"
+    assert [output["kind"] for output in shown.outputs[-2:]] == ["clear_output", "stream"]
+    assert "[0-1] epoch 2" in shown.text
+
+
 def test_error_marks_the_cell_failed(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute\nx = 1\nraise ValueError('bad batch')")
     assert shown.status == "error"
@@ -95,6 +111,7 @@ def test_bad_input_is_one_sentence(notebook: LiveKernel, line: str, says: str) -
         ("--on ray://127.0.0.1:1", "--on ray"),
         ("--on slurm --nodes 2 -n 3", "cannot be spread evenly"),
         ("--on local --nodes 2 -n 2", "can be used with --on ray or --on slurm"),
+        ("--fresh --push nothing_here", "no variable nothing_here"),
     ],
 )
 def test_a_place_that_cannot_be_leaves_the_session(
@@ -228,6 +245,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
     options = ("--backend", "--precision", "--offload-params", "--push", "--background")
     for option in (*options, "--replicate-across"):
         assert option in text
+    assert "%nbdist COMMAND" in notebook.run("%nbdist --help").text
 
 
 @pytest.mark.parametrize(
@@ -240,6 +258,7 @@ def test_help_is_complete(notebook: LiveKernel) -> None:
         ("%nbdist profile --st", {"--steps"}),
         ("%%distribute --offload n", {"none", "nvme:"}),
         ("%%distribute --replicate-across n", {"none", "nodes"}),
+        ("%nbdist switch z", {"zero1", "zero2", "zero3"}),
         ("%nbdist switch fsdp --repl", {"--replicate-across"}),
         ("%nbdist plan 7b --dev", {"--devices"}),
         ("%nbdist plan 7b --precision f", {"fp16", "fp8"}),
@@ -303,6 +322,21 @@ def test_replay_shows_the_error_again(notebook: LiveKernel) -> None:
     assert again.status == "ok"
     assert "before" in again.text
     assert "ValueError: bad batch" in again.text
+
+
+@pytest.mark.parametrize("option", ["", " --background"])
+def test_replay_shows_an_interrupt_as_one_line(notebook: LiveKernel, option: str) -> None:
+    loop = f"%%distribute{option}\nimport time\nprint('begun')\nwhile 1: time.sleep(0.01)"
+    request = notebook.send(loop)
+    if option:
+        notebook.below(request, until="begun")
+        notebook.run("%nbdist interrupt\nnbdist.session().wait()")
+    else:
+        notebook.collect(request, until="begun")
+        notebook.manager.interrupt_kernel()
+        notebook.collect(request)
+    lines = notebook.run("%nbdist replay").text.splitlines()
+    assert lines == ["[0-1] begun", "KeyboardInterrupt: interrupted on ranks 0-1"]
 
 
 def test_replay_of_a_background_cell_continues_below(notebook: LiveKernel) -> None:

@@ -16,6 +16,12 @@ def test_a_style_is_closed_and_carried() -> None:
     assert close_colours("z", "") == ("z", "")
 
 
+def test_a_colour_that_was_ended_is_not_carried() -> None:
+    assert close_colours("\x1b[32m1\x1b[39m x", "") == ("\x1b[32m1\x1b[39m x", "")
+    assert close_colours("\x1b[38;5;28;01mfor\x1b[39;00m x", "")[1] == ""
+    assert close_colours("\x1b[1m\x1b[32mx\x1b[39m", "")[1] == "\x1b[1m\x1b[39m"
+
+
 def test_a_style_stays_short_whatever_is_piled_up() -> None:
     style = ""
     for _ in range(1000):

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nbdist.display import STEP_COLORS
+from nbdist.display import STEP_COLORS, html_bar
 from nbdist.profiler.lint import LintFinding
 from nbdist.profiler.measurements import STEP_PARTS, LineProfile, PeakMemory, RankProfile
 from nbdist.profiler.profile import shown_ranks
@@ -93,6 +93,12 @@ def test_each_rank_has_a_bar_that_says_its_parts_in_words() -> None:
     assert [label.split(":")[0] for label in labels] == ["rank 0", "rank 1"]
     assert "data 40 %" in labels[0]
     assert ">data</div>" in shown
+
+
+def test_the_pieces_of_a_bar_have_room_next_to_each_other() -> None:
+    pieces = [(part, 1.0, "") for part in list(STEP_COLORS)[:6]]  # 16.67 % each are too many
+    widths = re.findall(r"width:([\d.]+)%;background:#", html_bar(pieces, STEP_COLORS, 6, label=""))
+    assert 99.9 <= sum(map(float, widths)) <= 100
 
 
 def test_every_part_has_a_colour_on_which_white_can_be_read() -> None:

@@ -108,7 +108,7 @@ export function headerView(store: Store): View {
     const now = store.now();
     const timed = !["new", "ready", "stopped"].includes(header.state);
     say(running, timed && header.since !== null ? duration(now - header.since) : "");
-    say(session, header.started === null ? "" : `session ${duration(now - header.started)}`);
+    say(session, header.started === null || header.state === "stopped" ? "" : `session ${duration(now - header.started)}`);
     say(elapsed, work ? duration(now - work.since) : "");
     for (const note of [answer, notice]) if (now > note.until) note.root.hidden = true;
     if (store.link !== "stale") return;
@@ -133,7 +133,7 @@ export function headerView(store: Store): View {
     const gone = link === "gone" || link === "waiting";
     const idle = ["new", "stopped"].includes(header.state);
     stop.disabled = gone || RESTS.has(header.state);
-    restart.disabled = gone || header.state === "new";
+    restart.disabled = gone || idle;
     for (const button of [save, change]) button.disabled = gone || idle || header.state === "dead";
     // aria-disabled instead of disabled: the button stays focusable and shows the reason.
     const { refused } = store.picture.profile;

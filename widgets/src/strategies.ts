@@ -116,14 +116,14 @@ export function strategiesView(store: Store): View {
     const few = rows.length <= 8;
     all.hidden = few;
     say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
-    plan.disabled = store.link === "gone";
+    plan.disabled = store.link === "gone" || RANKLESS.has(store.picture.header.state);
     if (store.link === "gone") chosen = null; // the offered switch is no longer possible
     const shown = few || wide ? rows : shortened(rows);
     keyed.show(shown);
     legend.root.hidden = rows.length === 0;
     legend.show(shown.map((row) => row.parts), { limit: capacity > 0 });
   }
-  return { root, topics: ["strategies", "link"], update };
+  return { root, topics: ["strategies", "header", "link"], update };
 }
 
 /** Return the first row of each backend, and the current and recommended ones. */

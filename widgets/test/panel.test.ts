@@ -212,3 +212,14 @@ test("a kernel that is gone disables what it can no longer do", async () => {
   for (const label of ["Stop", "Restart", "Save", "Switch", "Profile"]) assert.equal(button(root, label).disabled, true);
   close();
 });
+
+test("a session that was stopped can neither be restarted nor planned, and does not age", async () => {
+  const { root, store, close } = await panel("gpu");
+  assert.match(root.textContent ?? "", /session \d/);
+  store.picture.header.state = "stopped";
+  store.tell("header");
+  await drawn();
+  for (const label of ["Stop", "Restart", "Save", "Switch", "Plan again"]) assert.equal(button(root, label).disabled, true, label);
+  assert.doesNotMatch(root.textContent ?? "", /session \d/);
+  close();
+});
