@@ -51,6 +51,16 @@ def test_magics_shell_and_await(session: Session) -> None:
     assert session.run("import asyncio\nawait asyncio.sleep(0)\nrank").values == {0: 0, 1: 1}
 
 
+def test_a_pasted_script_takes_the_defaults_of_its_arguments(session: Session) -> None:
+    code = (
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float, default=0.1)\n"
+        "parser.add_argument('epochs', type=int, nargs='?', default=3)\n"
+        "args = parser.parse_args()\n(args.lr, args.epochs)"
+    )
+    assert session.run(code).values == {0: (0.1, 3), 1: (0.1, 3)}
+
+
 def test_equal_output_is_shown_once(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     session.run("print('same')\nprint('mine', rank)")
     assert capsys.readouterr().out.splitlines() == ["[0-1] same", "[0] mine 0", "[1] mine 1"]
