@@ -35,6 +35,7 @@ from nbdist.worker.operations import load as load_operation
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.profiling import kineto, profile_window
 from nbdist.worker.report import Reporter
+from nbdist.worker.training import unprepared_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,6 +119,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
             messages.AUTO_DECISION, messages.AutoDecision(options=chosen.to_json())
         )
     add_kernel_functions(app.kernel, launch)
+    unprepared_optimizers.watch_steps()
     context = app.kernel.operation_context
     load = functools.partial(load_operation.load_in_cell, context=context)
     trainer.install(context.reporter, load, app.kernel.saver.wait)

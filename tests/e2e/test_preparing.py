@@ -328,6 +328,14 @@ def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None
         ranks.run("accelerator.prepare(adam(build()))")
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(ranks: Session) -> None:
+    ranks.run("model = build(); optimizer = adam(model); model = accelerator.prepare(model)")
+    with pytest.raises(CellError, match=r"was built before accelerator\.prepare"):
+        ranks.run("train(model, optimizer)")
+    ranks.run("optimizer = adam(model); train(model, optimizer)")
+
+
 FSDP_FILE = {
     "fsdp_version": 2,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
