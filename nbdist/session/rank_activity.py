@@ -291,7 +291,7 @@ def _describe_peer(
     if rank not in ranks:
         return f"rank {rank} does not run this cell"
     if rank not in pending:
-        return f"rank {rank} has finished it"
+        return f"rank {rank} has finished the cell"
     if rank not in answers:
         return f"the position of rank {rank} is unknown"
     return f"rank {rank} is in {describe_position(answers[rank])}"

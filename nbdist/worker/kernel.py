@@ -49,6 +49,7 @@ from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.output_streams import MAX_ERROR_CHARS, log_to_launcher, truncate
 from nbdist.worker.profiling import profile_window
 from nbdist.worker.stacks import MainThreadMonitor
+from nbdist.worker.training import unprepared_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -295,6 +296,7 @@ class RankKernel(IPythonKernel):
             self.saver.set_root(note["checkpoints"])
             process_group.set_cell_ranks(note["ranks"])
         optimizer_step_gate.begin_cell()
+        unprepared_optimizers.begin_cell()
         keyboard.begin_cell(has_user=allow_stdin)
         process_group.set_timeouts(has_user=allow_stdin)
         self.running_request = request["header"]["msg_id"]
@@ -314,6 +316,9 @@ class RankKernel(IPythonKernel):
             if optimizer_step_gate.listener is not None:
                 optimizer_step_gate.listener.on_cell_end()
         self.operation_context.reporter.flush(FLUSH_S)
+        on_several = note and len(note["ranks"]) > 1
+        if on_several and (text := unprepared_optimizers.note_separate_training()):
+            self.warn_async()(text)
         if reply["status"] == "error":
             reply["evalue"] = truncate(reply["evalue"], longest=MAX_ERROR_CHARS)
             self.release_failed_cell(has_user=allow_stdin)

@@ -128,6 +128,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.engine:DeepSpeedEngine.zero_grad": LibraryPatch(
         "does not drop the gradients that the optimizer keeps, and has no set_to_none"
     ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue": LibraryPatch(
+        "loss.backward() of several forwards leaves gradients unreduced without a message"
+    ),
     "deepspeed.runtime.engine:DeepSpeedEngine.train": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.engine:DeepSpeedEngine.eval": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(

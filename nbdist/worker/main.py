@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -34,6 +35,7 @@ from nbdist.worker.operations import load as load_operation
 from nbdist.worker.operations.save import CheckpointSaver
 from nbdist.worker.profiling import kineto, profile_window
 from nbdist.worker.report import Reporter
+from nbdist.worker.training import unprepared_optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,6 +72,7 @@ def rank_main(
     process_tree.install_crash_dump(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
     tempfile.tempdir = None  # the launcher set it to its own folder
+    del sys.argv[1:]  # the launcher's own: a script's argparse in a cell takes its defaults
     os.environ["NBDIST_RANK"] = str(rank)
     try:
         app = set_up_rank(launch, rank)
@@ -116,6 +119,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
             messages.AUTO_DECISION, messages.AutoDecision(options=chosen.to_json())
         )
     add_kernel_functions(app.kernel, launch)
+    unprepared_optimizers.watch_steps()
     context = app.kernel.operation_context
     load = functools.partial(load_operation.load_in_cell, context=context)
     trainer.install(context.reporter, load, app.kernel.saver.wait)

@@ -51,6 +51,36 @@ def test_magics_shell_and_await(session: Session) -> None:
     assert session.run("import asyncio\nawait asyncio.sleep(0)\nrank").values == {0: 0, 1: 1}
 
 
+def test_a_pasted_script_takes_the_defaults_of_its_arguments(session: Session) -> None:
+    code = (
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float, default=0.1)\n"
+        "parser.add_argument('epochs', type=int, nargs='?', default=3)\n"
+        "args = parser.parse_args()\n(args.lr, args.epochs)"
+    )
+    assert session.run(code).values == {0: (0.1, 3), 1: (0.1, 3)}
+
+
+def test_a_plain_loop_that_trains_each_rank_by_itself_is_noted_once(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run(
+        "def train(model, steps=3):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(steps):\n"
+        "        model(torch.ones(1, 2)).sum().backward()\n"
+        "        optimizer.step()\n"
+    )
+    together = "train(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)))"
+    session.run(together)
+    session.run("train(torch.nn.Linear(2, 1))", ranks="0")
+    assert "nbdist: each rank trains" not in capsys.readouterr().err
+    session.run("train(torch.nn.Linear(2, 1))")
+    assert "[0-1] nbdist: each rank trains a model of its own" in capsys.readouterr().err
+    session.run("train(torch.nn.Linear(2, 1))")
+    assert "nbdist: each rank trains" not in capsys.readouterr().err
+
+
 def test_equal_output_is_shown_once(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     session.run("print('same')\nprint('mine', rank)")
     assert capsys.readouterr().out.splitlines() == ["[0-1] same", "[0] mine 0", "[1] mine 1"]

@@ -237,6 +237,21 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
         assert session.run(WEIGHTS + "\nfound").values[0] == found.tolist()
 
 
+@pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])
+def test_a_plain_backward_of_several_forwards_reduces_all_gradients(backend: str) -> None:
+    several = """
+for step in range(3):
+    optimizer.zero_grad(); (loss(step) + loss(step + 10)).backward(); optimizer.step()
+"""
+    plain: dict[str, Any] = {"torch": torch, "share": slice(None)}
+    exec(LINEAR + several, plain)  # noqa: S102 - on all rows, without ranks
+    with Session(nproc=2, backend=backend) as session:
+        session.run("import nbdist; share = slice(rank, None, 2)")
+        session.run(LINEAR + "model, optimizer = accelerator.prepare(model, optimizer)" + several)
+        found = torch.tensor(session.run(WEIGHTS + "\nfound").values[0])
+    assert torch.allclose(found, plain["model"].weight, atol=1e-6)
+
+
 def test_ddp_averages_what_a_skipped_micro_batch_leaves_and_names_unused_layers() -> None:
     skip = ACCUMULATED.replace("backward(loss(step));", "step == 1 or backward(loss(step));")
     with Session(nproc=2, backend="ddp") as session:

@@ -328,6 +328,33 @@ def test_model_first_and_its_optimizer_later_is_the_same(ranks: Session) -> None
         ranks.run("accelerator.prepare(adam(build()))")
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(ranks: Session) -> None:
+    ranks.run("model = build(); optimizer = adam(model); model = accelerator.prepare(model)")
+    with pytest.raises(CellError, match=r"was built before accelerator\.prepare"):
+        ranks.run("train(model, optimizer)")
+    ranks.run("optimizer = adam(model); train(model, optimizer)")
+
+
+@pytest.mark.parametrize("ranks", ["zero3"], indirect=True)
+def test_a_model_that_was_prepared_without_its_optimizer_is_named(ranks: Session) -> None:
+    ranks.run("model = accelerator.prepare(build())")
+    with pytest.raises(CellError, match="prepared without an optimizer"):
+        ranks.run("train(model, adam(model))")
+    ranks.run(IN_ONE_CALL + "train(model, optimizer)")
+
+
+@pytest.mark.parametrize("ranks", ["ddp"], indirect=True)
+def test_an_optimizer_of_an_earlier_model_is_named(ranks: Session) -> None:
+    ranks.run(IN_ONE_CALL + "train(model, optimizer)")
+    with pytest.raises(CellError, match="A new model needs an optimizer of its own"):
+        ranks.run(
+            "model = accelerator.prepare(build())\n"
+            "accelerator.backward(model(input_ids=tokens[:4], labels=tokens[:4]).loss)\n"
+            "optimizer.step(); optimizer.zero_grad()"
+        )
+
+
 FSDP_FILE = {
     "fsdp_version": 2,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -37,7 +37,7 @@ def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
     answers = {0: waits(1, 1, 2), 1: answer(), 2: answer()}
     found = detect_hang([0, 1], answers=answers, pending=[0], errors={})
     assert found is not None
-    assert "rank 1 has finished it; rank 2 does not run this cell" in found.description
+    assert "rank 1 has finished the cell; rank 2 does not run this cell" in found.description
     assert (found.waiting_ranks, found.missing_ranks) == ((0,), (1, 2))
 
 

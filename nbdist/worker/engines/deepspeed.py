@@ -185,6 +185,7 @@ def _patch_deepspeed() -> None:
     patch(f"{stage_1_and_2}.independent_gradient_partition_epilogue", _add_to_earlier_gradients)
     patch(f"{stage_1_and_2}.copy_grads_in_partition", _add_to_offloaded_gradients)
     patch("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", _drop_gradients_too)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", _begin_backward_once)
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     for name in ("train", "eval"):
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
@@ -251,6 +252,23 @@ def _drop_gradients_too(zero_grad: Callable[[Any], None]) -> Callable[..., None]
             prepared_models.reset_micro_batches(self)
 
     return drop
+
+
+def _begin_backward_once(prologue: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Begin a `loss.backward()` of several forwards once; it then ends after the last of them.
+
+    deepspeed 0.19.8 calls the prologue for each forward, and takes all but the first for nested
+    passes, which it does not end: gradients in the last bucket are not reduced.
+    """
+    last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def begin(self: Any) -> None:
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - as deepspeed
+        if self._running_engine_backward or last.get(self) != task:
+            last[self] = task
+            prologue(self)
+
+    return begin
 
 
 def _add_to_earlier_gradients(epilogue: Callable[[Any], None]) -> Callable[[Any], None]:

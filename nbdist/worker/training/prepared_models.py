@@ -101,7 +101,11 @@ class PreparedModel:
         """The prepared model."""
         prepared = None if self.wrapper is None else self.wrapper()
         if prepared is None:
-            raise SwitchError("A prepared model was deleted. Run the cell that prepares it again.")
+            raise SwitchError(
+                "A prepared model was deleted, or a cell built another one, and its optimizer is"
+                " still used. A new model needs an optimizer of its own: build both, and use"
+                " model, optimizer = accelerator.prepare(model, optimizer)."
+            )
         return prepared
 
     @property
@@ -530,6 +534,13 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
                 "accelerator.backward()",
                 ", or call loss.backward() for a model of this cell",
             )
+            engines = [is_deepspeed_engine(unwrap_compiled(each.model)) for each in models]
+            if all(engines) and not any(each.optimizers for each in models):
+                raise OptionError(
+                    "The model was prepared without an optimizer, and DeepSpeed cannot train it."
+                    " Build both again, and use model, optimizer = accelerator.prepare(model,"
+                    " optimizer)."
+                )
         for model in models:
             model.interrupted_pass = "backward"  # noqa: S105
         result = original(self, *args, **kwargs)
