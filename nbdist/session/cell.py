@@ -318,7 +318,7 @@ class Cell(Interruptible):
         """Return the tracebacks of all ranks and the advice; an interrupt is one line."""
         if self.is_interrupted:
             ranks = rank_sets.describe_ranks(tuple(self.errors))
-            return [f"KeyboardInterrupt: interrupted on {ranks}"]
+            return [f"KeyboardInterrupt: {self.deadlock}Interrupted on {ranks}"]
         groups = tracebacks.group_errors(list(self.errors.values()))
         return [
             *tracebacks.format_tracebacks(groups, ranks=self.ranks),

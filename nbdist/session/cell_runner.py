@@ -139,7 +139,7 @@ class CellRunner:
         problem = self.resync_ranks()
         if cell.is_interrupted:  # possibly by another thread
             words = f"but {problem}" if problem else "all variables are kept"
-            raise CellInterrupted(f"Interrupted on all ranks; {words}.") from None
+            raise CellInterrupted(f"{cell.deadlock}Interrupted on all ranks; {words}.") from None
         cell.raise_errors()
         return cell
 

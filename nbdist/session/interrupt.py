@@ -86,7 +86,7 @@ RETURN_AFTER_S = 3.0
 END_AFTER_S = 3.0
 """Minimum delay after the abort before a third interrupt ends the ranks."""
 GRACE_S = 3.0
-"""Delay before ranks that wait for a failed one are interrupted."""
+"""Delay before ranks that wait for a failed or finished one are interrupted."""
 SILENT_S = 5.0
 """Ranks that have not replied for this long are reported."""
 REPAIR_S = 30.0
@@ -124,6 +124,8 @@ class Interruptible(ABC):
         """Unix time of the first interrupt in seconds; 0 if there was none."""
         self.notice = ""
         """Status line: which ranks block others."""
+        self.deadlock = ""
+        """Which ranks waited in vain for one that had finished, if that interrupted it."""
         self.failure: RankDied | None = None
 
     @property
@@ -259,21 +261,28 @@ class InterruptEscalation:
             self.stage = InterruptStage.ENDED
 
     def _cannot_end(self, now: float) -> bool:
-        """Return whether the ranks have been blocked by a failed one for the grace period."""
+        """Return whether ranks have waited for a failed or finished one for the grace period."""
         if self._kind == "repair" and self._has_no_progress(now):
             return True
-        failed = self._failed()
+        failed, hang = self._failed(), self.hang
+        absent = set(failed)
+        if hang is not None and hang.in_collective and self._kind == "cell":
+            absent |= set(hang.missing_ranks) - set(self.work.pending)
         waits_in_vain = (
-            self.hang is not None
-            and bool(failed)
-            and set(self.hang.missing_ranks) <= failed.keys()
-            and set(self.hang.waiting_ranks) >= set(self.work.running) - failed.keys()
+            hang is not None
+            and bool(absent)
+            and set(hang.missing_ranks) <= absent
+            and set(hang.waiting_ranks) >= set(self.work.running) - failed.keys()
         )
         if not waits_in_vain:
             self._failed_at = None
             return False
         self._failed_at = self._failed_at or now
-        return now - self._failed_at >= GRACE_S
+        if now - self._failed_at < GRACE_S:
+            return False
+        if hang is not None and not failed:
+            self.work.deadlock = f"{hang.description}. "
+        return True
 
     def _is_blocked(self, now: float) -> bool:
         """Return whether interrupted ranks wait for each other in C code."""

@@ -155,6 +155,8 @@ class Hang:
     waiting_ranks: tuple[int, ...]
     missing_ranks: tuple[int, ...]
     """Ranks that are waited for, as far as known."""
+    in_collective: bool
+    """True if all of them are in the call of a collective, so that nothing else can end the wait."""
     description: str
 
 
@@ -216,6 +218,10 @@ def detect_hang(
     return Hang(
         waiting_ranks=tuple(sorted(waiting)),
         missing_ranks=tuple(sorted(missing)),
+        in_collective=all(
+            answers[rank]["standing"]["waits_for"] or answers[rank]["collective"]
+            for rank in waiting
+        ),
         description="; ".join(parts),
     )
 

@@ -336,7 +336,7 @@ def test_replay_shows_an_interrupt_as_one_line(notebook: LiveKernel, option: str
         notebook.manager.interrupt_kernel()
         notebook.collect(request)
     lines = notebook.run("%nbdist replay").text.splitlines()
-    assert lines == ["[0-1] begun", "KeyboardInterrupt: interrupted on ranks 0-1"]
+    assert lines == ["[0-1] begun", "KeyboardInterrupt: Interrupted on ranks 0-1"]
 
 
 def test_replay_of_a_background_cell_continues_below(notebook: LiveKernel) -> None:
