@@ -376,6 +376,13 @@ def find_trainers(names: Mapping[str, Any]) -> list[Any]:
     ]
 
 
+def parts(trainer: Any) -> list[object]:
+    """Return the parts of a Trainer, which can refer to its model: collator, callbacks, losses."""
+    values = list(vars(trainer).values())
+    named = [part for value in values if isinstance(value, dict) for part in value.values()]
+    return [*values, *named, *trainer.callback_handler.callbacks]
+
+
 def update_trainer_engine(trainer: Any) -> None:
     """Update a Trainer's attributes after the engine has changed.
 
