@@ -30,6 +30,17 @@ def test_variables_live_between_cells(session: Session) -> None:
     assert session.run("kept").values == {0: 0, 1: 10}
 
 
+def test_a_script_parses_its_defaults_and_what_the_cell_sets(session: Session) -> None:
+    session.run(
+        "import argparse, sys\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float, default=0.5)"
+    )
+    assert session.run("parser.parse_args().lr").values == {0: 0.5, 1: 0.5}
+    session.run("sys.argv[1:] = ['--lr', '0.1']")
+    assert session.run("parser.parse_args().lr").values == {0: 0.1, 1: 0.1}
+    session.run("del sys.argv[1:]")
+
+
 def test_ranks_are_one_group(session: Session) -> None:
     code = (
         "import torch.distributed as dist\nt = torch.ones(1) * (rank + 1)\n"
