@@ -86,6 +86,7 @@ def main() -> None:
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # silences a warning at each start
     run_dir = Path(sys.argv[2])
     link = KernelLink(int(sys.argv[1]), run_dir, Path(os.environ["NBDIST_BULK_DIR"]))
+    del sys.argv[1:]  # a script in a cell would parse these
     link.send(messages.LauncherHello(messages.PROTOCOL, __version__))
     link.install_signal_actions()
     os.register_at_fork(after_in_parent=link.install_signal_actions)

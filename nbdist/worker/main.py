@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -72,7 +71,6 @@ def rank_main(
     process_tree.install_crash_dump(launch.run_dir, f"rank{rank}")
     link.close_in_rank()
     tempfile.tempdir = None  # the launcher set it to its own folder
-    del sys.argv[1:]  # the launcher's own: a script's argparse in a cell takes its defaults
     os.environ["NBDIST_RANK"] = str(rank)
     try:
         app = set_up_rank(launch, rank)

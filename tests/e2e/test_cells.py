@@ -30,6 +30,17 @@ def test_variables_live_between_cells(session: Session) -> None:
     assert session.run("kept").values == {0: 0, 1: 10}
 
 
+def test_a_script_parses_its_defaults_and_what_the_cell_sets(session: Session) -> None:
+    session.run(
+        "import argparse, sys\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', type=float, default=0.5)"
+    )
+    assert session.run("parser.parse_args().lr").values == {0: 0.5, 1: 0.5}
+    session.run("sys.argv[1:] = ['--lr', '0.1']")
+    assert session.run("parser.parse_args().lr").values == {0: 0.1, 1: 0.1}
+    session.run("del sys.argv[1:]")
+
+
 def test_ranks_are_one_group(session: Session) -> None:
     code = (
         "import torch.distributed as dist\nt = torch.ones(1) * (rank + 1)\n"
@@ -49,16 +60,6 @@ def test_magics_shell_and_await(session: Session) -> None:
     assert session.run("import os\nos.environ['NBDIST_TEST']").values[0] == "seen"
     assert session.run("out = !echo from the shell\nout[0]").values[1] == "from the shell"
     assert session.run("import asyncio\nawait asyncio.sleep(0)\nrank").values == {0: 0, 1: 1}
-
-
-def test_a_pasted_script_takes_the_defaults_of_its_arguments(session: Session) -> None:
-    code = (
-        "import argparse\nparser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--lr', type=float, default=0.1)\n"
-        "parser.add_argument('epochs', type=int, nargs='?', default=3)\n"
-        "args = parser.parse_args()\n(args.lr, args.epochs)"
-    )
-    assert session.run(code).values == {0: (0.1, 3), 1: (0.1, 3)}
 
 
 def test_a_plain_loop_that_trains_each_rank_by_itself_is_noted_once(

@@ -224,6 +224,52 @@ def test_a_trainer_that_was_created_before_a_switch_trains(trained: Session, bac
     assert apart(losses, expected) <= 1e-6
 
 
+def test_the_parts_of_a_trainer_have_the_new_model(trained: Session) -> None:
+    """As the collators of transformers and the losses of sentence-transformers refer to it."""
+    trained.switch("ddp")
+    trained.run(TRAINER)
+    trained.run("""
+        from transformers import DataCollatorForSeq2Seq, default_data_collator
+
+        class Collator(DataCollatorForSeq2Seq):
+            def __call__(self, rows):
+                assert self.model.config
+                mask = torch.ones(len(rows), 24)  # floats, which a Trainer casts under ZeRO
+                return {**default_data_collator(rows), "attention_mask": mask}
+
+        class Loss(torch.nn.Module):
+            def __init__(self, model):
+                super().__init__()
+                self.inner = torch.nn.ModuleDict({"model": model})
+
+        trainer.data_collator = Collator(None, trainer.model)
+        trainer.losses = {"main": Loss(trainer.model)}
+        trainer.run_model = trainer.model.forward
+        again()
+    """)
+    trained.switch("zero2")
+    trained.run("again()")
+    assert one(trained, "trainer.data_collator.model is trainer.model")
+    assert one(trained, "trainer.losses['main'].inner['model'] is trainer.model")
+    assert one(trained, "trainer.run_model.__self__ is trainer.model")
+    trained.run("del trainer")
+
+
+def test_a_model_with_a_mixin_before_its_module_class_switches(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run("""
+        import abc
+
+        class Scaled(abc.ABC, torch.nn.Linear):
+            pass
+
+        scaled = Scaled(4, 4)
+        scaled, sgd = accelerator.prepare(scaled, torch.optim.SGD(scaled.parameters()))
+    """)
+    trained.switch("zero2")
+    trained.run("scaled(torch.ones(1, 4)).sum().item(); del scaled, sgd")
+
+
 def test_two_short_trainings_in_a_cell_switch(trained: Session) -> None:
     """Of the first model, only the start of the measured step is in the cell."""
     trained.switch("ddp")

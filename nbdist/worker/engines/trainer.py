@@ -376,6 +376,13 @@ def find_trainers(names: Mapping[str, Any]) -> list[Any]:
     ]
 
 
+def parts(trainer: Any) -> list[object]:
+    """Return the parts of a Trainer, which can refer to its model: collator, callbacks, losses."""
+    values = list(vars(trainer).values())
+    named = [part for value in values if isinstance(value, dict) for part in value.values()]
+    return [*values, *named, *trainer.callback_handler.callbacks]
+
+
 def update_trainer_engine(trainer: Any) -> None:
     """Update a Trainer's attributes after the engine has changed.
 
@@ -397,9 +404,12 @@ def update_trainer_engine(trainer: Any) -> None:
             return  # an adapter that was merged: another Trainer has its base
         trainer.model = wrapped if trainer.is_fsdp_enabled else bare
         trainer.deepspeed = wrapped if is_deepspeed_engine(wrapped) else None
-    if trainer.is_deepspeed_enabled and trainer.deepspeed is None:  # train() creates the engine
+    if not trainer.is_deepspeed_enabled:
+        return
+    if trainer.deepspeed is None:  # train() creates the engine
         accelerator_patch.renew_deepspeed_plugin(state)
-        propagate_args_to_deepspeed(trainer.accelerator, trainer.args)
+    propagate_args_to_deepspeed(trainer.accelerator, trainer.args)
+    if trainer.deepspeed is None:
         deepspeed.reset_zero3_globals(state.deepspeed_plugin)
 
 

@@ -195,9 +195,12 @@ class EngineSwitch:
                 # object's __class__, which raises for a dead weakref.proxy.
                 if issubclass(type(value), LRScheduler):
                     optimizer_recipes.rebind_scheduler(value, self._replaced.replacements())
+            for loader in prepared_models.all_loaders():
+                self._replaced.rebind_attributes(loader.collate_fn)
             for found_trainer in trainer.find_trainers(variables):
                 self._replaced.rebind_variables(vars(found_trainer))
-                self._replaced.rebind_variables(vars(found_trainer.callback_handler))
+                for part in trainer.parts(found_trainer):
+                    self._replaced.rebind_attributes(part)
                 trainer.update_trainer_engine(found_trainer)
 
     def _build(self, number: int, old: PreparedModel, recipe: ModelRecipe) -> None:

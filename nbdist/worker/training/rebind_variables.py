@@ -1,13 +1,14 @@
 """Rebinds the user's variables from old objects to their replacements after a switch.
 
 A switch rebuilds model, optimizer and their wrappers. Each variable that was bound to an old
-object is bound to the new one. Other references to an old object (in a list or a closure) cannot
-be found reliably: the old object is invalidated, which frees its memory, and raises SwitchError
-when it is used.
+object is bound to the new one, and so are the attributes of Trainers, their parts, and collators.
+Other references to an old object (in a list or a closure) cannot be found reliably: the old object
+is invalidated, which frees its memory, and raises SwitchError when it is used.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,12 +42,26 @@ class ReplacementMap:
         return {identity: new for identity, (_, _, new) in self._pairs.items() if new is not None}
 
     def rebind_variables(self, names: MutableMapping[str, Any]) -> list[str]:
-        """Rebind variables to the replacements; return their names, without private ones."""
+        """Rebind variables to the replacements; return their names, without private ones.
+
+        A method of an old object is a variable too, such as a collator's `model.preprocess`.
+        """
         successors = self.replacements()
-        bound = [name for name, value in names.items() if id(value) in successors]
-        for name in bound:
-            names[name] = successors[id(names[name])]
+        bound: dict[str, Any] = {}
+        for name, value in names.items():
+            if id(value) in successors:
+                bound[name] = successors[id(value)]
+            elif type(value) is MethodType and id(value.__self__) in successors:
+                bound[name] = MethodType(value.__func__, successors[id(value.__self__)])
+        names.update(bound)
         return sorted(name for name in bound if not name.startswith("_"))
+
+    def rebind_attributes(self, holder: object) -> None:
+        """Rebind the attributes of an object, and those of the modules inside of a module."""
+        for each in list(holder.modules()) if isinstance(holder, nn.Module) else [holder]:
+            attributes: dict[str, Any] = getattr(each, "__dict__", {})
+            self.rebind_variables(attributes)
+            self.rebind_variables(attributes.get("_modules", {}))
 
     def invalidate(self, reason: str) -> None:
         """Free the memory of old objects, and make them raise SwitchError when they are used.
@@ -96,8 +111,10 @@ def _stale_class(cls: type, reason: str) -> type:
         members |= {"__slots__": (), "__torch_function__": classmethod(refuse)}
         return type(cls.__name__, (cls,), members)
     members |= dict.fromkeys(("__call__", "__setattr__", "__iter__", "__len__"), refuse)
-    members["__getattribute__"] = attribute
-    return type(cls.__name__, (nn.Module if issubclass(cls, nn.Module) else Optimizer,), members)
+    # DeepSpeed's engine would be destroyed again
+    members |= {"__getattribute__": attribute, "__del__": lambda _: None}
+    # A subclass: `__class__` takes only a class of the same layout, which mixins change.
+    return type(cls.__name__, (cls,), members)
 
 
 _HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module__", "__weakref__"})
