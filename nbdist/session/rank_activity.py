@@ -156,7 +156,7 @@ class Hang:
     missing_ranks: tuple[int, ...]
     """Ranks that are waited for, as far as known."""
     in_collective: bool
-    """True if all of them are in the call of a collective, so that nothing else can end the wait."""
+    """True if all waiting ranks are in the call of a collective: nothing else can end the wait."""
     description: str
 
 

@@ -57,11 +57,16 @@ class ReplacementMap:
         return sorted(name for name in bound if not name.startswith("_"))
 
     def rebind_attributes(self, holder: object) -> None:
-        """Rebind the attributes of an object, and those of the modules inside of a module."""
-        for each in list(holder.modules()) if isinstance(holder, nn.Module) else [holder]:
-            attributes: dict[str, Any] = getattr(each, "__dict__", {})
-            self.rebind_variables(attributes)
-            self.rebind_variables(attributes.get("_modules", {}))
+        """Rebind the attributes of an object, and those of the modules inside of a module.
+
+        `holder` may be an invalidated module, so only its `__dict__` is used.
+        """
+        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
+        children = attributes.get("_modules", {})
+        for names in (attributes, children):
+            self.rebind_variables(names)
+        for child in children.values():
+            self.rebind_attributes(child)
 
     def invalidate(self, reason: str) -> None:
         """Free the memory of old objects, and make them raise SwitchError when they are used.
