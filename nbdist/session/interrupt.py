@@ -125,7 +125,7 @@ class Interruptible(ABC):
         self.notice = ""
         """Status line: which ranks block others."""
         self.deadlock = ""
-        """Which ranks waited in vain for one that had finished, if that interrupted it."""
+        """Which ranks waited for one that had finished, if they were interrupted because of it."""
         self.failure: RankDied | None = None
 
     @property

@@ -62,7 +62,7 @@ def hidden(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith((".tmp", ".old"))]
 
 
-def test_a_scheduler_that_was_not_prepared_is_named(trained: Session) -> None:
+def test_what_was_not_prepared_is_named(trained: Session) -> None:
     def notes() -> tuple[str, ...]:
         save = trained.save("alone", overwrite=True)
         save.wait(60)
@@ -76,6 +76,9 @@ def test_a_scheduler_that_was_not_prepared_is_named(trained: Session) -> None:
     )
     trained.run("alone = accelerator.prepare(alone)")
     assert notes() == ()
+    trained.run("alone = torch.optim.SGD(model.parameters())")
+    assert notes() == ("not saved: the optimizer alone, which accelerator.prepare() did not get",)
+    trained.run("del alone")
 
 
 @pytest.mark.nightly

@@ -162,7 +162,10 @@ def test_what_cannot_be_carried_is_refused_before_anything_moves(trained: Sessio
     """)
     with pytest.raises(SwitchError, match=r"Linear has 0 optimizers.* Keep its optimizer"):
         trained.switch("ddp")
-    trained.run("del layer")
+    trained.run("del layer; alone = torch.optim.SGD(model.parameters())")
+    with pytest.raises(SwitchError, match=r"`alone` trains a prepared model, but was not prepared"):
+        trained.switch("ddp")
+    trained.run("del alone")
     trained.switch("ddp")
 
 

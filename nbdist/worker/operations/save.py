@@ -44,6 +44,7 @@ from nbdist.worker.training import (
     release_models,
     rng_state,
     training_metadata,
+    unprepared_optimizers,
 )
 from nbdist.worker.training.training_state import ModelAndOptimizerState, whole_shard
 
@@ -537,6 +538,10 @@ def _take_snapshot(
         )
     if (shell := get_ipython()) is not None:
         snapshot.not_saved += prepared_models.unprepared_schedulers(shell.user_ns)
+        snapshot.not_saved += [
+            f"the optimizer {name}, which accelerator.prepare() did not get"
+            for name in unprepared_optimizers.names_in(shell.user_ns)
+        ]
     places = _copy_generators(snapshot, collectives.rank())
     options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")

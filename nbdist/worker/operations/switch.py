@@ -36,7 +36,13 @@ from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_advice, memory_probe
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
-from nbdist.worker.training import prepared_models, rebind_variables, release_models, rng_state
+from nbdist.worker.training import (
+    prepared_models,
+    rebind_variables,
+    release_models,
+    rng_state,
+    unprepared_optimizers,
+)
 from nbdist.worker.training.model_recipe import ModelRecipe
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
@@ -292,6 +298,12 @@ def check_models(
     notes: list[str] = []
     if problem := prepared_models.prepared_twice(prepared_models.models_in_use(variables)):
         raise SwitchError(problem)
+    if names := unprepared_optimizers.names_in(variables):
+        raise SwitchError(
+            f"The optimizer `{names[0]}` trains a prepared model, but was not prepared: its state"
+            f" would be lost. Use model, {names[0]} = accelerator.prepare(model, {names[0]}), or"
+            " delete it."
+        )
     for prepared in prepared_models.models_in_use(variables):
         _check_model(prepared, new_options, reset_optimizer=reset_optimizer)
         notes += memory_advice.check_memory(prepared, new_options, hardware, world_size=world_size)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nbdist.errors import OptionError
 from nbdist.worker import process_group
 from nbdist.worker.engines import fsdp
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
+from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from collections.abc import Mapping
 
 SEPARATE_TRAINING = (
     "nbdist: each rank trains a model of its own in this cell, because the gradients are not"
@@ -50,6 +52,22 @@ def note_separate_training() -> str:
         return ""
     _is_noted = True
     return SEPARATE_TRAINING
+
+
+def names_in(variables: Mapping[str, Any]) -> list[str]:
+    """Return the names of variables with an unprepared optimizer of a prepared model."""
+    models = prepared_models.all_models()
+    trained = {id(parameter) for each in models for parameter in each.model.parameters()}
+    known = {id(owned.user_optimizer()) for each in models for owned in each.live_optimizers}
+    return [
+        name
+        for name, value in variables.items()
+        # isinstance() would read `__class__`, which an object of the user may compute.
+        if issubclass(type(value), Optimizer)
+        and not issubclass(type(value), AcceleratedOptimizer)
+        and id(value) not in known
+        and any(id(each) in trained for group in value.param_groups for each in group["params"])
+    ]
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
