@@ -379,6 +379,20 @@ def collectives(lab: Lab) -> Findings:
     yield not any(wrong.values()), f"wrong: {wrong}"
 
 
+@check(cost=30, gpus=2)
+def contexts(lab: Lab) -> Findings:
+    """A background save makes no context on GPU 0: it grows by 64 MiB more than the last at most"""
+    session = prepared(lab, backend="fsdp2")
+    before = used_bytes()
+    session.save("contexts", overwrite=True, wait=True)
+    grown = [after - b for after, b in zip(used_bytes(), before, strict=True)]
+    if lab.rehearse:
+        yield None, "saved"
+        return
+    first, *_, last = grown[: lab.ranks]
+    yield first - last <= NEAR_BYTES, f"GPU 0 {mib(first)}, the last {mib(last)}"
+
+
 def renewed(lab: Lab, *, backend: str) -> Findings:
     """Stop while rank 0 waits for the others in a collective; the model goes on."""
     session = prepared(lab, backend=backend)
