@@ -806,12 +806,13 @@ def killed(lab: Lab) -> Findings:
 
 @check()
 def calibrate(lab: Lab) -> Findings:
-    """Products, memory and copies between half of the catalogue and the peak."""
+    """Products, memory and copies between half of the catalogue and the peak; all memory given
+    back."""
     from nbdist.planner import step_time
     from nbdist.session import planner
 
     session = lab.session()
-    before = planner.cluster_spec(session)
+    before, held = planner.cluster_spec(session), values(session, "level()")
     device, figures = before.slowest_device, session.calibrate().figures[0]
     for kind, speed in figures["products"].items():
         share = speed / device.peak_flops("no" if kind == "fp32" else kind)
@@ -827,6 +828,9 @@ def calibrate(lab: Lab) -> Findings:
         size, seconds = curve[-1]
         ratio = seconds / step_time.collective_time_s(name, size, before)
         yield lab.judged(ratio <= 3), f"{name} {ratio:.2f} of the catalogue's time"
+    kept = values(session, "level()")
+    pinned = max(kept[rank].get("pinned", 0) - held[rank].get("pinned", 0) for rank in kept)
+    yield pinned <= 0, f"{mib(pinned)} stay page-locked"
 
 
 for _backend in ("zero2", "zero3", "zero1"):
