@@ -100,10 +100,12 @@ def set_timeouts(*, has_user: bool) -> None:
             backend: Any = group._get_backend(device)  # noqa: SLF001
             if backend.name() not in {"gloo", "nccl"}:
                 continue
-            default = distributed_c10d._get_default_timeout(backend.name())  # noqa: SLF001
-            current = backend.options._timeout  # noqa: SLF001
-            if current in {_PROMPT_TIMEOUT, _default_timeout(backend.name())}:
-                backend._set_default_timeout(default)  # noqa: SLF001
+            # torch 2.13 has 10 minutes for "nccl", but 30 for NCCL in "cpu:gloo,cuda:nccl".
+            usual = {distributed_c10d.default_pg_timeout, _default_timeout(backend.name())}
+            if backend.options._timeout in {_PROMPT_TIMEOUT, *usual}:  # noqa: SLF001
+                backend._set_default_timeout(  # noqa: SLF001
+                    _PROMPT_TIMEOUT if has_user else distributed_c10d.default_pg_timeout
+                )
 
 
 def require_all_ranks(action: str, advice: str = "", group: Group | None = None) -> None:

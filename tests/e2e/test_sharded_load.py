@@ -97,3 +97,32 @@ def test_shards_have_the_values_of_a_full_load(session: Session, way: str) -> No
     assert shards.keys() == weights.keys()
     assert all(torch.equal(shards[name], weights[name]) for name in weights)
     assert losses == expected
+
+
+BOTH = "accelerator.prepare(model := load(), torch.optim.SGD(model.parameters()))"
+
+
+@pytest.mark.parametrize("prepare", [BOTH, "accelerator.prepare(load())"], ids=["both", "model"])
+def test_fsdp2_frees_whole_weights_unit_by_unit(folder: Path, prepare: str) -> None:
+    """On a GPU they are there until then: FSDP2 moves the weights of a unit, then shards them."""
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.push(folder=str(folder))
+        session.run(textwrap.dedent(CELL))
+        session.run(
+            textwrap.dedent("""
+            import weakref
+            from torch.distributed.fsdp._fully_shard import _fsdp_init
+            whole, alive, move = [], [], _fsdp_init._move_states_to_device
+
+            def count(parameters, *args):
+                alive.append(sum(each() is not None for each in whole))
+                whole.extend(map(weakref.ref, parameters))
+                return move(parameters, *args)
+
+            _fsdp_init._move_states_to_device = count
+            """)
+        )
+        session.run(f"result = {prepare}")
+        units, weights = session.run("alive, len(whole)").values[0]
+    assert weights > 4 * len(units)
+    assert max(units) <= 2  # accelerate 1.15 has the input and output embeddings in variables

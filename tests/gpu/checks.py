@@ -379,6 +379,20 @@ def collectives(lab: Lab) -> Findings:
     yield not any(wrong.values()), f"wrong: {wrong}"
 
 
+@check(cost=30, gpus=2)
+def contexts(lab: Lab) -> Findings:
+    """A background save makes no context on GPU 0: it grows by 64 MiB more than the last at most"""
+    session = prepared(lab, backend="fsdp2")
+    before = used_bytes()
+    session.save("contexts", overwrite=True, wait=True)
+    grown = [after - b for after, b in zip(used_bytes(), before, strict=True)]
+    if lab.rehearse:
+        yield None, "saved"
+        return
+    first, *_, last = grown[: lab.ranks]
+    yield first - last <= NEAR_BYTES, f"GPU 0 {mib(first)}, the last {mib(last)}"
+
+
 def renewed(lab: Lab, *, backend: str) -> Findings:
     """Stop while rank 0 waits for the others in a collective; the model goes on."""
     session = prepared(lab, backend=backend)
@@ -792,12 +806,13 @@ def killed(lab: Lab) -> Findings:
 
 @check()
 def calibrate(lab: Lab) -> Findings:
-    """Products, memory and copies between half of the catalogue and the peak."""
+    """Products, memory and copies between half of the catalogue and the peak; all memory given
+    back."""
     from nbdist.planner import step_time
     from nbdist.session import planner
 
     session = lab.session()
-    before = planner.cluster_spec(session)
+    before, held = planner.cluster_spec(session), values(session, "level()")
     device, figures = before.slowest_device, session.calibrate().figures[0]
     for kind, speed in figures["products"].items():
         share = speed / device.peak_flops("no" if kind == "fp32" else kind)
@@ -813,6 +828,9 @@ def calibrate(lab: Lab) -> Findings:
         size, seconds = curve[-1]
         ratio = seconds / step_time.collective_time_s(name, size, before)
         yield lab.judged(ratio <= 3), f"{name} {ratio:.2f} of the catalogue's time"
+    kept = values(session, "level()")
+    pinned = max(kept[rank].get("pinned", 0) - held[rank].get("pinned", 0) for rank in kept)
+    yield pinned <= 0, f"{mib(pinned)} stay page-locked"
 
 
 for _backend in ("zero2", "zero3", "zero1"):

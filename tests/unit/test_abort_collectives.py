@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,21 @@ class Group:
     def abort(self) -> None:
         self._abort()
         self._noted.append(f"abort {self.name}")
+
+
+class TimedBackend:
+    """A backend of a process group."""
+
+    def __init__(self, name: str, minutes: int) -> None:
+        self.name = lambda: name
+        self.options = SimpleNamespace(_timeout=dt.timedelta(minutes=minutes))
+
+    def _set_default_timeout(self, timeout: dt.timedelta) -> None:
+        self.options._timeout = timeout
+
+    @property
+    def minutes(self) -> float:
+        return self.options._timeout.total_seconds() / 60
 
 
 @pytest.fixture
@@ -87,3 +103,28 @@ def test_an_abort_that_hangs_is_told_in_time(
         for thread in threading.enumerate():
             if thread.name == "nbdist-abort":
                 thread.join(30)
+
+
+def test_a_prompt_extends_the_timeouts_of_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group "cpu:gloo,cuda:nccl", which has 30 minutes, and of one "nccl", which has 10."""
+    monkeypatch.setattr(
+        process_group,
+        "_default_timeout",
+        lambda name: dt.timedelta(minutes=10 if name == "nccl" else 30),
+    )
+    monkeypatch.setattr(process_group, "_has_user", False)
+    backends = {
+        kind: TimedBackend(name, minutes)
+        for kind, name, minutes in (
+            ("cpu", "gloo", 30),
+            ("cuda", "nccl", 30),
+            ("alone", "nccl", 10),
+            ("chosen by a user", "nccl", 5),
+        )
+    }
+    group = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
+    monkeypatch.setattr(process_group, "known_groups", lambda: [group])
+    process_group.set_timeouts(has_user=True)
+    assert [each.minutes for each in backends.values()] == [7 * 24 * 60] * 3 + [5]
+    process_group.set_timeouts(has_user=False)
+    assert [each.minutes for each in backends.values()] == [30] * 3 + [5]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from nbdist.worker.engines.sharded_load import LazyWeight
+from nbdist.worker.engines.sharded_load import LazyWeight, _WithoutCopies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,3 +80,13 @@ def test_an_edit_changes_the_parameter_and_not_the_file(layer: nn.Linear) -> Non
         layer.weight.mul_(2)
     assert torch.equal(layer.weight.detach(), 2 * STORED.float())
     assert STORED[0, 1] == 1
+
+
+def test_a_tensor_in_memory_that_a_weight_had_is_copied() -> None:
+    numel = 1 << 22  # so large that the next allocation gets the same address
+    weight = nn.Parameter(torch.empty(numel))
+    with _WithoutCopies([weight]):
+        weight.data = torch.empty(0)  # as when an engine moves it to a GPU
+        buffer, target = torch.ones(numel), torch.zeros(numel)
+        target.copy_(buffer)
+    assert target.sum() == numel

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -288,9 +289,11 @@ def _prepare_model_only(
     args: Sequence[object],
     model: nn.Module,
 ) -> Any:
-    # The prefix of torch.compile may be inside the one of FSDP2 or around it.
+    # The prefix of torch.compile may be inside the one of FSDP2 or around it. Weak references, so
+    # that a unit's whole parameters are freed on the GPU once they are sharded.
     before = {
-        name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()
+        name.replace("_orig_mod.", ""): weakref.ref(parameter)
+        for name, parameter in model.named_parameters()
     }
     # accelerate 1.15 requires an optimizer, whose parameters it replaces with the shards.
     placeholder = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -298,7 +301,8 @@ def _prepare_model_only(
     accelerator._optimizers.remove(prepared)  # noqa: SLF001
     wrapped = next(item for item in result if isinstance(item, nn.Module))
     for name, parameter in wrapped.named_parameters():
-        shard_of_original[before[name.replace("_orig_mod.", "")]] = parameter
+        if (original_parameter := before[name.replace("_orig_mod.", "")]()) is not None:
+            shard_of_original[original_parameter] = parameter
     return tuple(result) if len(result) > 1 else result[0]
 
 

@@ -14,6 +14,7 @@ import copy
 import ctypes
 import functools
 import mmap
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -203,7 +204,9 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
 class _Unread(NamedTuple):
     """A parameter whose values are still in its file."""
 
-    parameter: nn.Parameter
+    parameter: weakref.ref[nn.Parameter]
+    """FSDP2 moves the parameters of each unit to the GPU and frees them there once it has shards:
+    a reference would keep the whole model on every GPU."""
     dtype: torch.dtype
     stored: torch.Tensor
 
@@ -222,7 +225,10 @@ class _WithoutCopies(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._addresses = {p.untyped_storage().data_ptr() for p in parameters}
+        # Kept, although an engine may move the parameters to a GPU: their addresses could otherwise
+        # become those of tensors with values.
+        storages = [parameter.untyped_storage() for parameter in parameters]
+        self._unread = {storage.data_ptr(): storage for storage in storages}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -235,8 +241,7 @@ class _WithoutCopies(TorchFunctionMode):
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
         return (
-            tensor.layout == torch.strided
-            and tensor.untyped_storage().data_ptr() in self._addresses
+            tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._unread
         )
 
 
@@ -265,7 +270,7 @@ class UnreadWeights:
                 if (name, weight.checkpoint, weight.dtype) not in common:
                     weight.read()
                     continue
-                entry = _Unread(weight, weight.dtype, weight.detach_values())
+                entry = _Unread(weakref.ref(weight), weight.dtype, weight.detach_values())
                 self._unread.setdefault(id(model), {})[name] = entry
 
     @contextlib.contextmanager
@@ -276,22 +281,31 @@ class UnreadWeights:
             yield
             return
         try:
-            ids = {id(entry.parameter) for entry in entries}
-            for model in self._models:
-                wrap_policy.broadcast_from_rank_0(model, without=ids)
-            for parameter, dtype, _ in entries:
-                # The engines cast parameters before they shard them, which would touch all of the
-                # memory: it is allocated in that dtype.
-                engine_dtype = _engine_dtype(accelerator, parameter)
-                if engine_dtype != dtype:
-                    parameter.data = torch.empty(parameter.shape, dtype=engine_dtype)
-            with wrap_policy.defer_weights(), _WithoutCopies(e.parameter for e in entries):
+            with wrap_policy.defer_weights(), self._without_values(accelerator, entries):
                 yield
         except BaseException:
-            for parameter, dtype, stored in entries:
-                if parameter.shape == stored.shape:
+            for reference, dtype, stored in entries:
+                parameter = reference()
+                if parameter is not None and parameter.shape == stored.shape:
                     parameter.data = stored.to(dtype)
             raise
+
+    def _without_values(
+        self, accelerator: Accelerator, entries: Sequence[_Unread]
+    ) -> _WithoutCopies:
+        """Return the context in which the models are prepared; broadcast the other weights."""
+        parameters = [
+            parameter for entry in entries if (parameter := entry.parameter()) is not None
+        ]
+        for model in self._models:
+            wrap_policy.broadcast_from_rank_0(model, without=set(map(id, parameters)))
+        for parameter in parameters:
+            # The engines cast parameters before they shard them, which would touch all of the
+            # memory: it is allocated in that dtype.
+            dtype = _engine_dtype(accelerator, parameter)
+            if parameter.dtype != dtype:
+                parameter.data = torch.empty(parameter.shape, dtype=dtype)
+        return _WithoutCopies(parameters)
 
     @torch.no_grad()
     def read_shards(self, prepared: PreparedModel) -> None:

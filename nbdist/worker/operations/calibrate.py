@@ -26,7 +26,7 @@ from torch import distributed
 from nbdist.errors import SessionError
 from nbdist.planner.measurement_store import COLLECTIVES
 from nbdist.protocol.operations import RankCalibrateReport
-from nbdist.state import collectives
+from nbdist.state import collectives, shards
 from nbdist.worker.memory import memory_probe
 from nbdist.worker.operations.collective_phases import call_on_all_ranks
 
@@ -94,6 +94,7 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
     finally:
         if device.type == "cuda" and torch.cuda.memory_reserved(device) > reserved_before:
             torch.cuda.empty_cache()
+        shards.empty_pinned_cache()
         memory_probe.trim_malloc()
     if request.disk is not None:
         context.on_phase(f"disk of {request.disk}")

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from IPython import get_ipython
 
 from nbdist import checkpoint, rank_python
@@ -234,9 +235,13 @@ class _BackgroundSave:
         self._began, self._pause_s = start_time, time.perf_counter() - start_time
         # The thread outlives process groups: during a recovery there is none for a moment.
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(self) -> None:
         """Write this rank's files; on rank 0 also complete the checkpoint."""
+        if self._device is not None:
+            # A thread begins on GPU 0, and freeing pinned memory would create a context there.
+            torch.cuda.set_device(self._device)
         # Linux: setpriority() of a thread id affects this thread and those that it starts.
         # Lowering the niceness would be refused.
         if not self._request.ended:  # else training does not continue

@@ -148,7 +148,8 @@ class EngineSwitch:
         copies = shards.copy_to_host(live)
         scalar_state = {} if self._reset else state.layout.scalar_state()
         recipe = ModelRecipe.capture(prepared, scalar_state, hooks=True)
-        recipe.tensors, recipe.digests = copies, tensor_digest.global_digests(copies)
+        # Of the shards, not of the copies: a GPU is a hundred times faster at it.
+        recipe.tensors, recipe.digests = copies, tensor_digest.global_digests(live)
         return recipe
 
     def _free_engines(self) -> None:
