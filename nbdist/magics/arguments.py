@@ -19,7 +19,7 @@ from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
@@ -368,6 +368,7 @@ OPTION_VALUES: dict[str, tuple[str, ...]] = {
 """Options with a fixed list of values."""
 DISTRIBUTE_COMMENT = re.compile(r"^#\|[ \t]*distribute\b")
 """Beginning of a cell that is distributed like one that begins with `%%distribute`."""
+_DISTRIBUTED = re.compile(rf"[ \t]*%%distribute\b|{DISTRIBUTE_COMMENT.pattern}")
 
 
 def make_matcher(
@@ -376,8 +377,9 @@ def make_matcher(
     valued: Sequence[str],
     commands: Sequence[str],
     of_commands: Mapping[str, Sequence[str]],
+    on_ranks: Callable[[str, int], tuple[list[str], int]],
 ) -> MatcherAPIv2 | None:
-    """Return an IPython matcher for the lines of the two magics; it ignores all other lines.
+    """Return an IPython matcher for `%%distribute` cells and lines of `%nbdist`.
 
     None before IPython 8.6, which has no matchers.
 
@@ -386,6 +388,7 @@ def make_matcher(
         valued: those of them that take a value.
         commands: commands of `%nbdist`.
         of_commands: words of each command that has any: its options, and fixed names.
+        on_ranks: completes the code of a `%%distribute` cell, as `Session.complete`.
     """
     if not hasattr(completer, "context_matcher"):
         return None
@@ -398,7 +401,12 @@ def make_matcher(
         magic, *words = DISTRIBUTE_COMMENT.sub("%%distribute", line.lstrip()).split(" ")
         fragment = words[-1] if words else ""
         choices: Sequence[str] = ()
-        if magic == "%%distribute" and context.cursor_line == first:
+        if context.cursor_line > first and _DISTRIBUTED.match(lines[first]):
+            code = "\n".join(lines[first + 1 :])
+            cursor = len("\n".join([*lines[first + 1 : context.cursor_line], line]))
+            choices, start = on_ranks(code, cursor)
+            fragment = code[start:cursor]
+        elif magic == "%%distribute" and context.cursor_line == first:
             before = words[-2] if words[1:] else ""
             choices = (
                 OPTION_VALUES.get(before, () if before in valued else options) if words else ()

@@ -607,12 +607,19 @@ class NbDist(Magics):
             display(diagnosis)
 
 
+def complete_on_ranks(code: str, cursor: int) -> tuple[list[str], int]:
+    """Return what completes the code of a cell in the current session."""
+    session = current_session()
+    return ([], cursor) if session is None else session.complete(code, cursor)
+
+
 MATCHER = arguments.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
     of_commands={name: command.flags for name, command in COMMANDS.items() if command.flags}
     | {"switch": (*strategies.BACKENDS, *COMMANDS["switch"].flags)},
+    on_ranks=complete_on_ranks,
 )
 
 

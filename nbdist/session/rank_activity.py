@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from nbdist import rank_sets
-from nbdist.errors import OptionError, SessionError
+from nbdist.errors import NbdistError, OptionError, SessionError
 from nbdist.output.ansi import strip_ansi
 from nbdist.protocol import messages
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 LINE_TIMEOUT_S = 10.0
 MODEL_TIMEOUT_S = 30.0
 ReplyT = TypeVar("ReplyT")
+COMPLETE_TIMEOUT_S = 2.0
+"""Timeout for the completions of a name on rank 0."""
 HANG_AFTER_S = 3.0
 """Minimum waiting time before a hang is reported."""
 
@@ -364,6 +366,18 @@ def inspect(
         f"No value from {missing} within {timeout_s:.0f} s: a rank evaluates an expression"
         " only before an optimizer step, at a prompt, or when no cell runs. Try again then."
     )
+
+
+def complete(workers: WorkerGroup, code: str, cursor: int) -> tuple[list[str], int]:
+    """Return what completes the code on rank 0; as `Session.complete`."""
+    request = {"code": code, "cursor_pos": cursor}
+    try:
+        answers = workers.request_all(
+            [0], "complete_request", request, patience_s=COMPLETE_TIMEOUT_S
+        )
+    except NbdistError:  # Tab shows no errors
+        return [], cursor
+    return answers[0]["matches"], answers[0]["cursor_start"]
 
 
 def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:

@@ -224,6 +224,18 @@ class Session(ModelOperations):
         chosen = rank_sets.resolve_ranks(ranks, self.world_size)
         return rank_activity.inspect(self._workers, expression, chosen, timeout_s=timeout_s)
 
+    def complete(self, code: str, cursor: int) -> tuple[list[str], int]:
+        """Return what completes the code at the cursor on rank 0, and where it begins.
+
+        Nothing while the ranks are in use.
+        """
+        if self.state != "ready" or not self.lock.acquire(blocking=False):
+            return [], cursor
+        try:
+            return rank_activity.complete(self._workers, code, cursor)
+        finally:
+            self.lock.release()
+
     def replay(self) -> None:
         """Show the output of the running or the last cell again, below the current cell.
 

@@ -452,6 +452,7 @@ class RankApp(IPKernelApp):
         config = Config()
         config.HistoryManager.enabled = False  # no sqlite file per rank
         config.InteractiveShell.cache_size = 0  # Out[] would keep tensors alive
+        config.IPCompleter.use_jedi = False  # it parses torch, which takes seconds
         app: RankApp = cls.instance(
             connection_file=str(run_dir / f"rank{rank}.json"),
             parent_handle=os.getppid(),  # in addition to PDEATHSIG; polls every second

@@ -56,6 +56,19 @@ def test_a_command_of_the_notebook_is_refused_on_ranks(notebook: LiveKernel) -> 
     assert "%nbdist save best is a command of the notebook. Run it in a cell" in shown.text
 
 
+def test_tab_completes_names_of_rank_0_in_its_cells(notebook: LiveKernel) -> None:
+    def complete(code: str) -> list[str]:
+        reply = notebook.client.complete(code, reply=True, timeout=30)["content"]
+        return [code[: reply["cursor_start"]] + match for match in reply["matches"]]
+
+    notebook.run("%%distribute\nnames_of_rank = ['a']")
+    cell = "%%distribute --ranks 0\nif rank == 0:\n    print(names_of"
+    assert complete(cell) == [f"{cell}_rank"]
+    cell = "#| distribute\nnames_of_rank.app"
+    assert complete(cell) == [f"{cell}end"]
+    assert complete("names_of") == []
+
+
 def test_clear_output_replaces_what_was_shown(notebook: LiveKernel) -> None:
     shown = notebook.run(
         "%%distribute\nfrom IPython.display import clear_output\n"
