@@ -278,6 +278,9 @@ class ModelOperations(lifecycle.SessionLifecycle):
         self._ensure_free()
         self.start()
         self._saves.wait_for_running()
+        failed = [save for save in self.checkpoints.failed_saves if save.name == last]
+        if failed and last not in [item.name for item in self.checkpoints]:
+            raise CheckpointError(f"{failed[-1]}")
         with self.operation.track("loading", f"loading {last}"):
             report = model_files.load_checkpoint(
                 self._workers,

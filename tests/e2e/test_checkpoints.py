@@ -408,6 +408,7 @@ def test_a_failure_in_a_cells_save_is_seen(trained: Session, capsys: Any) -> Non
     )
     trained.run("inside.before_save_stage.clear()")
     eventually(lambda: "on purpose" in "".join(capsys.readouterr()), within_s=20)
+    refuse(trained, "in-a-cell", "in-a-cell was not saved: .*on purpose")
 
 
 def test_a_rank_that_dies_fails_its_save(trained: Session, folder: Path) -> None:
