@@ -384,13 +384,15 @@ def _is_dead_draft(path: Path) -> bool:
     """Return whether it is a draft of this user whose process has exited."""
     if not DRAFT_PATTERN.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
-    if path.stat().st_uid != os.getuid():
-        return False
-    owner = process_identity.read_owner(path)
-    if owner is None:
-        # The process died before it wrote the owner file, or the disk was full.
-        return not any(item.name != OWNER_FILE for item in path.iterdir())
-    return owner.has_abandoned(path)
+    with suppress(FileNotFoundError):  # another process removes it now
+        if path.stat().st_uid != os.getuid():
+            return False
+        owner = process_identity.read_owner(path)
+        if owner is None:
+            # The process died before it wrote the owner file, or the disk was full.
+            return not any(item.name != OWNER_FILE for item in path.iterdir())
+        return owner.has_abandoned(path)
+    return False
 
 
 def _folders(root: Path) -> list[Path]:
