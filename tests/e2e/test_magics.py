@@ -339,11 +339,12 @@ def test_replay_shows_the_error_again(notebook: LiveKernel) -> None:
 
 @pytest.mark.parametrize("option", ["", " --background"])
 def test_replay_shows_an_interrupt_as_one_line(notebook: LiveKernel, option: str) -> None:
-    loop = f"%%distribute{option}\nimport time\nprint('begun')\nwhile 1: time.sleep(0.01)"
+    loop = f"%%distribute{option}\nprint('begun')\nwhile True: pass"
     request = notebook.send(loop)
     if option:
         notebook.below(request, until="begun")
-        notebook.run("%nbdist interrupt\nnbdist.session().wait()")
+        notebook.run("%nbdist interrupt")
+        notebook.run("%nbdist wait")
     else:
         notebook.collect(request, until="begun")
         notebook.manager.interrupt_kernel()
