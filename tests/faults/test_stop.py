@@ -344,10 +344,10 @@ def test_a_slow_rank_is_reported_and_never_stopped(plain: Session) -> None:
 
 @pytest.mark.fault("C12")
 def test_a_second_stop_aborts_the_groups_and_keeps_the_model(session: Session) -> None:
-    said, _ = stopped(
-        session, IN_STEP, when=runs_for(session, 2.5), more=lambda: num_stops(session) == 1
-    )
-    assert "all variables are kept" in said
+    made = session.run("made").values
+    stopped(session, IN_STEP, when=runs_for(session, 2.5), more=lambda: num_stops(session) == 1)
+    assert session.wait(60)  # on a busy machine the prompt returns before the groups are aborted
+    assert session.run("made").values == made
     assert trains_on(session)
 
 
