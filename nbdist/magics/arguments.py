@@ -19,7 +19,7 @@ from nbdist.output.sink import PANEL_FORMATS
 from nbdist.session.config import expand_config_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from IPython.core.completer import CompletionContext, MatcherAPIv2, SimpleMatcherResult
 
@@ -376,7 +376,7 @@ def make_matcher(
     options: Sequence[str],
     valued: Sequence[str],
     commands: Sequence[str],
-    of_commands: Mapping[str, Sequence[str]],
+    of_command: Callable[[str], Sequence[str]],
     on_ranks: Callable[[str, int], tuple[list[str], int]],
 ) -> MatcherAPIv2 | None:
     """Return an IPython matcher for `%%distribute` cells and lines of `%nbdist`.
@@ -387,7 +387,7 @@ def make_matcher(
         options: options of `%%distribute`.
         valued: those of them that take a value.
         commands: commands of `%nbdist`.
-        of_commands: words of each command that has any: its options, and fixed names.
+        of_command: returns the words that can follow a command: its options, and names.
         on_ranks: completes the code of a `%%distribute` cell, as `Session.complete`.
     """
     if not hasattr(completer, "context_matcher"):
@@ -413,16 +413,15 @@ def make_matcher(
             )
         elif magic == "%nbdist" and words and not words[1:]:
             choices = commands
-        elif magic == "%nbdist" and words[1:] and words[0] in of_commands:
-            choices = OPTION_VALUES.get(words[-2], of_commands[words[0]])
+        elif magic == "%nbdist" and words[1:]:
+            choices = OPTION_VALUES.get(words[-2]) or of_command(words[0])
+        completions = [
+            completer.SimpleCompletion(text=word) for word in choices if word.startswith(fragment)
+        ]
         return {
-            "completions": [
-                completer.SimpleCompletion(text=word)
-                for word in choices
-                if word.startswith(fragment)
-            ],
+            "completions": completions,
             "matched_fragment": fragment,
-            "suppress": bool(choices),
+            "suppress": bool(completions),  # otherwise IPython completes a path
             "ordered": True,
         }
 

@@ -53,7 +53,7 @@ from nbdist.session.tracking import Tracker
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.magic_arguments import MagicArgumentParser
@@ -613,12 +613,22 @@ def complete_on_ranks(code: str, cursor: int) -> tuple[list[str], int]:
     return ([], cursor) if session is None else session.complete(code, cursor)
 
 
+def words_of_command(name: str) -> Sequence[str]:
+    """Return what completes a command: backends or checkpoints, and its options."""
+    names: Sequence[str] = ()
+    session = current_session()
+    if name == "switch":
+        names = strategies.BACKENDS
+    elif name == "load" and session is not None:
+        names = [entry.name for entry in session.checkpoints.cached]
+    return [*names, *COMMANDS[name].flags] if name in COMMANDS else []
+
+
 MATCHER = arguments.make_matcher(
     options=arguments.option_flags(NbDist.distribute.parser),
     valued=arguments.option_flags(NbDist.distribute.parser, valued=True),
     commands=list(COMMANDS),
-    of_commands={name: command.flags for name, command in COMMANDS.items() if command.flags}
-    | {"switch": (*strategies.BACKENDS, *COMMANDS["switch"].flags)},
+    of_command=words_of_command,
     on_ranks=complete_on_ranks,
 )
 

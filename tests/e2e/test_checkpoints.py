@@ -523,6 +523,9 @@ def test_the_magics(notebook: LiveKernel) -> None:
     assert taken.status == "error"
     assert "exists" in taken.text
     assert "base: step 4" in notebook.run("%nbdist checkpoints").text
+    for line, completed in {"load b": "base", "load checkpoints/b": "checkpoints/base/"}.items():
+        reply = notebook.client.complete(f"%nbdist {line}", reply=True, timeout=30)
+        assert completed in reply["content"]["matches"]
     notebook.run("%%distribute\nbefore = train(2)")
     loaded = notebook.run("%nbdist load base")
     assert "loaded: GPT2LMHeadModel" in loaded.text
