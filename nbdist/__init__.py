@@ -173,7 +173,7 @@ def full_parameters(model: Any) -> AbstractContextManager[Any]:
         OptionError: the cell does not run on all ranks.
     """
     _require_rank("full_parameters")
-    from nbdist.worker.training.generation import full_parameters as on_rank
+    from nbdist.worker.training.whole_weights import full_parameters as on_rank
 
     return on_rank(model)
 

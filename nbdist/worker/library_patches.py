@@ -162,7 +162,13 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.zero.partition_parameters:Init._all_gather": LibraryPatch(
         "while a model without weights is prepared: gathers each parameter"
     ),
-    # -- sharded parameters in a file
+    # -- whole weights of sharded parameters
+    "torch.nn.modules.module:Module.load_state_dict": LibraryPatch(
+        "FSDP2, ZeRO-3: refuses whole tensors"
+    ),
+    "torch.nn.modules.module:Module.state_dict": LibraryPatch(
+        "ZeRO-3: returns empty tensors, which load_state_dict() then takes without a message"
+    ),
     "torch:save": LibraryPatch(
         "FSDP2, ZeRO-3: writes shards or empty tensors of a state dict without a message",
         "https://github.com/huggingface/accelerate/issues/3238",

@@ -17,6 +17,7 @@ from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 STEPS = 30
 TRAINER_STEPS = 10
@@ -203,6 +204,11 @@ torch.manual_seed(0)
 model = torch.nn.Linear(6, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
+LOADED = """
+weight = torch.linspace(-1, 1, 24).reshape(4, 6)
+{}.load_state_dict({{"weight": weight, "bias": torch.ones(4)}})
+optimizer.zero_grad(); backward(loss(60)); optimizer.step()
+"""
 WEIGHTS = "with nbdist.full_parameters(model) as bare: found = bare.weight.tolist()"
 
 
@@ -235,6 +241,24 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
         assert torch.allclose(found, plain["model"].weight, atol=1e-6)
         session.run("backward(loss(50)); model.zero_grad(set_to_none=True); optimizer.step()")
         assert session.run(WEIGHTS + "\nfound").values[0] == found.tolist()
+        exec(LOADED.format("model"), plain)  # noqa: S102 - as above
+        session.run("accelerator.gradient_accumulation_steps = 1")
+        session.run(LOADED.format("accelerator.unwrap_model(model)"))
+        found = torch.tensor(session.run(WEIGHTS + "\nfound").values[0])
+        assert torch.allclose(found, plain["model"].weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero2", nightly("ddp"), nightly("fsdp2")])
+def test_written_weights_are_trained_on_and_saved(backend: str, tmp_path: Path) -> None:
+    write = "with torch.no_grad(): model.get_parameter(name).clamp_(-0.1, 0.1)"
+    with Session(nproc=2, backend=backend, checkpoints=str(tmp_path)) as session:
+        session.run("share = slice(rank, None, 2)\n" + LINEAR)
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)")
+        session.run("name = next(name for name, _ in model.named_parameters())")
+        session.run(f"accelerator.backward(loss(1))\n{write}\noptimizer.step()\n{write}")
+        session.save("clamped").wait()
+        weight = session.checkpoints["clamped"].state_dict()["weight"]
+    assert 0.09 < weight.abs().max() <= 0.1
 
 
 @pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])

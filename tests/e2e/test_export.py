@@ -228,7 +228,10 @@ def test_torch_save_writes_whole_tensors_or_refuses(
         "torch.save([{f'backbone.{name}': value for name, value in model.state_dict().items()}]",
         "accelerator.save(model.state_dict()",
     ):
-        with pytest.raises(CellError, match=r"torch\.save.*%nbdist export.*get_state_dict"):
+        refused = (
+            "state_dict.* empty tensors under zero3|torch.save.* a DTensor for .*get_state_dict"
+        )
+        with pytest.raises(CellError, match=refused):
             trained.run(f"if rank == 0: {saved}, {file!r})")
         assert left(tmp_path) == []
     trained.run("own = {'weight': torch.tensor([]), 'lazy': torch.nn.LazyLinear(2)}")

@@ -40,11 +40,21 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-ZERO12_ATTRIBUTES: Mapping[str, tuple[str, str]] = {
-    "DeepSpeedZeroOptimizer": ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
-    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition"),
+    from nbdist.state.shards import Shard
+
+ZERO12_ATTRIBUTES: Mapping[str, tuple[str, str, str]] = {
+    "DeepSpeedZeroOptimizer": (
+        "round_robin_bit16_groups",
+        "single_partition_of_fp32_groups",
+        "parallel_partitioned_bit16_groups",
+    ),
+    "BF16_Optimizer": ("bf16_groups", "fp32_groups_flat_partition", "bf16_partitioned_groups"),
 }
-"""Class of the engine's optimizer -> attributes with parameters and master weights per group."""
+"""Class of the engine's optimizer -> its attributes with, for each group, the parameters, this
+rank's master weights, and the parts of the flat parameters that the ranks step."""
+
+_VERSIONS = "_nbdist_versions"
+"""Attribute of the engine's optimizer: sum of the version counters of its parameters."""
 
 ZERO3_WITH_OPTIMIZER = "DeepSpeedZeroOptimizer_Stage3"
 ZERO3_WITHOUT_OPTIMIZER = "DeepSpeedZeRoOffload"
@@ -69,10 +79,42 @@ class DeepSpeedLayout(Layout):
         return super()._state_dtype(stepped, named)
 
 
+@torch.no_grad()
+def update_masters(zero_optimizer: Any) -> None:
+    """Copy weights that the user's code has written to the master weights; not a collective.
+
+    DeepSpeed would overwrite them from the master weights in the next step. Changes through `.data`
+    are not seen: torch does not count them in a parameter's version.
+
+    Args:
+        zero_optimizer: optimizer of a ZeRO-1 or ZeRO-2 engine; others are left as they are.
+    """
+    names = ZERO12_ATTRIBUTES.get(type(zero_optimizer).__name__)
+    if names is None:
+        return
+    groups, masters, parts = (getattr(zero_optimizer, name) for name in names)
+    versions = sum(parameter._version for group in groups for parameter in group)  # noqa: SLF001
+    if versions == vars(zero_optimizer).get(_VERSIONS):
+        return
+    vars(zero_optimizer)[_VERSIONS] = versions
+    processes = zero_optimizer.real_dp_process_group
+    for index, master in enumerate(masters):
+        written = parts[index][collectives.rank(processes[index])].to(master.device)
+        # A master weight is more precise than the parameter that was computed from it.
+        is_same = written == master.to(written.dtype)
+        master.copy_(torch.where(is_same, master, written))
+
+
 class Zero12Layout(DeepSpeedLayout):
     """Layout of ZeRO-1 and 2: the optimizer steps this rank's part of a group's flat master."""
 
     used_by_refresh = ("update_lp_params", "_lazy_init_hp_params_optimizer_state")
+
+    def weights(self, *, owned: bool) -> dict[str, Shard]:
+        """Return the shards of the master weights; those to be read have what code has written."""
+        if owned:
+            update_masters(self.zero_optimizer)
+        return super().weights(owned=owned)
 
     def _groups(self) -> Iterator[tuple[dict[int, int], torch.Tensor, int]]:
         """Yield the parameter groups.
@@ -81,7 +123,7 @@ class Zero12Layout(DeepSpeedLayout):
         the flat master, and the index of the first element of that part.
         """
         names = ZERO12_ATTRIBUTES[type(self.zero_optimizer).__name__]
-        ordered, masters = (getattr(self.zero_optimizer, name) for name in names)
+        ordered, masters, _ = (getattr(self.zero_optimizer, name) for name in names)
         processes = self.zero_optimizer.real_dp_process_group
         has_order = type(self.zero_optimizer).__name__ == "DeepSpeedZeroOptimizer"
         offsets = self.zero_optimizer.round_robin_bit16_offsets if has_order else None

@@ -41,6 +41,7 @@ from nbdist.worker.training import (
     generation,
     prepared_models,
     release_models,
+    whole_weights,
 )
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ def patch_accelerator(
     patch(f"{own}.backward", lambda f: prepared_models.wrap_backward(_release_before(f)))
     patch(f"{own}.save_state", _release_before)
     patch(f"{own}.load_state", _release_before)
-    patch("torch:save", generation.refuse_shards)
+    patch("torch:save", whole_weights.refuse_shards)
+    patch("torch.nn.modules.module:Module.state_dict", whole_weights.refuse_empty_tensors)
+    patch("torch.nn.modules.module:Module.load_state_dict", whole_weights.load_whole_tensors)
     optimizer = "accelerate.optimizer:AcceleratedOptimizer"
     patch(f"{optimizer}.step", prepared_models.wrap_step)
     patch(f"{optimizer}.zero_grad", prepared_models.wrap_zero_grad)

@@ -39,6 +39,7 @@ from nbdist.errors import OptionError
 from nbdist.signal_handling import defer_interrupt
 from nbdist.state import layouts
 from nbdist.state.layouts.base import is_deepspeed_engine
+from nbdist.state.layouts.deepspeed import update_masters
 from nbdist.worker.engines import cpu_patches, wrap_policy
 from nbdist.worker.library_patches import patch, patched
 from nbdist.worker.training import prepared_models
@@ -147,6 +148,7 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         if not _has_gradients(self.optimizer) or not _are_reduced(self.optimizer):
             return
         _drop_earlier_offloaded(self.optimizer)
+        update_masters(self.optimizer)
         try:
             self.engine.step()
         finally:

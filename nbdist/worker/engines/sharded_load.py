@@ -30,7 +30,7 @@ from nbdist.state import collectives, layouts, meta_model
 from nbdist.state.tensor_index import TensorIndex, TensorPart
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch, when_imported
-from nbdist.worker.training import generation
+from nbdist.worker.training import whole_weights
 from nbdist.worker.training.training_state import ModelAndOptimizerState
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
         return set_param
 
     patch(f"{_MODELS}:PreTrainedModel._load_pretrained_model", note_files)
-    patch(f"{_MODELS}:PreTrainedModel.save_pretrained", generation.save_from_all_ranks)
+    patch(f"{_MODELS}:PreTrainedModel.save_pretrained", whole_weights.save_from_all_ranks)
     patch(f"{_LOADING}:_materialize_copy", defer_copy)
     patch(f"{_LOADING}:set_param_for_module", assign_lazy)
 

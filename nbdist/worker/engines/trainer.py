@@ -32,11 +32,11 @@ from nbdist.worker.engines import accelerator_patch, deepspeed, training_argumen
 from nbdist.worker.engines.auto_strategy import MicroBatch
 from nbdist.worker.library_patches import patch, patched, when_imported
 from nbdist.worker.training import (
-    generation,
     prepared_models,
     rebind_variables,
     rng_state,
     training_metadata,
+    whole_weights,
 )
 
 if TYPE_CHECKING:
@@ -467,7 +467,7 @@ def _patch_peft() -> None:
     saves the tensors of this state dict; for prompt tuning it would compute them.
     """
     patch(f"{_PEFT}:PeftModel.named_modules", _without_fsdp1)
-    patch(f"{_PEFT}:PeftModel.save_pretrained", generation.save_from_all_ranks)
+    patch(f"{_PEFT}:PeftModel.save_pretrained", whole_weights.save_from_all_ranks)
     patch(f"{_TUNERS}:BasePromptEncoder._get_adapter_state_dict", _save_given_prompt)
     patch(f"{_TUNERS}:BaseTuner._unload_and_optionally_merge", _check_merge)
     patch(f"{_TUNERS}:BaseTuner.merge_adapter", _check_merge)

@@ -1,7 +1,5 @@
-"""Generation with prepared models: `generate` and `full_parameters` of `nbdist`, on a rank.
+"""Generation with prepared models: `nbdist.generate` on a rank.
 
-`save_from_all_ranks` is for `save_pretrained()`, which reads all parameters too, and
-`refuse_shards` for `torch.save()`, which cannot.
 ``too_large_tokenizer`` compares the user's tokenizers with the embedding of a model.
 
 transformers' `model.generate()` calls the forward of the module that it belongs to. Under FSDP and
@@ -13,32 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import sysconfig
 import warnings
-import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from IPython import get_ipython
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
-from nbdist.errors import CheckpointError, OptionError
+from nbdist.errors import OptionError
 from nbdist.state import collectives, layouts
-from nbdist.state.layouts.base import unwrap_compiled, unwrap_engine
+from nbdist.state.layouts.base import unwrap_engine
 from nbdist.worker import process_group
 from nbdist.worker.library_patches import patch
-from nbdist.worker.training import prepared_models
+from nbdist.worker.training import prepared_models, whole_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _MODULE = "transformers.generation.utils"
-_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Prepared models inside of `full_parameters`."""
 
 
 def patch_generate() -> None:
@@ -59,135 +49,22 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
             if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
                 return original(self, *args, **kwargs)
-            is_local = prepared.model in _gathered
+            is_local = whole_weights.is_gathered(prepared.model)
             # transformers 5.23 sets it under FSDP alone, and its Seq2SeqTrainer passes False.
             kwargs["synced_gpus"] = not is_local and distributed.get_world_size() > 1
             if is_local:
                 return original(self, *args, **kwargs)
             process_group.require_all_ranks("generate() of a model with sharded parameters")
             # Also the model's own generate() may call a part of it, such as the encoder of a T5.
-            contexts.enter_context(kind.root_parameters(_engine(prepared.model)))
+            contexts.enter_context(
+                kind.root_parameters(whole_weights.engine_module(prepared.model))
+            )
             prepared.interrupted_pass = "forward"  # noqa: S105
             result = original(self, *args, **kwargs)
             prepared.interrupted_pass, prepared.may_be_gathered = "", True
             return result
 
     return generate
-
-
-def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
-    """Make `save_pretrained()` of a sharded model write all parameters, from rank 0."""
-
-    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        reference = prepared_models.find_model(self)
-        prepared = reference and reference.prepared
-        if (
-            prepared is None
-            or kwargs.get("state_dict") is not None  # a Trainer has gathered it
-            or not layouts.kind_of(prepared.model).shards_parameters
-            or prepared.model in _gathered
-            or self is not _bare(prepared.model)
-        ):
-            return original(self, *args, **kwargs)
-        if "state_dict" in kwargs and not kwargs.get("is_main_process", True):
-            return None  # accelerator.get_state_dict() has returned None: rank 0 writes
-        process_group.require_all_ranks("save_pretrained() of a model with sharded parameters")
-        weights = prepared.owner.get_state_dict(prepared.model)
-        if distributed.get_rank() == 0:
-            original(self, *args, **kwargs | {"state_dict": weights})
-        prepared.owner.wait_for_everyone()
-        return None
-
-    return save_pretrained
-
-
-def refuse_shards(original: Callable[..., None]) -> Callable[..., None]:
-    """Make `torch.save()` in the user's code refuse tensors that the engine shards.
-
-    It would write this rank's shards or empty tensors without a message. FSDP and DeepSpeed write
-    such files on purpose.
-    """
-
-    def save(obj: object, *args: Any, **kwargs: Any) -> None:
-        caller = sys._getframe(1)  # noqa: SLF001
-        while caller.f_back and caller.f_globals.get("__name__", "").startswith("accelerate."):
-            caller = caller.f_back  # accelerator.save()
-        if not caller.f_code.co_filename.startswith(sysconfig.get_path("purelib")):
-            _check_whole(obj)
-        original(obj, *args, **kwargs)
-
-    return save
-
-
-def _check_whole(saved: object) -> None:
-    freed = {
-        name.removeprefix("module."): parameter.untyped_storage()._cdata  # noqa: SLF001
-        for prepared in prepared_models.all_models()
-        for name, parameter in prepared.model.named_parameters()
-        if not parameter.numel()
-    }
-    for name, tensor in _tensors_in(saved, "", set()):
-        is_sharded = isinstance(tensor, DTensor)
-        is_freed = not (is_sharded or tensor.numel()) and (
-            name.removeprefix("module.") in freed
-            or tensor.untyped_storage()._cdata in freed.values()  # noqa: SLF001
-        )
-        if is_sharded or is_freed:
-            raise CheckpointError(
-                f"torch.save() would write {'a DTensor' if is_sharded else 'an empty tensor'}"
-                f"{f' for {name!r}' if name else ''}, because the backend shards it. Use"
-                " %nbdist export DIR for the weights, %nbdist save NAME for weights and optimizer,"
-                " or save on rank 0 what accelerator.get_state_dict(model) returns on all ranks."
-            )
-
-
-def _tensors_in(
-    saved: object, name: str, containers: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers and modules; `containers` are those seen already."""
-    items: Iterable[tuple[object, object]] = ()
-    if isinstance(saved, torch.Tensor):
-        if saved.layout == torch.strided and not is_lazy(saved):  # as parameters are
-            yield name, saved
-    elif isinstance(saved, nn.Module):
-        items = saved.named_parameters()
-    elif isinstance(saved, Mapping):
-        items = saved.items()
-    elif isinstance(saved, list | tuple):
-        items = ((name, item) for item in saved)
-    if id(saved) not in containers:
-        containers.add(id(saved))
-        for key, item in items:
-            yield from _tensors_in(item, str(key), containers)
-
-
-@contextlib.contextmanager
-def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather all parameters of a prepared model; see `nbdist.full_parameters`."""
-    process_group.require_all_ranks("nbdist.full_parameters()")
-    reference = prepared_models.find_model(model)
-    prepared = reference and reference.prepared
-    if prepared is None or prepared.model in _gathered:
-        yield _bare(model)
-        return
-    wrapper = _engine(prepared.model)
-    with layouts.kind_of(wrapper).full_parameters(wrapper):
-        _gathered.add(prepared.model)
-        try:
-            yield _bare(wrapper)
-        finally:
-            _gathered.discard(prepared.model)
-
-
-def _engine(model: nn.Module) -> nn.Module:
-    """Return the engine's module; with --compile-model, FSDP2 shards torch.compile's wrapper."""
-    return model if isinstance(model, FSDPModule) else unwrap_compiled(model)
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """Return the module inside of the engine."""
-    inner = unwrap_engine(model)
-    return getattr(inner, "_fsdp_wrapped_module", inner)
 
 
 def generate(
