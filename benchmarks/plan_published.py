@@ -185,7 +185,8 @@ def deepspeed_says(one: Setting) -> float | None:
         return float(two(params, cpu_offload=offload, **where)[1]) / GIB
     if one.backend == "zero3":
         both = {"cpu_offload": offload, "cpu_offload_params": "offload_params" in one.options}
-        largest = max(group.largest for group in one.model.groups)
+        tensors = (shape for group in one.model.groups for shape in group.tensors)
+        largest = max(shape.num_elements for shape in tensors)
         return float(three(params, largest, **both, **where)[1]) / GIB
     return None
 

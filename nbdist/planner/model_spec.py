@@ -10,7 +10,7 @@ Sizes are in bytes, parameters in elements. T = batch_size * seq_len tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 from weakref import WeakKeyDictionary
 
@@ -86,7 +86,7 @@ class WeightShape(NamedTuple):
         return self._replace(rows=rows, num_elements=rows * (self.num_elements // self.rows))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerGroup:
     """Parameters that are used together, `count` times with equal shapes."""
 
@@ -94,9 +94,8 @@ class LayerGroup:
     """Display name: "embedding", "block", "encoder block", "tail"."""
     role: LayerRole
     count: int = 1
-    trainable: int = 0
-    """Trainable parameters of one instance, in elements."""
-    frozen: int = 0
+    tensors: tuple[WeightShape, ...] = ()
+    """Each parameter of one instance that is not quantized, in the module's order."""
     quantized: int = 0
     """Frozen parameters of one instance that are stored in 4 or 8 bits, in elements."""
     quantized_bytes: int = 0
@@ -105,10 +104,6 @@ class LayerGroup:
     """Bytes of each of them, without scales."""
     shards_quantized: bool = False
     """True if they are stored in a floating-point dtype, so that FSDP2 shards them too."""
-    largest: int = 0
-    """Largest single parameter of one instance, in elements; quantized ones do not count."""
-    tensors: tuple[WeightShape, ...] = ()
-    """Each parameter of one instance that is not quantized, if known."""
     num_late_tensors: int = 0
     """How many of the root's `tensors`, the last ones, are used after the last block."""
     ends_with_dropout: bool = False
@@ -116,10 +111,20 @@ class LayerGroup:
     tied_tensor: int | None = None
     """Index of the root's tensor that is both the embedding's and the head's weight, if any."""
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Parameters of one instance that are not quantized, in elements."""
-        return self.trainable + self.frozen
+        return sum(shape.num_elements for shape in self.tensors)
+
+    @cached_property
+    def trainable(self) -> int:
+        """Trainable parameters of one instance, in elements."""
+        return sum(shape.num_elements for shape in self.tensors if shape.trainable)
+
+    @property
+    def frozen(self) -> int:
+        """Frozen parameters of one instance that are not quantized, in elements."""
+        return self.num_params - self.trainable
 
 
 class BackwardPeakCandidate(NamedTuple):

@@ -248,9 +248,7 @@ def refusal_of_class(cls: type, backend: str) -> str:
 
 
 def trained_shapes(model: ModelSpec, shards: int = 1) -> list[tuple[int, WeightShape]]:
-    """Return number and shape of a model's trainable parameters, cut by rows; [] if unknown."""
-    if any(group.trainable and not group.tensors for group in model.groups):
-        return []
+    """Return number and shape of a model's trainable parameters, cut by rows."""
     return [
         (group.count, shape.shard(shards))
         for group in model.groups

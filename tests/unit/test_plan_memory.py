@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 PSI = 1_000_000
 MIB = 2**20
 LLAMA = model_configs.llama(256, 688, 6, 8, 4, 3000)
+FROZEN = LayerGroup(
+    name="base", role="block", tensors=(WeightShape(10, 1000, trainable=False),) * 1000
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,7 @@ class Weights:
     """A model whose activations weigh nothing: 1000 parameters of 1000 elements."""
 
     groups: tuple[LayerGroup, ...] = (
-        LayerGroup(
-            name="block",
-            role="block",
-            count=10,
-            trainable=PSI // 10,
-            largest=1000,
-            tensors=(WeightShape(10, 1000),) * 100,
-        ),
+        LayerGroup(name="block", role="block", count=10, tensors=(WeightShape(10, 1000),) * 100),
     )
     name: str = "weights"
     depth: str = "closed form"
@@ -246,8 +242,7 @@ def test_an_optimizer_without_a_cpu_version_needs_temporaries_in_the_host() -> N
 
 
 def test_frozen_parameters_weigh_two_bytes_and_nothing_else() -> None:
-    frozen = LayerGroup(name="base", role="block", count=1, frozen=PSI, largest=1000)
-    model = Weights(groups=(frozen, *Weights().groups))
+    model = Weights(groups=(FROZEN, *Weights().groups))
     for backend, each in (("ddp", 4), ("zero2", 2), ("zero3", 2 / 4)):
         setup = setup_of(backend, zero={"stage3_param_persistence_threshold": 0})
         more = (
@@ -258,9 +253,8 @@ def test_frozen_parameters_weigh_two_bytes_and_nothing_else() -> None:
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
-    model = Weights(groups=(LayerGroup(name="base", role="block", frozen=PSI, largest=1000),))
     with pytest.raises(PlanError, match="Unfreeze"):
-        moments(setup_of("zero2"), model)
+        moments(setup_of("zero2"), Weights(groups=(FROZEN,)))
 
 
 def test_state_of_a_model_loaded_in_16_bits_is_in_16_bits_under_ddp() -> None:
@@ -634,13 +628,8 @@ def test_a_released_weight_stays_if_a_recomputed_graph_has_saved_it() -> None:
 
 
 def test_pieces_of_a_large_gradient_are_reduced_together_until_they_exceed_a_bucket() -> None:
-    group = LayerGroup(
-        name="head",
-        role="tail",
-        trainable=100,
-        largest=90,
-        tensors=(WeightShape(10, 10), WeightShape(9, 90)),
-    )
+    tensors = (WeightShape(10, 10), WeightShape(9, 90))
+    group = LayerGroup(name="head", role="tail", tensors=tensors)
 
     def copied(bucket: int, ranks: int) -> list[int]:
         found = zero_partitioning.bucket_reductions(

@@ -13,6 +13,7 @@ from nbdist.planner.model_spec import (
     LayerGroup,
     MicroBatchActivations,
     ModelSpec,
+    WeightShape,
     Workload,
 )
 from nbdist.strategies import STRATEGIES, Options
@@ -36,15 +37,8 @@ class Blocks:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        block = LayerGroup(
-            name="block",
-            role="block",
-            count=self.layers,
-            trainable=self.params,
-            frozen=self.frozen,
-            largest=self.params // 7,
-        )
-        return (block,)
+        weights = WeightShape(1000, self.params), WeightShape(1000, self.frozen, trainable=False)
+        return (LayerGroup(name="block", role="block", count=self.layers, tensors=weights),)
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         saved = 180_000 * workload.num_tokens

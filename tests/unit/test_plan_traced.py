@@ -33,11 +33,8 @@ def fields() -> dict[str, Any]:
     run = {"groups": [part, part], "loss": [[[0, 30], 0]], "outputs": [0, 2], "batch": [0, 8]}
     group = {
         "count": 2,
-        "trainable": 7,
-        "frozen": 1,
         "quantized_tensors": [],
-        "largest": 4,
-        "tensors": [[2, 4, True], [4, 4, True]],
+        "tensors": [[2, 4, True], [3, 3, True], [1, 1, False]],
     }
     return {
         "depth": "traced",

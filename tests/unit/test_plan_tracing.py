@@ -15,7 +15,7 @@ import nbdist
 from nbdist.errors import PlanError
 from nbdist.planner.model_spec import Workload
 from nbdist.planner.models import traced
-from nbdist.planner.tracing import build_model, trace_module, trace_variants
+from nbdist.planner.tracing import build_model, trace_variants, wrap_units
 from tests import models
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def figures(
 
 
 def test_the_root_tells_what_is_used_after_the_blocks() -> None:
-    root = trace_module.describe_groups(models.bert())[0]
-    assert root["num_late_tensors"] == 5  # the bias, dense layer and norm of the head
-    assert root["tied_tensor"] == 0  # the embedding of tokens
-    assert [bias for *_, bias in root["tensors"][-4:]] == [False, True, False, True]
+    root = wrap_units.find_fsdp_groups(models.bert())[0].layer_group()
+    assert root.num_late_tensors == 5  # the bias, dense layer and norm of the head
+    assert root.tied_tensor == 0  # the embedding of tokens
+    assert [shape.is_bias for shape in root.tensors[-4:]] == [False, True, False, True]
 
 
 class Holding(nn.Module):

@@ -289,25 +289,26 @@ class Fsdp1Timeline(FsdpTimeline):
         root = LayerGroup(
             name="root",
             role="root",
-            trainable=sum(group.count * group.trainable for group in rest),
-            frozen=sum(group.count * group.frozen for group in rest),
-            largest=max(group.largest for group in rest),
+            tensors=tuple(shape for group in rest for shape in group.tensors * group.count),
         )
         blocks = [
             self._flat_unit(group) if group.role == "block" else FsdpUnit()
             for group in self.groups[:-1]
         ]
-        return [*blocks, self._flat_unit(root)]
+        return [*blocks, self._flat_unit(root, is_root=True)]
 
-    def _flat_unit(self, group: LayerGroup) -> FsdpUnit:
+    def _flat_unit(self, group: LayerGroup, *, is_root: bool = False) -> FsdpUnit:
         share = -(-group.num_params // self.setup.num_shards)
         trained = self._trained_by_rank(group)[self._fullest_rank]
+        largest = zero_partitioning.largest_trainable_size(group)
+        if is_root and group.frozen:  # assumed to be spread evenly, as one parameter
+            trained, largest = share * group.trainable // group.num_params, group.trainable
         unit = self.build_unit(
             group,
             trained,
             share - trained,
             accumulate=self.compute_width,
-            largest=min(share, zero_partitioning.largest_trainable_size(group)),
+            largest=min(share, largest),
         )
         if not group.trainable:
             return unit
@@ -325,7 +326,7 @@ class Fsdp1Timeline(FsdpTimeline):
         """Trainable elements of each rank's piece of the flat parameter."""
         ranks = self.setup.num_shards
         share = max(1, -(-group.num_params // ranks))
-        if not group.frozen or not group.tensors:
+        if not group.frozen:
             return [share * group.trainable // max(1, group.num_params)] * ranks
         trained, begin = [0] * ranks, 0
         for _, size, trainable, *_ in group.tensors:
@@ -423,17 +424,12 @@ class Fsdp2Timeline(FsdpTimeline):
             shares: dict[bool, list[int]] = {True: [], False: []}
             for shape in group.tensors:
                 shares[shape.trainable].append(shape.shard(ranks).num_elements)
-            if not group.tensors:
-                shares = {True: [-(-group.trainable // ranks)], False: [-(-group.frozen // ranks)]}
-            largest = max(shares[True], default=0)
-            if not group.tensors:
-                largest = -(-group.largest // ranks)
             unit = self.build_unit(
                 group,
                 sum(shares[True]),
                 sum(shares[False]),
                 accumulate=self.reduce_width,
-                largest=largest,
+                largest=max(shares[True], default=0),
             )
             units.append(
                 unit._replace(

@@ -73,7 +73,7 @@ def read_config(model: ModelSpec, setup: TrainingSetup) -> ZeroConfig:
     hardware = Hardware(kind=setup.kind, world_size=setup.world_size)
     zero = strategy.deepspeed_config(setup.options, hardware)["zero_optimization"]
     # The smallest parameter besides the head is the final norm's, of hidden size.
-    hidden = min((size for size, _ in zero_partitioning.params(model.groups[-1])), default=0)
+    hidden = min((shape.num_elements for shape in model.groups[-1].tensors), default=0)
     automatic = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": 9 * hidden * hidden // 10,

@@ -118,7 +118,7 @@ class Zero3Timeline(ZeroTimeline):
     @cached_property
     def _param_bytes(self) -> int:
         frozen = self._share(
-            lambda group: (size for size, trains in zero_partitioning.params(group) if not trains)
+            lambda group: (each.num_elements for each in group.tensors if not each.trainable)
         )
         quantized = self._share(lambda group: group.quantized_tensors)
         return self.element_bytes * (self.partition_size + frozen) + quantized
@@ -151,7 +151,8 @@ class Zero3Timeline(ZeroTimeline):
             return parts
         # Pinned buffers of parameters on NVMe, and parameters that may stay on the host.
         section = self.config.offload_param
-        largest = max(group.largest for group in self.model.groups)
+        tensors = (shape for group in self.model.groups for shape in group.tensors)
+        largest = max(shape.num_elements for shape in tensors)
         buffers = int(section.get("buffer_count", _PARAM_BUFFERS))
         # nbdist.worker.engines.deepspeed sets the size of the buffers by the largest parameter.
         buffer_size = int(section.get("buffer_size", largest))
@@ -339,9 +340,9 @@ def simulate_prefetch(
 
 def _parameters(group: LayerGroup, element_bytes: int) -> list[_Parameter]:
     """Parameters of one instance of a group."""
-    sizes = [(size, size, trains) for size, trains in zero_partitioning.params(group)]
-    sizes += [(size, size // element_bytes, False) for size in group.quantized_tensors]
     tensors = group.tensors
+    sizes = [(each.num_elements, each.num_elements, each.trainable) for each in tensors]
+    sizes += [(size, size // element_bytes, False) for size in group.quantized_tensors]
     vectors = [n for n, shape in enumerate(tensors) if shape.is_vector]
     num_used = accumulate(position not in vectors for position in range(len(sizes)))
     found = [

@@ -13,8 +13,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbdist.planner.model_spec import LayerGroup, MicroBatchStep, ModelSpec, WeightShape
 
 
@@ -45,24 +43,9 @@ class BucketReduction(NamedTuple):
     """Elements of the largest flat copy that ZeRO-1/2 reduce, of pieces for several ranks."""
 
 
-def params(group: LayerGroup) -> Iterator[tuple[int, bool]]:
-    """Yield elements of each parameter of one group in the module's order, and whether it trains.
-
-    If unknown, they are assumed to be a remainder followed by as many of the largest size as fit,
-    as in a transformer block (attention, then the wider MLP), the frozen ones last. Unknown
-    trainable parameters besides frozen ones are treated as one parameter.
-    """
-    if group.tensors:
-        yield from ((shape.num_elements, shape.trainable) for shape in group.tensors)
-        return
-    largest = group.trainable if group.frozen else group.largest
-    yield from ((size, True) for size in _chunks(group.trainable, largest))
-    yield from ((size, False) for size in _chunks(group.frozen, group.largest))
-
-
 def trainable_param_sizes(group: LayerGroup) -> tuple[int, ...]:
     """Return the elements of each trainable parameter of one group."""
-    return tuple(size for size, trainable in params(group) if trainable)
+    return tuple(shape.num_elements for shape in group.tensors if shape.trainable)
 
 
 def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
@@ -87,15 +70,6 @@ def with_biases_first(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
 def largest_trainable_size(*groups: LayerGroup) -> int:
     """Return the elements of the largest trainable parameter, or 0."""
     return max((size for group in groups for size in trainable_param_sizes(group)), default=0)
-
-
-def _chunks(elements: int, largest: int) -> tuple[int, ...]:
-    """Return the remainder, then pieces of the largest size."""
-    if not elements:
-        return ()
-    each = min(largest or elements, elements)
-    many, rest = divmod(elements, each)
-    return ((rest,) if rest else ()) + (each,) * many
 
 
 def num_finished_gradients(model: ModelSpec, step: MicroBatchStep) -> int:

@@ -42,7 +42,7 @@ from nbdist.planner.models.autograd_tape import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nbdist.planner.model_spec import LayerRole, Workload
+    from nbdist.planner.model_spec import Workload
 
 INDEX_BYTES = 8
 """Bytes of a token id, and of a label."""
@@ -142,7 +142,7 @@ class DecoderSpec(ABC):
         """Position embeddings (if any), embedding, blocks, tail."""
         head = WeightShape(self.vocab, self.vocab * self.hidden)
         # A tied weight counts in the tail.
-        embedding = [] if self.tied else self._base_weights([head])
+        embedding = () if self.tied else self._base_weights([head])
         tail = self._base_weights([*self.norm_weights(), head])
         block = self._block_group()
         blocks = [block]
@@ -150,12 +150,13 @@ class DecoderSpec(ABC):
             blocks = [replace(block, name="first block", count=1)]
             blocks += [replace(block, count=self.layers - 1)] if self.layers > 1 else []
         groups = (
-            _layer_group("embedding", "embedding", embedding),
+            LayerGroup(name="embedding", role="embedding", tensors=embedding),
             *blocks,
-            _layer_group("tail", "tail", tail),
+            LayerGroup(name="tail", role="tail", tensors=tail),
         )
         positions = self._base_weights(self.position_weights())
-        return (_layer_group("positions", "root", positions), *groups) if positions else groups
+        root = LayerGroup(name="positions", role="root", tensors=positions)
+        return (root, *groups) if positions else groups
 
     def _block_group(self) -> LayerGroup:
         """All blocks, with adapters after the weights that they adapt."""
@@ -168,8 +169,13 @@ class DecoderSpec(ABC):
             if shape and shape.name in self.lora_targets:
                 kept.append(WeightShape(self.lora_rank, self.lora_rank * shape.into))
                 kept.append(WeightShape(shape.out, shape.out * self.lora_rank))
-        group = _layer_group("block", "block", kept, self.layers)
-        group = replace(group, ends_with_dropout=self.residual_dropout > 0)
+        group = LayerGroup(
+            name="block",
+            role="block",
+            count=self.layers,
+            tensors=tuple(kept),
+            ends_with_dropout=self.residual_dropout > 0,
+        )
         if self.quantization is None:
             return group
         return replace(
@@ -433,9 +439,9 @@ class DecoderSpec(ABC):
 
     # -- implementation --------------------------------------------------------------------
 
-    def _base_weights(self, weights: Iterable[WeightShape]) -> list[WeightShape]:
+    def _base_weights(self, weights: Iterable[WeightShape]) -> tuple[WeightShape, ...]:
         """Parameters other than adapters, frozen or not."""
-        return [weight._replace(trainable=self.trains_base) for weight in weights]
+        return tuple(weight._replace(trainable=self.trains_base) for weight in weights)
 
     def _new_tape(self, work: Workload) -> AutogradTape:
         half = work.compute in HALF_MODES
@@ -571,21 +577,6 @@ class DecoderSpec(ABC):
             gradient_moments=backward.gradients,
         )
         return tail, 0, sizes.outputs
-
-
-def _layer_group(
-    name: str, role: LayerRole, weights: list[WeightShape], count: int = 1
-) -> LayerGroup:
-    trainable = sum(weight.num_elements for weight in weights if weight.trainable)
-    return LayerGroup(
-        name=name,
-        role=role,
-        count=count,
-        trainable=trainable,
-        frozen=sum(weight.num_elements for weight in weights) - trainable,
-        largest=max((weight.num_elements for weight in weights), default=0),
-        tensors=tuple(weights),
-    )
 
 
 def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:

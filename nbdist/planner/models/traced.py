@@ -60,7 +60,7 @@ FIRST_TRACE = (
 EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 16
+_FORMAT = 17
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}
@@ -293,7 +293,7 @@ def find_analytic_spec(module: Any, *, is_frozen: bool = False) -> ModelSpec | N
 
     With `is_frozen`, frozen parameters count as trainable: the caller adds adapters.
     """
-    from nbdist.planner.tracing.trace_module import describe_groups
+    from nbdist.planner.tracing import wrap_units
 
     is_adapted = hasattr(module, "get_base_model")  # peft_config is set on the base, too
     base = module.get_base_model() if is_adapted else module
@@ -311,31 +311,24 @@ def find_analytic_spec(module: Any, *, is_frozen: bool = False) -> ModelSpec | N
         return None
     for attribute, method in (("is_loaded_in_4bit", "nf4"), ("is_loaded_in_8bit", "int8")):
         spec = replace(spec, quantization=method) if getattr(base, attribute, False) else spec
-    planned = [
-        (str(group.role), *(getattr(group, field) for field in _COMPARED))
-        for group in spec.groups
-        for _ in range(group.count)
-    ]
-    groups = describe_groups(module)
-    spec = replace(spec, shards_quantized=any(group["shards_quantized"] for group in groups))
-    for group in groups if is_frozen else ():
-        group |= {"trainable": group["trainable"] + group["frozen"], "frozen": 0}
-    actual = [(group["role"], *(group[field] for field in _COMPARED)) for group in groups]
-    return spec if _comparable(planned) == _comparable(actual) else None
+    groups = [group.layer_group() for group in wrap_units.find_fsdp_groups(module)]
+    spec = replace(spec, shards_quantized=any(group.shards_quantized for group in groups))
+    planned, actual = (_comparable(each, is_frozen=is_frozen) for each in (spec.groups, groups))
+    return spec if planned == actual else None
 
 
-_COMPARED = ("trainable", "frozen", "quantized", "quantized_bytes")
-"""Fields of a group that a closed form must agree with."""
-
-
-def _comparable(groups: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Sort the blocks and sum up the rest.
+def _comparable(groups: Iterable[LayerGroup], *, is_frozen: bool) -> list[tuple[int, ...]]:
+    """Return the sizes that must agree: those of each block, sorted, and the sum of the rest.
 
     accelerate 1.15 does not find the final norm of a PEFT model and leaves it in the root.
     """
-    blocks = sorted(group for group in groups if group[0] == "block")
-    rest = [group[1:] for group in groups if group[0] != "block"]
-    return [*blocks, tuple(map(sum, zip(*rest, strict=True)))]
+    blocks: list[tuple[int, ...]] = []
+    rest: list[tuple[int, ...]] = []
+    for group in groups:
+        frozen = 0 if is_frozen else group.frozen
+        sizes = group.num_params - frozen, frozen, group.quantized, group.quantized_bytes
+        (blocks if group.role == "block" else rest).extend([sizes] * group.count)
+    return [*sorted(blocks), tuple(map(sum, zip(*rest, strict=True)))]
 
 
 def _with_adapters(spec: DecoderSpec, module: Any) -> DecoderSpec:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbdist.errors import PlanError
 from nbdist.planner.models import fused_loss
-from nbdist.planner.tracing import build_model, trace_variants, wrap_units
+from nbdist.planner.tracing import build_model, trace_variants
 from nbdist.planner.tracing.build_model import SampleBatch
 
 if TYPE_CHECKING:
@@ -46,14 +46,6 @@ TIMEOUT_S = 120.0
 """Timeout of one trace, which takes about 10 s."""
 _NO_BACKWARD = "fork-based multiprocessing"
 """Part of torch's message that autograd does not work in a forked child."""
-
-
-def describe_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Return name, role and parameters of each FSDP group of a module without running it."""
-    return [
-        {"name": group.name, "role": group.role} | group.parameter_counts()
-        for group in wrap_units.find_fsdp_groups(module)
-    ]
 
 
 def trace_in_child(

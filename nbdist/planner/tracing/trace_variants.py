@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nbdist.errors import PlanError
 from nbdist.number_formatting import format_count
-from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES
+from nbdist.planner.model_spec import AUTOCAST_MODES, COMPUTE_MODES, HALF_MODES, LayerGroup
 from nbdist.planner.tracing import (
     batch_size_fit,
     fake_tensors,
@@ -88,9 +88,10 @@ def trace_module_fields(
             " for a size such as '7b'."
         )
         return {"error": message}
-    kinds = ("trainable", "frozen", "quantized")
-    count = sum(g["count"] * g[kind] for g in by_group["groups"] for kind in kinds)
+    groups: list[LayerGroup] = by_group.pop("groups")
+    count = sum(group.count * (group.num_params + group.quantized) for group in groups)
     return by_group | {
+        "groups": [asdict(group) for group in groups],
         "name": f"{type(model).__name__}, {format_count(count)} parameters",
         "depth": "traced",
         "tied": run.tied,
@@ -319,11 +320,10 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
     ends = [] if merged[-1].group.role != "block" else [nothing]
     return {
         "groups": [
-            {"name": name, "role": row.group.role, "count": row.count}
-            | row.group.parameter_counts()
+            row.group.layer_group(name, row.count)
             for name, row in zip(_names(merged), merged, strict=True)
         ]
-        + [_EMPTY_TAIL for _ in ends],
+        + [LayerGroup(name="tail", role="tail") for _ in ends],
         "passes": {
             name: {
                 "groups": [row.parts[column] for row in merged] + ends,
@@ -335,16 +335,6 @@ def _by_group(found: Sequence[FsdpGroup], passes: dict[str, dict[str, Any]]) -> 
         }
         | failed,
     }
-
-
-_EMPTY_TAIL = dict.fromkeys(("trainable", "frozen", "quantized"), 0) | {
-    "name": "tail",
-    "role": "tail",
-    "count": 1,
-    "tensors": (),
-    "quantized_tensors": (),
-}
-"""Fields of a group without parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +377,7 @@ def _same(row: _RepeatedGroup) -> list[Any]:
     """Return the key that neighbours must share."""
     group = row.group
     own = [(part["saved"], part["flops"]) for part in row.parts]
-    return [group.first_block_index, group.role, group.parameter_counts(), own]
+    return [group.first_block_index, group.layer_group(), own]
 
 
 def _forward_order(found: Sequence[FsdpGroup], run: dict[str, Any]) -> list[int]:

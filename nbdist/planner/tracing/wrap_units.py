@@ -14,14 +14,17 @@ import contextlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from nbdist.errors import OptionError
+from nbdist.planner.model_spec import LayerGroup, WeightShape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterator, Sequence
+
+    from nbdist.planner.model_spec import LayerRole
 
 MIN_UNIT_PARAMS = 10_000
 """Parameters; a smaller group costs more in communication than it saves in memory."""
@@ -194,7 +197,7 @@ class FsdpGroup:
     """Modules whose parameters are sharded together."""
 
     name: str
-    role: Literal["embedding", "block", "tail", "root"]
+    role: LayerRole
     first_modules: tuple[nn.Module, ...]
     """Modules whose first forward begins this group's part of a micro-batch."""
     own_params: list[nn.Parameter]
@@ -211,23 +214,14 @@ class FsdpGroup:
     tied_param: int | None = None
     """Index of the root's parameter that is both the embedding's and the head's weight, if any."""
 
-    def parameter_counts(self) -> dict[str, Any]:
-        """Return its parameters as fields of a `LayerGroup`."""
-        floating = [each for each in self.own_params if each not in self.quantized_sizes]
-        trainable = [parameter.numel() for parameter in floating if parameter.requires_grad]
-        sizes = [parameter.numel() for parameter in floating]
-        return {
-            "trainable": sum(trainable),
-            "frozen": sum(sizes) - sum(trainable),
-            "quantized": sum(elements for elements, *_ in self.quantized_sizes.values()),
-            "quantized_bytes": sum(sum(sizes) for _, *sizes in self.quantized_sizes.values()),
-            "quantized_tensors": [size for _, size, _ in self.quantized_sizes.values()],
-            "shards_quantized": any(each.is_floating_point() for each in self.quantized_sizes),
-            "largest": max(sizes, default=0),
-            "num_late_tensors": self.num_late_params,
-            "tied_tensor": self.tied_param,
-            "tensors": [
-                (
+    def layer_group(self, name: str = "", count: int = 1) -> LayerGroup:
+        """Return the planner's view of it; by default under its own name."""
+        return LayerGroup(
+            name=name or self.name,
+            role=self.role,
+            count=count,
+            tensors=tuple(
+                WeightShape(
                     each.shape[0] if each.dim() else 1,
                     each.numel(),
                     each.requires_grad,
@@ -235,8 +229,14 @@ class FsdpGroup:
                 )
                 for n, each in enumerate(self.own_params)
                 if each not in self.quantized_sizes
-            ],
-        }
+            ),
+            quantized=sum(elements for elements, *_ in self.quantized_sizes.values()),
+            quantized_bytes=sum(sum(sizes) for _, *sizes in self.quantized_sizes.values()),
+            quantized_tensors=tuple(size for _, size, _ in self.quantized_sizes.values()),
+            shards_quantized=any(each.is_floating_point() for each in self.quantized_sizes),
+            num_late_tensors=self.num_late_params,
+            tied_tensor=self.tied_param,
+        )
 
 
 def has_tied_tail(model: nn.Module) -> bool:
