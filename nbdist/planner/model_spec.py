@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
-from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -159,9 +158,9 @@ class LayerActivations:
     """When each of its gradients is complete, in order; empty if that is not known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchActivations:
-    """Activations of one micro-batch, compared by identity."""
+    """Activations of one micro-batch."""
 
     layers: tuple[LayerActivations, ...]
     """Activations of one instance of each group of the model, in forward order."""
@@ -284,7 +283,7 @@ class MicroBatchSchedule(NamedTuple):
     """Steps of a micro-batch (forward, loss, backward) and their bytes, without the engine's."""
 
     steps: tuple[MicroBatchStep, ...]
-    """The same object for all micro-batches of a model that differ only in size."""
+    """The same object for all micro-batches with the same moments, whatever their bytes."""
     activation_bytes: list[int]
     """Bytes at each step: saved by earlier groups, and inside the current group."""
     logit_bytes: list[int]
@@ -313,25 +312,11 @@ def last_blocks_and(
 
 
 def schedule_micro_batch(
-    model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks | None = None
+    model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks
 ) -> MicroBatchSchedule:
-    """Walk through a micro-batch of a model; by default, visit the end blocks of its groups.
-
-    Cached with the micro-batch: engines with the same compute mode and visits share the walk.
-    """
-    walks = _walked.setdefault(run, {})
-    visited = visited or end_blocks(model.groups)
-    if visited not in walks:
-        grads = tuple(tuple(moment[1:] for moment in part.backward_moments) for part in run.layers)
-        walks[visited] = MicroBatchSchedule(
-            _steps(model.groups, grads, visited), *_alive(model, run, visited)
-        )
-    return walks[visited]
-
-
-_walked: WeakKeyDictionary[MicroBatchActivations, dict[VisitedBlocks, MicroBatchSchedule]] = (
-    WeakKeyDictionary()
-)
+    """Walk through these blocks of a model in a micro-batch."""
+    grads = tuple(tuple(moment[1:] for moment in part.backward_moments) for part in run.layers)
+    return MicroBatchSchedule(_steps(model.groups, grads, visited), *_alive(model, run, visited))
 
 
 @lru_cache(maxsize=64)

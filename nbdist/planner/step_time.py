@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 from nbdist.planner import prediction_errors
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from nbdist.planner.cluster_spec import ClusterSpec, CollectiveScope
     from nbdist.planner.measurement_store import Collective
     from nbdist.planner.memory.timeline import TrainingSetup
-    from nbdist.planner.model_spec import MicroBatchActivations, ModelSpec, Workload
+    from nbdist.planner.model_spec import ModelSpec, Workload
 
 StepBound = Literal["compute", "communication", "optimizer", "offload"]
 
@@ -262,26 +261,21 @@ class _ComputeLoad(NamedTuple):
 
 
 def _compute_load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
-    """Return the load of a micro-batch; cached for as long as the micro-batch exists."""
+    """Return the load of a micro-batch."""
     run, groups = model.micro_batch_activations(workload), model.groups
-    if run not in _loads:
-        flops, attention = model.flops(workload), 0.0
-        if model.depth == "closed form":
-            # The same tokens as samples of one token each.
-            without_attention = replace(workload, batch_size=workload.num_tokens, seq_len=1)
-            attention = flops - model.flops(without_attention)
-        parts = zip(groups, run.layers, strict=True)
-        _loads[run] = _ComputeLoad(
-            flops=flops,
-            attention=attention,
-            saved=sum(group.count * part.saved_bytes for group, part in parts),
-            loss=run.loss_bytes,
-            blocks=sum(group.count for group in groups if group.role == "block"),
-        )
-    return _loads[run]
-
-
-_loads: WeakKeyDictionary[MicroBatchActivations, _ComputeLoad] = WeakKeyDictionary()
+    flops, attention = model.flops(workload), 0.0
+    if model.depth == "closed form":
+        # The same tokens as samples of one token each.
+        without_attention = replace(workload, batch_size=workload.num_tokens, seq_len=1)
+        attention = flops - model.flops(without_attention)
+    parts = zip(groups, run.layers, strict=True)
+    return _ComputeLoad(
+        flops=flops,
+        attention=attention,
+        saved=sum(group.count * part.saved_bytes for group, part in parts),
+        loss=run.loss_bytes,
+        blocks=sum(group.count for group in groups if group.role == "block"),
+    )
 
 
 # ---------------------------------------------------------------------- communication

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from nbdist.errors import PlanError
-from nbdist.planner.model_spec import Workload, num_params, schedule_micro_batch
+from nbdist.planner.model_spec import Workload, end_blocks, num_params, schedule_micro_batch
 from nbdist.planner.models import traced
 from nbdist.planner.tracing import trace_module as modules
 from nbdist.planner.tracing import wrap_units as module_groups
@@ -58,7 +58,8 @@ def predicted(model: traced.TracedModel, batch_size: int) -> int:
     run = model.micro_batch_activations(Workload(batch_size=batch_size, compute="full", kind="cpu"))
     made = [0] * len(model.groups)
     total = 0
-    for step, activations, logits in zip(*schedule_micro_batch(model, run), strict=True):
+    schedule = schedule_micro_batch(model, run, end_blocks(model.groups))
+    for step, activations, logits in zip(*schedule, strict=True):
         if step.phase != "backward":
             total = max(total, activations)
             continue

@@ -1,8 +1,8 @@
 """Training setup, the base class of an engine's memory timeline, and that of DDP.
 
 An engine's memory does not depend on the micro-batch size; activations and logits do. So a timeline
-computes its `NonActivationMemory` at the steps of a walk once; another micro-batch size costs two
-additions per step. Parts are summed by name only for the moments that are reported.
+computes its `NonActivationMemory` once for walks with the same steps. Parts are summed by name
+only for the moments that are reported.
 """
 
 from __future__ import annotations
