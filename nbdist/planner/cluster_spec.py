@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from nbdist import rank_python
@@ -305,7 +304,7 @@ def cpu_cluster(
         memory_bytes=memory // count,
         free_bytes=memory // count,
         # bf16 is no faster than fp32 on cores without bf16 instructions.
-        flops=MappingProxyType(dict.fromkeys(("fp32", "bf16"), cores * _CORE_FLOPS)),
+        flops=dict.fromkeys(("fp32", "bf16"), cores * _CORE_FLOPS),
         compute_efficiency=FP32_EFFICIENCY,
         memory_bandwidth=_HOST_MEMORY_BANDWIDTH / count,
         pcie=_LOOPBACK,
@@ -473,7 +472,7 @@ def _catalogued_gpu(gpu: Gpu) -> tuple[DeviceSpec, tuple[str, ...]]:
         name=gpu.name,
         memory_bytes=gpu.memory_bytes,
         free_bytes=gpu.memory_bytes,
-        flops=MappingProxyType({kind: share * peak for kind, peak in device.flops.items()}),
+        flops={kind: share * peak for kind, peak in device.flops.items()},
         memory_bandwidth=bandwidth * (gpu.memory_bytes / device.memory_bytes if share < 1 else 1),
     ), notes
 

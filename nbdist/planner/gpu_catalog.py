@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.planner.measurement_store import DEFAULT_LOOP_EFFICIENCY
@@ -36,7 +35,7 @@ LOOP_DOUBT, FITTED_DOUBT, GUESSED_DOUBT = 0.15, 0.2, 0.4
 """Relative uncertainty of the compute time: measured in a training loop; measured as large matrix
 products or fitted to published runs; estimated."""
 
-_TYPE_OF: Mapping[str, str] = MappingProxyType({"no": "fp32"})
+_TYPE_OF: Mapping[str, str] = {"no": "fp32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ class DeviceSpec:
         """Return the same device with its compute speed multiplied by a factor."""
         return replace(
             self,
-            flops=MappingProxyType({kind: factor * peak for kind, peak in self.flops.items()}),
+            flops={kind: factor * peak for kind, peak in self.flops.items()},
             memory_bandwidth=factor * self.memory_bandwidth,
             compute_speed=self.compute_speed and self.compute_speed.scaled(factor),
             loop_speeds={kind: loop.scaled(factor) for kind, loop in self.loop_speeds.items()},
@@ -196,7 +195,7 @@ def _gpu(  # noqa: PLR0913 - a line of a table
         name=name,
         memory_bytes=int(memory * GIB),
         free_bytes=int(memory * GIB),
-        flops=MappingProxyType({kind: peak * TERA for kind, peak in peaks.items()}),
+        flops={kind: peak * TERA for kind, peak in peaks.items()},
         compute_efficiency=generation.sustained,
         has_published_efficiency=generation.fitted,
         memory_bandwidth=bandwidth * GB,
@@ -257,7 +256,7 @@ _ROWS = (
 )
 # fmt: on
 
-GPU_CATALOG: Mapping[str, DeviceSpec] = MappingProxyType({device.name: device for device in _ROWS})
+GPU_CATALOG: Mapping[str, DeviceSpec] = {device.name: device for device in _ROWS}
 """Name -> device with all of its memory free."""
 
 _FORM = re.compile(r"SXM[0-9]?|PCIE|NVL")
@@ -289,9 +288,7 @@ class GpuNameKey(NamedTuple):
         return cls(family.removeprefix("RTX"), board, int(memory[1]) if memory else None)
 
 
-_KEYS: Mapping[str, GpuNameKey] = MappingProxyType(
-    {name: GpuNameKey.parse(name) for name in GPU_CATALOG}
-)
+_KEYS: Mapping[str, GpuNameKey] = {name: GpuNameKey.parse(name) for name in GPU_CATALOG}
 
 
 def gpus_of_family(name: str) -> list[DeviceSpec]:

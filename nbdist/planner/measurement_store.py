@@ -18,7 +18,6 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import cache as once
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist import paths, rank_python
@@ -102,7 +101,7 @@ class Measurement:
             return None
         if not given or not _is_plausible(kind, given):
             return None
-        return cls(values=MappingProxyType(given), day=day, runs=int(runs))
+        return cls(values=given, day=day, runs=int(runs))
 
     def updated(self, kind: MeasurementKind, values: Mapping[str, float]) -> dict[str, float]:
         """Return its values with new ones, each averaged with the same older quantity."""

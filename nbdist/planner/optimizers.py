@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbdist.errors import PlanError
@@ -172,34 +171,33 @@ _ROWS = (
     ),
 )
 
-OPTIMIZERS: Mapping[str, OptimizerSpec] = MappingProxyType({row.name: row for row in _ROWS})
+OPTIMIZERS: Mapping[str, OptimizerSpec] = {row.name: row for row in _ROWS}
 
-_CLASSES: Mapping[str, str] = MappingProxyType(
-    {
-        "Adam": "adam",
-        "AdamW": "adamw",
-        "NAdam": "adam",
-        "RAdam": "adam",
-        "Adamax": "adam",
-        "FusedAdam": "adamw_fused",
-        "DeepSpeedCPUAdam": "adamw_fused",
-        "Adam8bit": "adamw_8bit",
-        "AdamW8bit": "adamw_8bit",
-        "PagedAdam8bit": "adamw_8bit",
-        "PagedAdamW8bit": "adamw_8bit",
-        "Optimizer8bit": "adamw_8bit",  # base class
-        "SGD": "sgd",
-        "Lion": "lion",
-        "Adagrad": "adagrad",
-        "RMSprop": "rmsprop",
-        "Adafactor": "adafactor",
-        "Muon": "muon",
-    }
-)
+_CLASSES: Mapping[str, str] = {
+    "Adam": "adam",
+    "AdamW": "adamw",
+    "NAdam": "adam",
+    "RAdam": "adam",
+    "Adamax": "adam",
+    "FusedAdam": "adamw_fused",
+    "DeepSpeedCPUAdam": "adamw_fused",
+    "Adam8bit": "adamw_8bit",
+    "AdamW8bit": "adamw_8bit",
+    "PagedAdam8bit": "adamw_8bit",
+    "PagedAdamW8bit": "adamw_8bit",
+    "Optimizer8bit": "adamw_8bit",  # base class
+    "SGD": "sgd",
+    "Lion": "lion",
+    "Adagrad": "adagrad",
+    "RMSprop": "rmsprop",
+    "Adafactor": "adafactor",
+    "Muon": "muon",
+}
 """Class names of torch, transformers, bitsandbytes and DeepSpeed."""
-_NAMES: Mapping[str, str] = MappingProxyType(
-    {name.lower(): row for name, row in _CLASSES.items()} | {name: name for name in OPTIMIZERS}
-)
+_NAMES: Mapping[str, str] = {
+    **{name.lower(): row for name, row in _CLASSES.items()},
+    **{name: name for name in OPTIMIZERS},
+}
 """Accepted names in lower case -> name of the row."""
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.planner import prediction_errors
@@ -58,7 +57,7 @@ _SMOOTHNESS = 0.8
 _FOREACH_PASSES = 80 / 28
 """Memory traffic of a foreach optimizer relative to a fused one: AdamW in foreach kernels reads and
 writes 80 bytes per element, in one kernel 28."""
-_STEP_S: Mapping[str, float] = MappingProxyType({"ddp": 1e-3, "fsdp": 1e-3, "deepspeed": 3e-3})
+_STEP_S: Mapping[str, float] = {"ddp": 1e-3, "fsdp": 1e-3, "deepspeed": 3e-3}
 """Fixed time of an optimizer step. DeepSpeed copies the gradient norm and the overflow flag to the
 host before it steps (0.19.8), so that launches fall behind; the time that takes on a GPU is
 estimated, not measured."""
@@ -127,9 +126,7 @@ def step_cost(
 ) -> StepCost:
     """Return the cost of an optimizer step of such micro-batches of a model on a cluster."""
     shape, strategy, device = _ModelSize.of(model), setup.options.strategy, cluster.slowest_device
-    traffic_of = (
-        _replicated if setup.num_replicas > 1 else _TRAFFIC[strategy.engine, strategy.level]
-    )
+    traffic_of = _replicated if setup.num_replicas > 1 else _TRAFFIC[strategy.name]
     traffic = traffic_of(shape, setup)
     each, last = _seconds(traffic.each, setup, cluster), _seconds(traffic.last, setup, cluster)
     optimizer_s, offload_s = _update(shape, setup, cluster)
@@ -317,7 +314,7 @@ class _EngineTraffic(NamedTuple):
 # `hooks`: time of forward and backward relative to DDP, measured on a Llama of six small blocks in
 # a fake process group of four ranks, torch 2.13, deepspeed 0.19.8. `cpu_hooks`: fitted to 18 models
 # on two ranks with gloo.
-_FSDP_HOOKS: Mapping[int, float] = MappingProxyType({1: 1.4, 2: 1.7})
+_FSDP_HOOKS: Mapping[int, float] = {1: 1.4, 2: 1.7}
 _CPU_SHARDED_HOOKS = 4.5
 """Of FSDP and ZeRO-3."""
 _GATHERED = 6
@@ -410,18 +407,14 @@ def _zero3(shape: _ModelSize, setup: TrainingSetup) -> _EngineTraffic:
     )
 
 
-_TRAFFIC: Mapping[tuple[str, int], Callable[[_ModelSize, TrainingSetup], _EngineTraffic]] = (
-    MappingProxyType(
-        {
-            ("ddp", 0): _ddp,
-            ("fsdp", 1): _fsdp,
-            ("fsdp", 2): _fsdp,
-            ("deepspeed", 1): _zero1,
-            ("deepspeed", 2): _zero2,
-            ("deepspeed", 3): _zero3,
-        }
-    )
-)
+_TRAFFIC: Mapping[str, Callable[[_ModelSize, TrainingSetup], _EngineTraffic]] = {
+    "ddp": _ddp,
+    "fsdp1": _fsdp,
+    "fsdp2": _fsdp,
+    "zero1": _zero1,
+    "zero2": _zero2,
+    "zero3": _zero3,
+}
 
 
 def _bytes_sent(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup) -> float:
@@ -430,9 +423,7 @@ def _bytes_sent(transfers: tuple[_CollectiveTraffic, ...], setup: TrainingSetup)
     return sum(sent[each.ring] * each.size * _ROUNDS[each.collective] for each in transfers)
 
 
-_ROUNDS: Mapping[Collective, int] = MappingProxyType(
-    {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-)
+_ROUNDS: Mapping[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Number of times a ring sends each byte past every rank."""
 
 

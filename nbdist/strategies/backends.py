@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any, Literal
 
 from nbdist.errors import OptionError
@@ -29,7 +28,7 @@ BACKENDS: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "fsdp1", "zero1", "zero2", 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 OFFLOADS = ("none", "cpu", "nvme:PATH")
 REPLICATE_ACROSS = ("none", "nodes")
-ALIASES: Mapping[str, str] = MappingProxyType({"fsdp": "fsdp2"})
+ALIASES: Mapping[str, str] = {"fsdp": "fsdp2"}
 
 Engine = Literal["ddp", "fsdp", "deepspeed"]
 JsonObject = dict[str, Any]
@@ -160,10 +159,11 @@ class Options:
     @property
     def reshard_after_forward(self) -> bool:
         """FSDP: True if parameters are resharded between forward and backward."""
-        key, gathered_value = _KEEPS_GATHERED.get(
-            (self.strategy.engine, self.strategy.level), ("", "")
-        )
-        return str((self.fsdp_config or {}).get(key)).upper() != gathered_value
+        config = self.fsdp_config or {}
+        # accelerate 1.15 has a default for sharding_strategy, which takes precedence under FSDP1.
+        if self.strategy.is_flat:
+            return str(config.get("sharding_strategy")).upper() != "SHARD_GRAD_OP"
+        return str(config.get("reshard_after_forward")).upper() != "FALSE"
 
     @property
     def unplanned_note(self) -> str:
@@ -312,7 +312,9 @@ class Strategy:
 
     def deepspeed_config(self, options: Options, hardware: Hardware) -> JsonObject:
         """Return a DeepSpeed config. `prepare()` fills "auto"; the user's file takes precedence."""
-        zero: JsonObject = {"stage": self.level} | _ZERO_STAGE_KEYS.get(self.level, {})
+        zero: JsonObject = {"stage": self.level}
+        if "parameters" in self.shards:
+            zero["stage3_gather_16bit_weights_on_model_save"] = True
         if options.offload_device != "none":
             where: JsonObject = {
                 "device": options.offload_device,
@@ -359,15 +361,6 @@ class Strategy:
 _FSDP_VERSION_KWARGS: Mapping[int, JsonObject] = {
     1: {"use_orig_params": True, "sync_module_states": False},
     2: {"reshard_after_forward": True},
-}
-_KEEPS_GATHERED: Mapping[tuple[Engine, int], tuple[str, str]] = {
-    # accelerate 1.15 has a default for sharding_strategy, which takes precedence under FSDP1.
-    ("fsdp", 1): ("sharding_strategy", "SHARD_GRAD_OP"),
-    ("fsdp", 2): ("reshard_after_forward", "FALSE"),
-}
-"""Key of an fsdp_config, and the value that keeps parameters gathered."""
-_ZERO_STAGE_KEYS: Mapping[int, JsonObject] = {
-    3: {"stage3_gather_16bit_weights_on_model_save": True},
 }
 _AIO: JsonObject = {
     "block_size": 1 << 20,
@@ -439,7 +432,7 @@ _ROWS = (
     ),
 )
 
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in _ROWS})
+STRATEGIES: Mapping[str, Strategy] = {row.name: row for row in _ROWS}
 
 
 def backend_of(engine: Engine, level: object) -> str:

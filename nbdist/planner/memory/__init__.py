@@ -27,19 +27,18 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
     Raises:
         PlanError: the engine cannot train this model with this optimizer.
     """
-    engines: Mapping[tuple[str, int], Callable[[ModelSpec, TrainingSetup], StepTimeline]] = {
-        ("ddp", 0): timeline.DdpTimeline,
-        ("fsdp", 1): fsdp.Fsdp1Timeline,
-        ("fsdp", 2): fsdp.Fsdp2Timeline,
-        ("deepspeed", 1): zero12.Zero12Timeline,
-        ("deepspeed", 2): zero12.Zero12Timeline,
-        ("deepspeed", 3): zero3.Zero3Timeline,
+    engines: Mapping[str, Callable[[ModelSpec, TrainingSetup], StepTimeline]] = {
+        "ddp": timeline.DdpTimeline,
+        "fsdp1": fsdp.Fsdp1Timeline,
+        "fsdp2": fsdp.Fsdp2Timeline,
+        "zero1": zero12.Zero12Timeline,
+        "zero2": zero12.Zero12Timeline,
+        "zero3": zero3.Zero3Timeline,
     }
-    strategy = setup.options.strategy
-    optimizer = setup.optimizer
-    if reason := refusal([optimizer], optimizer.name, strategy.name):
+    backend, optimizer = setup.options.strategy.name, setup.optimizer
+    if reason := refusal([optimizer], optimizer.name, backend):
         raise PlanError(reason)
-    return engines[strategy.engine, strategy.level](model, setup)
+    return engines[backend](model, setup)
 
 
 def step_memory_usage(

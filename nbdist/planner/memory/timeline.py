@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nbdist.planner import model_spec, optimizers
@@ -110,16 +109,15 @@ def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
     if not (num_frozen_params(model) or is_tied):
         return "nothing"
     # deepspeed 0.19 replaces torch.nn.functional.linear (zero/linear.py).
-    ways: Mapping[tuple[str, int], FrozenSaves] = {("deepspeed", 3): "linear", ("fsdp", 1): "all"}
-    strategy = setup.options.strategy
-    return ways.get((strategy.engine, strategy.level), "nothing")
+    ways: Mapping[str, FrozenSaves] = {"zero3": "linear", "fsdp1": "all"}
+    return ways.get(setup.options.strategy.name, "nothing")
 
 
 def compute_mode(setup: TrainingSetup) -> ComputeMode:
     """Return the engine's compute mode."""
     if not setup.is_half_precision:
         return "full"
-    return _COMPUTE[setup.options.strategy.engine, setup.options.strategy.level]
+    return _COMPUTE[setup.options.strategy.name]
 
 
 def compute_modes(precision: str) -> tuple[ComputeMode, ...]:
@@ -127,19 +125,19 @@ def compute_modes(precision: str) -> tuple[ComputeMode, ...]:
     return ("full",) if precision == "no" else tuple(dict.fromkeys(_COMPUTE.values()))
 
 
-_COMPUTE: Mapping[tuple[str, int], ComputeMode] = {
-    ("ddp", 0): "autocast",
-    ("fsdp", 1): "half_autocast",
-    ("fsdp", 2): "half_shards",
-    ("deepspeed", 1): "half",
-    ("deepspeed", 2): "half",
-    ("deepspeed", 3): "half",
+_COMPUTE: Mapping[str, ComputeMode] = {
+    "ddp": "autocast",
+    "fsdp1": "half_autocast",
+    "fsdp2": "half_shards",
+    "zero1": "half",
+    "zero2": "half",
+    "zero3": "half",
 }
 
 
 BytesByPart = Mapping[str, int]
 """Bytes by purpose, one of `MEMORY_PARTS`."""
-_NOTHING: BytesByPart = MappingProxyType({})
+_NOTHING: BytesByPart = {}
 
 
 class NonActivationMemory:
