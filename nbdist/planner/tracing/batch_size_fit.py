@@ -108,32 +108,46 @@ def _spans(
 
 
 def fit_two_batch_sizes(
-    recording: MemoryTraceByGroup, batch: int, other: MemoryTraceByGroup, other_batch: int
+    recording: MemoryTraceByGroup, doubled: MemoryTraceByGroup, batch: int
 ) -> dict[str, Any]:
-    """Return figures of one micro-batch for any batch size, with byte counts as a `LinearFit`."""
+    """Return figures of one micro-batch for any batch size, with byte counts as a `LinearFit`.
 
-    def front(moments: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> ParetoFront:
-        return pareto_front(fit_moments(moments, batch, others, other_batch))
+    Args:
+        recording: of a micro-batch of `batch` samples.
+        doubled: of twice as many.
+    """
+
+    def line(value: int, other: int) -> LinearFit:
+        slope = (other - value) / batch
+        return (value - slope * batch, slope)
+
+    def lines(
+        moments: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]
+    ) -> list[tuple[LinearFit, int]]:
+        if [grads for _, grads in moments] == [grads for _, grads in others]:
+            pairs = zip(moments, others, strict=True)
+            return [(line(a, b), grads) for (a, grads), (b, _) in pairs]
+        return [((0.0, held / batch), grads) for held, grads in moments]
 
     return {
         "groups": [
             {
                 "place": a.group_index,
-                "saved": fit_line(a.saved, batch, b.saved, other_batch),
-                "gradient": fit_line(a.gradient, batch, b.gradient, other_batch),
-                "passing": fit_line(a.passing, batch, b.passing, other_batch),
-                "input": fit_line(a.forward[0][0], batch, b.forward[0][0], other_batch),
-                "forward": pareto_fronts(fit_moments(a.forward, batch, b.forward, other_batch)),
-                "backward": front(a.backward, b.backward),
-                "gradients": fit_moments(a.gradients, batch, b.gradients, other_batch),
+                "saved": line(a.saved, b.saved),
+                "gradient": line(a.gradient, b.gradient),
+                "passing": line(a.passing, b.passing),
+                "input": line(a.forward[0][0], b.forward[0][0]),
+                "forward": pareto_fronts(lines(a.forward, b.forward)),
+                "backward": pareto_front(lines(a.backward, b.backward)),
+                "gradients": lines(a.gradients, b.gradients),
                 "flops": a.flops / batch,
             }
-            for a, b in zip(recording.groups, other.groups, strict=True)
+            for a, b in zip(recording.groups, doubled.groups, strict=True)
         ],
-        "inside": front(recording.head_moments, other.head_moments),
-        "loss": front(recording.loss_moments, other.loss_moments),
-        "outputs": fit_line(recording.output_bytes, batch, other.output_bytes, other_batch),
-        "batch": fit_line(recording.batch_bytes, batch, other.batch_bytes, other_batch),
+        "inside": pareto_front(lines(recording.head_moments, doubled.head_moments)),
+        "loss": pareto_front(lines(recording.loss_moments, doubled.loss_moments)),
+        "outputs": line(recording.output_bytes, doubled.output_bytes),
+        "batch": line(recording.batch_bytes, doubled.batch_bytes),
     }
 
 
@@ -169,25 +183,6 @@ def extend_to_full_depth(run: dict[str, Any], times: Sequence[int]) -> dict[str,
 
 def _plus(bytes_: LinearFit, constant: float, slope: float) -> LinearFit:
     return (bytes_[0] + constant, bytes_[1] + slope)
-
-
-def fit_line(value: int, batch: int, other: int, other_batch: int) -> LinearFit:
-    """Return the line through two values."""
-    slope = (other - value) / (other_batch - batch)
-    return (value - slope * batch, slope)
-
-
-def fit_moments(
-    moments: Sequence[tuple[int, int]],
-    batch: int,
-    others: Sequence[tuple[int, int]],
-    other_batch: int,
-) -> list[tuple[LinearFit, int]]:
-    """Return the bytes of moments for any batch size, with their gradient elements."""
-    if [grads for _, grads in moments] == [grads for _, grads in others]:
-        pairs = zip(moments, others, strict=True)
-        return [(fit_line(a, batch, b, other_batch), grads) for (a, grads), (b, _) in pairs]
-    return [((0.0, held / batch), grads) for held, grads in moments]
 
 
 def pareto_fronts(lines: Collection[tuple[LinearFit, int]]) -> ParetoFront:

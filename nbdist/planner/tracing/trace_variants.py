@@ -204,7 +204,7 @@ class _VariantTracer:
         size = self.request.batch_size
         self.progress(f"tracing {compute} for {kind}")
         recorded, doubled = (self._parts(kind, compute, times * size) for times in (1, 2))
-        return batch_size_fit.fit_two_batch_sizes(recorded, size, doubled, 2 * size)
+        return batch_size_fit.fit_two_batch_sizes(recorded, doubled, size)
 
     def _parts(self, kind: str, compute: str, size: int) -> batch_size_fit.MemoryTraceByGroup:
         self.model.zero_grad(set_to_none=True)
