@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.planner.memory.timeline import MemoryUsage
-    from nbdist.planner.model_spec import ModelSpec, Workload
+    from nbdist.planner.model_spec import ModelSpec
     from nbdist.strategies import Options
 
 PERSISTENT_PARTS = ("parameters", "master", "optimizer", "buffers")
@@ -33,8 +33,6 @@ OTHER_MODELS_PART = "other models"
 """Memory of other models on the rank; measured, not predicted."""
 REMAINING_PART = "activations and temporaries"
 """All other parts of a step."""
-CPU_DEVICE_NAME = "CPU rank"
-"""Device name of a CPU rank, as in `cluster_spec`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class MeasuredMemory:
     """Peak of the memory reserved by the CUDA allocator."""
     device_bytes: int | None = None
     """Device memory used by this rank, including context and communicator."""
-    device_name: str = CPU_DEVICE_NAME
+    device_name: str = "CPU rank"
     rss_bytes: int = 0
     """Peak resident memory of the process."""
     rss_before_bytes: int = 0
@@ -183,8 +181,7 @@ def compare_plan_with_measurements(
         measured, key=lambda rank: measured[rank].allocated_bytes or measured[rank].rss_bytes
     )
     fullest = measured[rank]
-    setup = setup_from_measurement(options, len(measured), fullest, nodes=nodes)
-    moment = predict_peak(model, setup, fullest)
+    moment, output_bytes = predict_peak(model, options, len(measured), fullest, nodes=nodes)
     parts = {name: moment.parts.get(name, 0) for name in fullest.distinct_part_names}
     parts[REMAINING_PART] = sum(moment.parts.values()) - sum(parts.values())
     measured_parts = fullest.distinct_parts()
@@ -221,39 +218,33 @@ def compare_plan_with_measurements(
         allocated=PartComparison("all tensors", expected, fullest.allocated_bytes),
         device=device,
         measured_by_rank=dict(measured),
-        output_bytes=model.micro_batch_activations(
-            workload_from_measurement(model, setup, fullest)
-        ).output_bytes,
+        output_bytes=output_bytes,
         unplanned_note=options.unplanned_note,
     )
 
 
-def predict_peak(model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory) -> MemoryUsage:
-    """Predict the peak of a rank's tensors; on CPU ranks offloaded parts are in the same memory."""
-    moments = memory.step_memory_usage(model, workload_from_measurement(model, setup, found), setup)
-    if found.kind == "cpu":
-        moments = (
-            moment._replace(parts=sum_parts((moment.parts, moment.host_parts)), host_parts={})
-            for moment in moments
-        )
-    return max(moments, key=lambda moment: moment.device_bytes)
+def predict_peak(
+    model: ModelSpec, options: Options, world_size: int, found: MeasuredMemory, *, nodes: int = 1
+) -> tuple[MemoryUsage, int]:
+    """Predict the peak of a rank's tensors, and the bytes of the output that the cell keeps.
 
-
-def setup_from_measurement(
-    options: Options, world_size: int, found: MeasuredMemory, *, nodes: int = 1
-) -> TrainingSetup:
-    """Return the training setup of the measured model."""
-    return TrainingSetup(
+    On CPU ranks offloaded parts are in the same memory.
+    """
+    setup = TrainingSetup(
         options=replace(options, accumulate=found.accumulate),
         world_size=world_size,
         optimizer=optimizers.optimizer_from_torch(found.optimizer, found.kind),
         kind=found.kind,
         num_nodes=nodes,
     )
-
-
-def workload_from_measurement(
-    model: ModelSpec, setup: TrainingSetup, found: MeasuredMemory
-) -> Workload:
-    """Return the measured micro-batch."""
-    return setup.workload(model, found.batch_size, found.seq_len, keep_outputs=found.keep_outputs)
+    workload = setup.workload(
+        model, found.batch_size, found.seq_len, keep_outputs=found.keep_outputs
+    )
+    moments = memory.step_memory_usage(model, workload, setup)
+    if found.kind == "cpu":
+        moments = (
+            moment._replace(parts=sum_parts((moment.parts, moment.host_parts)), host_parts={})
+            for moment in moments
+        )
+    peak = max(moments, key=lambda moment: moment.device_bytes)
+    return peak, model.micro_batch_activations(workload).output_bytes

@@ -97,19 +97,20 @@ def test_parts_of_the_prediction_sum_up_to_it() -> None:
 def test_cpu_ranks_hold_what_is_offloaded_themselves() -> None:
     spec = analytic.spec_from_config(CONFIG)
     chosen = options(backend="zero2", offload="cpu")
-    here, there = (
-        measured_comparison.predict_peak(
-            spec, measured_comparison.setup_from_measurement(chosen, 2, found), found
-        )
-        for found in (FOUND, ON_GPU)
+    (here, _), (there, _) = (
+        measured_comparison.predict_peak(spec, chosen, 2, found) for found in (FOUND, ON_GPU)
     )
     assert here.device_bytes > there.device_bytes
     assert not here.host_parts
 
 
 def test_accumulation_is_the_measured_one() -> None:
-    setup = measured_comparison.setup_from_measurement(options(), 2, replace(FOUND, accumulate=4))
-    assert setup.options.accumulate == 4
+    spec, accumulated = analytic.spec_from_config(CONFIG), replace(FOUND, accumulate=4)
+    first, same, other = (
+        measured_comparison.predict_peak(spec, options(accumulate=given), 2, found)[0]
+        for given, found in ((1, accumulated), (4, accumulated), (4, FOUND))
+    )
+    assert first == same != other
 
 
 @pytest.mark.parametrize(

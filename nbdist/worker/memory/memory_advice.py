@@ -127,10 +127,9 @@ def _peak(
             kind=hardware.kind,
             quick=True,
         )
-        setup = measured_comparison.setup_from_measurement(
-            new_options, world_size, micro_batch, nodes=hardware.nodes
-        )
-        return measured_comparison.predict_peak(spec, setup, micro_batch)
+        return measured_comparison.predict_peak(
+            spec, new_options, world_size, micro_batch, nodes=hardware.nodes
+        )[0]
     except PlanError:  # the model needs a trace, or the optimizer is unknown to the planner
         return None
 
