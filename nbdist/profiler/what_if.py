@@ -247,17 +247,11 @@ def model_flops(profile: ProfileData) -> float | None:
     model, spec = profile.model, profile.setting.model_spec
     if model is None or spec is None or model.samples < 1:
         return None
-    setup = TrainingSetup(
-        options=replace(profile.setting.options, precision=profile.precision),
-        world_size=len(profile.ranks),
-        optimizer=optimizers.find_optimizer("adamw"),
-        kind="cuda" if profile.kind == "cuda" else "cpu",
-    )
     workload = Workload(
         batch_size=model.samples,
         seq_len=max(1, model.seq_len),
-        compute=compute_mode(setup),
-        kind=setup.kind,
+        compute=compute_mode(replace(profile.setting.options, precision=profile.precision)),
+        kind=profile.ranks[0].kind,
     )
     try:
         return max(1, model.accumulate) * spec.flops(workload)
@@ -390,7 +384,7 @@ def _fit_speed(
     workload = Workload(
         batch_size=trained.samples,
         seq_len=trained.seq_len,
-        compute=compute_mode(setup),
+        compute=compute_mode(options),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind=cluster.kind,
     )

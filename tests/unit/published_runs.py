@@ -112,7 +112,7 @@ class Setting:
         return Workload(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
-            compute=compute_mode(self.setup(checkpointing=checkpointing)),
+            compute=compute_mode(self.setup(checkpointing=checkpointing).options),
             activation_checkpointing=checkpointing,
         )
 

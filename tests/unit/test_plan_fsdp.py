@@ -172,7 +172,7 @@ def _moments_of(model: Any, **given: Any) -> list[MemoryUsage]:
     work = Workload(
         batch_size=given.get("batch_size", 1),
         seq_len=given.get("seq_len", 64),
-        compute=compute_mode(setup),
+        compute=compute_mode(setup.options),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )

@@ -55,7 +55,7 @@ def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.Ste
         optimizer=optimizers.optimizer_for_device(optimizers.find_optimizer("adamw"), cluster.kind),
         kind=cluster.kind,
     )
-    workload = Workload(**BATCH, compute=compute_mode(setup), kind=cluster.kind)
+    workload = Workload(**BATCH, compute=compute_mode(setup.options), kind=cluster.kind)
     return step_time.step_cost(SPEC, setup, cluster, workload)
 
 

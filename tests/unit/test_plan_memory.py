@@ -307,7 +307,7 @@ def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_l
         batch_size=batch_size,
         seq_len=seq_len,
         frozen_saves=frozen_saves(model, setup),
-        compute=compute_mode(setup),
+        compute=compute_mode(setup.options),
         activation_checkpointing=setup.options.activation_checkpointing,
         kind="cpu",
     )

@@ -90,7 +90,7 @@ def priced(
     )
     workload = Workload(
         seq_len=tokens,
-        compute=compute_mode(setup),
+        compute=compute_mode(setup.options),
         activation_checkpointing=chosen.activation_checkpointing,
     )
     return step_time.step_cost(model, setup, cluster, workload)

@@ -57,6 +57,8 @@ logits: the loss and its gradients, or logits kept alive by a variable.
 temporaries: those of the current operation and of the optimizer step.
 """
 
+_HALF = frozenset({"bf16", "fp16", "fp8"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
@@ -83,7 +85,7 @@ class TrainingSetup:
     @property
     def is_half_precision(self) -> bool:
         """True for mixed precision with a 16-bit type (fp8 keeps its weights in bf16)."""
-        return self.options.precision in {"bf16", "fp16", "fp8"}
+        return self.options.precision in _HALF
 
     def workload(
         self, model: ModelSpec, batch_size: int, seq_len: int, *, keep_outputs: bool
@@ -92,7 +94,7 @@ class TrainingSetup:
         return Workload(
             batch_size=batch_size,
             seq_len=seq_len,
-            compute=compute_mode(self),
+            compute=compute_mode(self.options),
             activation_checkpointing=self.options.activation_checkpointing,
             kind=self.kind,
             frozen_saves=frozen_saves(model, self),
@@ -113,11 +115,9 @@ def frozen_saves(model: ModelSpec, setup: TrainingSetup) -> FrozenSaves:
     return ways.get(setup.options.strategy.name, "nothing")
 
 
-def compute_mode(setup: TrainingSetup) -> ComputeMode:
+def compute_mode(options: Options) -> ComputeMode:
     """Return the engine's compute mode."""
-    if not setup.is_half_precision:
-        return "full"
-    return _COMPUTE[setup.options.strategy.name]
+    return _COMPUTE[options.strategy.name] if options.precision in _HALF else "full"
 
 
 def compute_modes(precision: str) -> tuple[ComputeMode, ...]:
