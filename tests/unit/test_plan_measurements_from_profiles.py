@@ -15,8 +15,7 @@ from nbdist.planner import (
     target_devices,
 )
 from nbdist.planner.measurement_store import MeasurementStore, record_device_memory, store_path
-from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
-from nbdist.planner.model_spec import Workload
+from nbdist.planner.memory.timeline import TrainingSetup
 from nbdist.planner.models import analytic
 from nbdist.profiler import what_if
 from nbdist.profiler.measurements import CollectiveStats, RankProfile
@@ -55,7 +54,7 @@ def predicted(cluster: ClusterSpec, options: Options = OPTIONS) -> step_time.Ste
         optimizer=optimizers.optimizer_for_device(optimizers.find_optimizer("adamw"), cluster.kind),
         kind=cluster.kind,
     )
-    workload = Workload(**BATCH, compute=compute_mode(setup.options), kind=cluster.kind)
+    workload = setup.workload(SPEC, **BATCH, keep_outputs=True)
     return step_time.step_cost(SPEC, setup, cluster, workload)
 
 

@@ -11,7 +11,7 @@ import pytest
 from nbdist.errors import PlanError
 from nbdist.planner import memory, optimizers
 from nbdist.planner.memory import zero3, zero_partitioning
-from nbdist.planner.memory.timeline import TrainingSetup, compute_mode, frozen_saves
+from nbdist.planner.memory.timeline import TrainingSetup
 from nbdist.planner.model_spec import (
     LayerActivations,
     LayerGroup,
@@ -303,14 +303,7 @@ def test_measured_peaks(
 def planned(config: dict[str, Any], setup: TrainingSetup, batch_size: int, seq_len: int) -> float:
     """MiB of the peak, on the device and in the host's memory together."""
     model = analytic.spec_from_config(config)
-    workload = Workload(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        frozen_saves=frozen_saves(model, setup),
-        compute=compute_mode(setup.options),
-        activation_checkpointing=setup.options.activation_checkpointing,
-        kind="cpu",
-    )
+    workload = setup.workload(model, batch_size, seq_len, keep_outputs=True)
     told = memory.step_memory_usage(model, workload, setup)
     return max(moment.device_bytes + sum(moment.host_parts.values()) for moment in told) / MIB
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nbdist.planner import optimizers, step_time, target_devices
-from nbdist.planner.memory.timeline import TrainingSetup, compute_mode
+from nbdist.planner.memory.timeline import TrainingSetup
 from nbdist.planner.model_spec import (
     BackwardPeakCandidate,
     LayerActivations,
@@ -88,11 +88,7 @@ def priced(
         kind=cluster.kind,
         num_nodes=cluster.num_nodes,
     )
-    workload = Workload(
-        seq_len=tokens,
-        compute=compute_mode(setup.options),
-        activation_checkpointing=chosen.activation_checkpointing,
-    )
+    workload = setup.workload(model, 1, tokens, keep_outputs=True)
     return step_time.step_cost(model, setup, cluster, workload)
 
 
