@@ -279,17 +279,6 @@ VisitedBlocks = tuple[tuple[int, ...], ...]
 """For each group of a model, the indices of the instances that a walk visits."""
 
 
-class MicroBatchSchedule(NamedTuple):
-    """Steps of a micro-batch (forward, loss, backward) and their bytes, without the engine's."""
-
-    steps: tuple[MicroBatchStep, ...]
-    """The same object for all micro-batches with the same moments, whatever their bytes."""
-    activation_bytes: list[int]
-    """Bytes at each step: saved by earlier groups, and inside the current group."""
-    logit_bytes: list[int]
-    """Bytes at each step: logits kept by the cell's variable; in the loss, the loss's too."""
-
-
 def end_blocks(groups: tuple[LayerGroup, ...]) -> VisitedBlocks:
     """Return the first two and the last two instances of each group.
 
@@ -313,10 +302,16 @@ def last_blocks_and(
 
 def schedule_micro_batch(
     model: ModelSpec, run: MicroBatchActivations, visited: VisitedBlocks
-) -> MicroBatchSchedule:
-    """Walk through these blocks of a model in a micro-batch."""
+) -> tuple[tuple[MicroBatchStep, ...], list[int], list[int]]:
+    """Walk through these blocks of a model in a micro-batch: forward, loss, backward.
+
+    Returns:
+        The steps, the same object for all micro-batches with the same moments; and the bytes at
+        each without the engine's: activations, saved by earlier groups and inside the current one,
+        and logits kept by the cell's variable, in the loss the loss's too.
+    """
     grads = tuple(tuple(moment[1:] for moment in part.backward_moments) for part in run.layers)
-    return MicroBatchSchedule(_steps(model.groups, grads, visited), *_alive(model, run, visited))
+    return _steps(model.groups, grads, visited), *_alive(model, run, visited)
 
 
 @lru_cache(maxsize=64)

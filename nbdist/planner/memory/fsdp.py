@@ -40,8 +40,6 @@ class FsdpUnit(NamedTuple):
     """All gradients as accumulated until the last micro-batch."""
     largest_grad_bytes: int = 0
     """The largest gradient as autograd makes it."""
-    reduce_shard_bytes: int = 0
-    """This rank's gradient shard, in the reduce dtype."""
     param_shard_bytes: int = 0
     """This rank's parameter shard."""
     grad_shard_bytes: int = 0
@@ -201,7 +199,6 @@ class FsdpTimeline(StepTimeline):
             reduce_bytes=self.reduce_width * trained * ranks,
             accumulated_grad_bytes=accumulate * group.trainable,
             largest_grad_bytes=self.compute_width * largest_grad,
-            reduce_shard_bytes=self.reduce_width * trained,
             param_shard_bytes=self.stored_width * trained + frozen_bytes,
             grad_shard_bytes=self.stored_width * trained,
             num_trainable=trained,
@@ -318,7 +315,6 @@ class Fsdp1Timeline(FsdpTimeline):
             gradient_bytes=gradient_bytes,
             accumulated_grad_bytes=gradient_bytes,
             reduce_bytes=self.reduce_width * share * self.setup.num_shards,
-            reduce_shard_bytes=self.reduce_width * share,
             grad_shard_bytes=self.stored_width * share,
         )
 
@@ -381,7 +377,7 @@ class Fsdp1Timeline(FsdpTimeline):
                 gathered - finished.full_param_bytes,
                 full + finished.gradient_bytes,
                 shards,
-                cast + finished.reduce_shard_bytes,
+                cast + finished.reduce_bytes // self.setup.num_shards,
             )
 
     def _root_gradients(self, step: MicroBatchStep) -> int:
