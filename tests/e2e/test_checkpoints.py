@@ -162,6 +162,18 @@ def test_other_optimizers_and_models(trained: Session, build: str) -> None:
     assert one(trained, "train(3)") == expected
 
 
+@pytest.mark.parametrize("backend", engines.each("zero2"))
+def test_optimizers_begin_with_new_state(trained: Session, backend: str) -> None:
+    trained.run(START.format(""))
+    trained.save("old", overwrite=True).wait(60)
+    trained.run("optimizer.state.clear()")
+    expected = one(trained, "train(3)")
+    trained.switch(backend)
+    report = trained.load("old", reset_optimizer=True)
+    assert "the optimizers begin with new state, as requested" in report.notes
+    assert apart(one(trained, "train(3)"), expected) < 1e-5
+
+
 @pytest.mark.parametrize("backend", engines.each("zero3"))
 def test_a_load_after_an_evaluation(trained: Session, backend: str) -> None:
     """Of a model with a weight that no loss reaches."""

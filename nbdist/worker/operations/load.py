@@ -431,13 +431,15 @@ class _CheckpointLoad:
             for saved in optimizers:
                 counts |= {name: dict(scalars) for name, scalars in saved.counts.items()}
             state.layout.finalize_state(counts)
-            # none of them after a reset, where the prepared groups keep their options
+            # none after a reset, where the prepared groups keep their options but a schedule's rate
             for saved, owned in zip(optimizers, prepared.live_optimizers, strict=not self._reset):
                 training_metadata.set_options(owned, training_metadata.group_options(saved, owned))
             for entry, wrapper in zip(
                 self._schedulers(number), prepared.live_schedulers, strict=True
             ):
-                training_metadata.set_scheduler(wrapper.scheduler, entry["state"])
+                training_metadata.set_scheduler(
+                    wrapper.scheduler, entry["state"], rates=self._reset
+                )
             self._set_counters(number, prepared)
         for loader, position in self._positions:
             dataloader_state.seek(loader, position)
@@ -456,10 +458,11 @@ class _CheckpointLoad:
     def _verify(self) -> None:
         """Compare digests with the manifest; a collective."""
         live: dict[str, Shard] = {}
+        optimizers = not (self._weights_only or self._reset)
         for state in self._models:
-            live |= state.owned_shards(optimizers=not self._weights_only)
+            live |= state.owned_shards(optimizers=optimizers)
             live |= state.buffers(owned=True)
-            if not self._weights_only and state.state_dict_rank == collectives.rank():
+            if optimizers and state.state_dict_rank == collectives.rank():
                 _, tensors = state.state_dicts()
                 live |= {key: whole_shard(tensor) for key, tensor in tensors.items()}
         keys = self._manifest.keys

@@ -191,9 +191,18 @@ def check_schedulers(saved: Sequence[Any], prepared_model: PreparedModel) -> Non
         )
 
 
-def set_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Set a scheduler's state; values that were not saved are kept."""
+def set_scheduler(scheduler: Any, state: Mapping[str, Any], *, rates: bool = False) -> None:
+    """Set a scheduler's state; values that were not saved are kept.
+
+    Args:
+        rates: set the learning rates of the optimizer's groups to the scheduler's last ones.
+    """
     scheduler.load_state_dict(_merged(scheduler.state_dict(), state))
+    if rates:
+        last = getattr(scheduler, "_last_lr", ())
+        for group, rate in zip(scheduler.optimizer.param_groups, last, strict=False):
+            before = group["lr"]
+            group["lr"] = before.fill_(rate) if isinstance(before, torch.Tensor) else rate
 
 
 # -- Trainers, which do not prepare their scheduler and count steps by themselves
