@@ -231,8 +231,13 @@ def make_export_request(
     """Validate the arguments of an export.
 
     Raises:
-        OptionError: unknown dtype.
+        OptionError: unknown dtype, or a URL instead of a folder.
     """
+    if checkpoint.is_url(folder):
+        raise OptionError(
+            f"An export needs a folder, and {checkpoint.Url(folder)} is a URL. Export to a folder,"
+            " then copy it there."
+        )
     name = None if dtype is None else EXPORT_DTYPES.get(str(dtype).removeprefix("torch."))
     if dtype is not None and name is None:
         raise OptionError(f"Unknown dtype {str(dtype)!r}. Use bf16, fp16 or fp32.")

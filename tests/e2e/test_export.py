@@ -121,6 +121,8 @@ def test_another_type_and_files_of_a_size(trained: Session, tmp_path: Path) -> N
         trained.export(tmp_path / "other", "int3")
     with pytest.raises(CheckpointError, match="Cannot parse max_shard_size 'large'"):
         trained.export(tmp_path / "other", max_shard_size="large")
+    with pytest.raises(OptionError, match=r"An export needs a folder, and s3://b/m is a URL"):
+        trained.export("s3://b/m")
     assert left(tmp_path) == ["before", "out"]
 
 

@@ -75,6 +75,14 @@ def test_a_save_is_listed_once_its_manifest_is_whole(there: UrlStorage) -> None:
     assert names(there) == []
 
 
+def test_the_url_of_the_files_opens_too(there: UrlStorage) -> None:
+    save(there, "best")
+    (listed,) = there.list_checkpoints()
+    assert isinstance(listed.path, Url)
+    with UrlStorage(listed.path.parent).open_checkpoint(listed.path.name) as (url, _):
+        assert url == listed.path
+
+
 def test_a_file_that_is_not_as_its_rank_said_is_no_checkpoint(there: UrlStorage) -> None:
     draft, manifest = begun(there, "best")
     (here(there.root / "best" / draft.id) / FILE).write_bytes(b"short")
