@@ -95,6 +95,8 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
 def status_lines(session: Session) -> Iterator[str]:
     """Yield a line for the session, its nodes and each rank, with current memory use on nodes."""
     yield str(session)
+    if session.death is not None:
+        yield f"  {str(session.death).splitlines()[0]}"
     report = session.status()
     if report["standstill"]:
         yield f"  {report['standstill']}"

@@ -140,6 +140,8 @@ def read_accelerate_config(content: Mapping[str, Any]) -> tuple[JsonObject, list
         for key, harmless in KEYS_WITHOUT_EFFECT.items()
         if content.get(key) and content[key] not in harmless
     ]
+    if _ENGINES[kind] == "ddp":
+        options["backend"] = "ddp"
     others = [f"{engine}_config" for engine in _SECTIONS if engine != _ENGINES[kind]]
     ignored += [key for key in others if content.get(key)]
     for read in (_rank_options, _compile_options, *_SECTIONS[_ENGINES[kind]]):

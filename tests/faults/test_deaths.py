@@ -17,6 +17,7 @@ import pytest
 from nbdist import CellError, RankDied, Session
 from nbdist.cluster.local_launcher import LocalLauncherProvider
 from nbdist.hardware.discovery import CGROUP_FILES, find_memory_events_file
+from nbdist.magics import results
 from nbdist.session import worker_group
 from nbdist.session.failure_causes import OomKillCounter
 from tests.conftest import eventually
@@ -102,6 +103,7 @@ def test_an_idle_rank_that_ends_is_reported_with_its_signal(
     ranks = pids(session)
     os.kill(ranks[1], number)
     assert told(session).startswith(cause)
+    assert cause in "\n".join(results.status_lines(session))
     eventually(lambda: gone(ranks), within_s=FREED_S)
     with pytest.raises(RankDied, match="%nbdist restart"):
         session.run("1")

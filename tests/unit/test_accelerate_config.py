@@ -106,6 +106,12 @@ def test_a_written_config_gives_the_same_options_back(backend: str, tmp_path: Pa
     assert {n: getattr(after, n) for n in names} == {n: getattr(before, n) for n in names}
 
 
+def test_a_file_without_an_engine_names_ddp(tmp_path: Path) -> None:
+    assert options(tmp_path, {"distributed_type": "MULTI_GPU"})["backend"] == "ddp"
+    with pytest.raises(OptionError, match="backend is 'zero2' but the config file has 'ddp'"):
+        options(tmp_path, {"distributed_type": "MULTI_GPU"}, "--backend zero2")
+
+
 def test_a_number_of_ranks_on_the_line_takes_precedence(tmp_path: Path) -> None:
     assert options(tmp_path, FSDP | {"num_processes": 512}, "-n 2")["nproc"] == 2
 
