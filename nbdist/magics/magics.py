@@ -334,7 +334,7 @@ class NbDist(Magics):
         words = arguments.split_line(rest.strip(), name)
         options = arguments.parse_words(parser, words, f"%nbdist {name}")
         if options.help or (chosen.required and not getattr(options, chosen.required)):
-            print(parser.format_help())
+            print(parser.format_help().removeprefix("::\n\n"))
         else:
             chosen.run(self, options)
 
@@ -492,7 +492,7 @@ class NbDist(Magics):
     def _switch(self, options: argparse.Namespace) -> None:
         changes = arguments.session_options(options)
         if not changes:
-            print(arguments.PARSERS["switch"].format_help())
+            print(arguments.PARSERS["switch"].format_help().removeprefix("::\n\n"))
             return
         print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 

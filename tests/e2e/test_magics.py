@@ -233,7 +233,10 @@ def test_commands(notebook: LiveKernel) -> None:
         "Unknown panel format"
         in notebook.run("import nbdist; nbdist.session().panel('video')").text
     )
-    assert "--reset-optimizer" in notebook.run("%nbdist switch -h").text
+    for line in ("%nbdist switch -h", "%nbdist switch"):
+        shown = notebook.run(line).text
+        assert shown.lstrip().startswith("%nbdist switch [-h]")
+        assert "--reset-optimizer" in shown
     assert "torch" in notebook.run("%nbdist doctor").text
     assert '"findings"' in notebook.run("%nbdist doctor --json").text
     assert "--json" in notebook.run("%nbdist doctor -h").text
