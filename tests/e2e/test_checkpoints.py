@@ -462,7 +462,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(trained: Session) 
         r"1 have a different shape: model.transformer.wte.weight \(223, 45\) \(saved",
     )
     trained.run(START.format("make=torch.optim.SGD"))
-    refuse(trained, "fits", r"has the state of AdamW, but SGD is prepared\. .*--weights-only")
+    refuse(trained, "fits", r"has the state of AdamW, but SGD is prepared\. .*--reset-optim")
     report = trained.load("fits", weights_only=True)
     assert report.verified == 28
     assert "weights only" in str(report)

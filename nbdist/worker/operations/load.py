@@ -347,8 +347,8 @@ class _CheckpointLoad:
             if name not in stepped or shapes.get(state.model_prefix + name) != saved.shape:
                 raise CheckpointError(
                     f"The checkpoint has optimizer state {printable(key)} of shape {saved.shape},"
-                    " which matches no prepared optimizer. To skip it, load with --weights-only"
-                    " (weights_only=True)."
+                    " which matches no prepared optimizer. To skip it, load with"
+                    " --reset-optimizer (reset_optimizer=True)."
                 )
 
     def _optimizers(self, state: ModelAndOptimizerState) -> list[OptimizerMetadata]:

@@ -88,8 +88,8 @@ def check_optimizers(saved: Sequence[OptimizerMetadata], prepared_model: Prepare
     if expected != prepared:
         raise CheckpointError(
             f"The checkpoint has the state of {_kinds(expected)}, but {_kinds(prepared)} is"
-            " prepared. Prepare the same optimizers, or load with --weights-only"
-            " (weights_only=True)."
+            " prepared. Prepare the same optimizers, or load with --reset-optimizer"
+            " (reset_optimizer=True)."
         )
     for optimizer, owned in zip(saved, prepared_model.live_optimizers, strict=True):
         group_options(optimizer, owned)
@@ -109,16 +109,16 @@ def group_options(saved: OptimizerMetadata, owned: PreparedOptimizer) -> list[di
             raise CheckpointError(
                 f"{printable(unknown[0])} is in group {number} of the"
                 f" {owned.recipe.optimizer_class.__name__}, but not in a group of the"
-                " checkpoint. Use the same parameter groups, or load with --weights-only"
-                " (weights_only=True)."
+                " checkpoint. Use the same parameter groups, or load with --reset-optimizer"
+                " (reset_optimizer=True)."
             )
         options = [dict(options_of[name]) for name in names]
         if any(other != options[0] for other in options):
             raise CheckpointError(
                 f"The parameters of group {number} of the"
                 f" {owned.recipe.optimizer_class.__name__} had different options when they"
-                " were saved. Use the same parameter groups, or load with --weights-only"
-                " (weights_only=True)."
+                " were saved. Use the same parameter groups, or load with --reset-optimizer"
+                " (reset_optimizer=True)."
             )
         result.append(options[0] if options else {})
     return result
