@@ -355,8 +355,10 @@ class NbDist(Magics):
             if new not in {None, now}
         ]
         if moved:  # the ranks run elsewhere
-            # Created first: if it fails, the current session keeps running.
+            # First: if these fail, the current session keeps running.
             switched = self.new_session(changes)
+            if options.python is not None:
+                rank_python.find(options.python).check()
             print(
                 f"nbdist: {', '.join(moved)}: starting new ranks; variables of the old ranks are"
                 " lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import venv
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from tests.unit.test_json_documents import fields_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.live_kernel import LiveKernel
 
 
@@ -219,6 +222,13 @@ def test_an_error_without_a_traceback_has_its_text(notebook: LiveKernel) -> None
 def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
     notebook.run("%%distribute\nlost = 1")
     assert "[0-1] False" in notebook.run("%%distribute --fresh\n'lost' in globals()").text
+
+
+def test_a_python_without_packages_ends_no_ranks(notebook: LiveKernel, tmp_path: Path) -> None:
+    venv.create(tmp_path)
+    notebook.run("%%distribute\nkept = 1")
+    assert "torch" in notebook.run(f"%%distribute --python {tmp_path}\n1").error["evalue"]
+    assert "[0-1] 1" in notebook.run("%%distribute\nkept").text
 
 
 def test_commands(notebook: LiveKernel) -> None:
