@@ -75,7 +75,7 @@ def diagnose_machine() -> Diagnosis:
     active, pids = current_session(), kernel_descendants()
     ranks = None if active is None else active.world_size
     root = None if active is None else active.checkpoints.root
-    checkpoints = root if isinstance(root, Path) else None
+    checkpoints = root if root is None or isinstance(root, Path) else str(root)
     checks: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
         ("session", lambda: training_run.check_session(active)),
         ("versions", software.check_versions),

@@ -47,13 +47,14 @@ class DiskSpace(NamedTuple):
 
 
 def check_resources(
-    *, ranks: int | None = None, checkpoints: Path | None = None
+    *, ranks: int | None = None, checkpoints: Path | str | None = None
 ) -> Iterator[Finding]:
     """Check the limits of this machine.
 
     Args:
         ranks: number of ranks of the session. Default: that of a new session.
-        checkpoints: checkpoint folder. Default: that of a new session.
+        checkpoints: folder of checkpoints, or their URL without a password. Default: the folder
+            of a new session.
     """
     ranks = ranks or len(discovery.discover_machine().gpus) or discovery.DEFAULT_CPU_RANKS
     yield check_shared_memory(_disk_space(run_dir.SHARED_MEMORY))
@@ -63,7 +64,10 @@ def check_resources(
     yield check_host_memory(
         discovery.host_free_memory_bytes(), discovery.host_memory_bytes(), ranks
     )
-    yield check_disk_space("checkpoints", checkpoints or Path.cwd() / "checkpoints")
+    if isinstance(checkpoints, str):
+        yield ok("checkpoints", f"written to {checkpoints}")
+    else:
+        yield check_disk_space("checkpoints", checkpoints or Path.cwd() / "checkpoints")
     yield check_disk_space("temp folder", Path(tempfile.gettempdir()))
     yield check_socket_folder(run_dir.private_folder_roots())
 

@@ -274,6 +274,8 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_where_it_would_lie(tmp_path
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
     assert machine.check_disk_space("checkpoints", tmp_path / "file" / "x").level == "problem"
+    found = machine.check_resources(checkpoints="s3://bucket/run")
+    assert [x.says for x in found if x.topic == "checkpoints"] == ["written to s3://bucket/run"]
 
 
 @pytest.mark.fault("S14")
