@@ -195,7 +195,8 @@ class RankReplacement:
 
     def __post_init__(self) -> None:
         now, then = (
-            f"{choice.placement.nproc} ranks, {choice.options.backend}"
+            f"{choice.placement.nproc} rank{'s' * (choice.placement.nproc != 1)},"
+            f" {choice.options.backend}"
             for choice in (self.before, self.after)
         )
         self._line = StatusLine(f"{now} -> {then}")

@@ -311,9 +311,10 @@ class _ResizeSave:
             lost[name] = f"only {describe_ranks(removed)} had it"
         self.report.not_carried = lost
         if removed:
+            end, their = ("ends", "its") if len(removed) == 1 else ("end", "their")
             self.report.will_differ.append(
-                f"{describe_ranks(removed)} end{'s' * (len(removed) == 1)}; their random generators"
-                " and their own values of variables are lost"
+                f"{describe_ranks(removed)} {end}; {their} random generators and {their} own values"
+                " of variables are lost"
             )
 
 
