@@ -144,7 +144,7 @@ class Plan:
         if self.best is not None:
             sentences = (*_runner_up(self), *_summary_sentence(self))
             shown += ["", self.best.command, *(f"  {sentence}" for sentence in sentences)]
-        shown += ["", "nothing fits; these changes would make it fit:"] if self.advice else []
+        shown += ["", "nothing fits; what would help:"] if self.advice else []
         shown += [f"  {sentence}" for sentence in self.advice]
         return "\n".join(shown)
 
@@ -153,7 +153,7 @@ class Plan:
     def _repr_html_(self) -> str:
         """Return the table as HTML with a bar per row; a tick marks the free memory."""
         rows = summary_rows(self)
-        verdict = "Nothing fits. These changes would make it fit:"
+        verdict = "Nothing fits. What would help:"
         if self.best is not None:
             verdict = f"{self.best.command}   ({self.best.why})"
         advice = element("ul", *(element("li", sentence) for sentence in self.advice))

@@ -41,9 +41,8 @@ more than the uncertainty of the comparison. fsdp1 is chosen only if the user as
 MAX_SUGGESTED_RANKS = 1024
 SUGGESTED_LORA_RANK = 16
 NO_CHANGE_FITS = (
-    "No tested change makes it fit: neither a micro-batch of 1, nor a fused loss, nor LoRA, nor"
-    f" {MAX_SUGGESTED_RANKS} of these devices. Use a smaller model, a shorter sequence or larger"
-    " devices."
+    "a smaller model, a shorter sequence or larger devices. It does not fit with a micro-batch of"
+    f" 1, a fused loss, LoRA or {MAX_SUGGESTED_RANKS} of these devices either."
 )
 _ONE_PERCENT = 0.01
 _IN_PERCENT = 1.2
