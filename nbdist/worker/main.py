@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,8 @@ def add_kernel_functions(kernel: RankKernel, launch: messages.LaunchRanksRequest
         kernel.publish(messages.SENT_VALUE, messages.SentValue(name=name, path=str(path)))
 
     kineto.quiet()
+    # IPython's advice after sys.exit() in a cell: a rank refuses to exit.
+    warnings.filterwarnings("ignore", "To exit: use 'exit', 'quit', or Ctrl-D.", UserWarning)
     reporter = Reporter(publish_rows)
     publish_save = functools.partial(kernel.publish, messages.SAVE_STATUS)
     kernel.saver = saver = CheckpointSaver(launch.checkpoints, cwd, publish_save, kernel.warn_async)

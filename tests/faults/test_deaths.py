@@ -164,12 +164,16 @@ if rank == 1: step()
 
 @pytest.mark.fault("B8")
 @pytest.mark.parametrize("way", ["exit()", "quit()", "import sys; sys.exit(3)"])
-def test_a_cell_cannot_end_a_rank(session: Session, way: str) -> None:
+def test_a_cell_cannot_end_a_rank(
+    session: Session, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = pids(session)
     with pytest.raises(CellError):
         session.run(f"if rank == 1:\n    {way}")
     assert session.run("rank").values == {0: 0, 1: 1}
     assert pids(session) == before
+    shown = capsys.readouterr()
+    assert "use 'exit'" not in shown.out + shown.err
 
 
 @pytest.mark.fault("B8")
