@@ -117,7 +117,7 @@ class FrontEndCheck:
 
     def _check_page(self) -> list[Finding]:
         if self._no_widget:
-            do = "the panel is static HTML or text; install anywidget in the notebook's environment"
+            do = "the panel is static HTML or text: see 'panel' in %nbdist doctor"
             return [note("widgets", f"not checked: {self._no_widget}", do)]
         if "shown" not in self._replied:
             message = "the page did not reply: either it shows no widgets, or the cell still blocks"

@@ -20,6 +20,7 @@ def user(monkeypatch: pytest.MonkeyPatch) -> Mock:
 def test_a_script_gets_a_report_without_a_page() -> None:
     findings = {found.topic: found for found in FrontEndCheck().run().findings}
     assert findings["widgets"].says == "not checked: this is not a notebook"
+    assert findings["widgets"].do.endswith("see 'panel' in %nbdist doctor")
     assert findings["input"].level == "ok"
     assert "ipykernel" in findings["front end"].says
 
