@@ -195,11 +195,12 @@ def test_stop_ends_a_load_that_waits_for_the_store(trained: Session) -> None:
         "import threading\nfrom nbdist.checkpoint import CheckpointDownload\n"
         "download = CheckpointDownload.download_file\n"
         "CheckpointDownload.download_file = lambda self, file, *given: ("
-        "threading.Event().wait() if 'optim' in file.name else download(self, file, *given))"
+        "open('waiting', 'w').close() or threading.Event().wait()"
+        " if 'optim' in file.name else download(self, file, *given))"
     )
 
-    def press() -> None:
-        eventually(lambda: "downloading" in str(trained.operation.progress), within_s=60)
+    def press() -> None:  # generators are downloaded before, while checking
+        eventually(lambda: Path("waiting").exists(), within_s=60)
         trained.interrupt()
 
     interrupted = pytest.raises(CellInterrupted, match="Load interrupted while downloading")
