@@ -123,11 +123,14 @@ class TrackedRun:
         atexit.register(self.close)
 
     def close(self, *, wait: bool = True) -> None:
-        """Write what has arrived and finish the run; with `wait`, within `CLOSE_TIMEOUT_S`."""
-        atexit.unregister(self.close)
+        """Write what has arrived and finish the run; with `wait`, within `CLOSE_TIMEOUT_S`.
+
+        Otherwise the exit of this process waits.
+        """
         self._closing.set()
         if not wait:
             return
+        atexit.unregister(self.close)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._timed_out = True
