@@ -15,7 +15,7 @@ from nbdist.errors import PlanError
 from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from nbdist.planner.model_spec import ModelSpec, WeightShape
 
@@ -227,7 +227,10 @@ def refusal(rows: Iterable[OptimizerSpec], name: str, backend: str) -> str:
         rows: the optimizer's rows, with those of its base classes.
         name: its name in the message.
     """
-    refused = {other for row in rows for other in row.cannot_step}
+    return _refusal({other for row in rows for other in row.cannot_step}, name, backend)
+
+
+def _refusal(refused: Collection[str], name: str, backend: str) -> str:
     if backend not in refused:
         return ""
     others = [other for other in STRATEGIES if other not in refused]
@@ -239,6 +242,9 @@ def refusal(rows: Iterable[OptimizerSpec], name: str, backend: str) -> str:
 
 def refusal_of_class(cls: type, backend: str) -> str:
     """Return why optimizers of a class cannot train with a backend; empty if they can."""
+    if any(base.__name__ == "LBFGS" for base in cls.__mro__):
+        # It keeps the parameters that FSDP2 replaces, and takes the dot products of its shards.
+        return _refusal(STRATEGIES.keys() - {"ddp"}, cls.__name__, backend)
     rows = [
         OPTIMIZERS[_CLASSES[base.__name__]] for base in cls.__mro__ if base.__name__ in _CLASSES
     ]

@@ -248,6 +248,8 @@ class RankActivityReply(TypedDict):
     line: int
     source: str
     """Text of the line."""
+    script: str
+    """Line of the user's script or module that runs inside of it: "train.py line 41"."""
     called: str
     """The function called by this line that has not returned: "backward", "forward"."""
     collective: str

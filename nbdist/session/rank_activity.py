@@ -257,9 +257,10 @@ def _find_wait(
 
 
 def describe_position(here: RankActivityReply) -> str:
-    """Describe the position of a rank: "all_reduce at line 4"."""
+    """Describe the position of a rank: "all_reduce at line 4 (train.py line 41)"."""
     what = here["collective"] or here["called"] or here["source"]
     line = f"line {here['line']}" if here["line"] else ""
+    line += f" ({here['script']})" if here["script"] else ""
     return " at ".join(part for part in (what, line) if part) or "code outside the cell"
 
 

@@ -115,8 +115,14 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.nn.modules.module:Module.zero_grad": LibraryPatch(
         "does not see what FSDP2 keeps between a forward and its backward, or without a reduction"
     ),
+    "torch.optim.optimizer:Optimizer.add_param_group": LibraryPatch(
+        "FSDP2: takes parameters of a root unit that is whole, and the steps do nothing",
+    ),
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
+    ),
+    "torch.nn.utils:clip_grad_value_": LibraryPatch(
+        "raises an error about an empty list where a DeepSpeed engine keeps the gradients"
     ),
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
     ".independent_gradient_partition_epilogue": LibraryPatch(

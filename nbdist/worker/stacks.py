@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -46,6 +47,8 @@ _SERVANTS = re.compile(
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
 _SLEEPING = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE)
+_LIBRARIES = ("<", sysconfig.get_path("stdlib"), str(PurePath(__file__).parents[1]))
+"""Beginnings of files that are not the user's, beside those in site-packages."""
 _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
 """Last parts of the path of torch's module whose public functions are the collectives."""
 
@@ -104,7 +107,7 @@ def current_line_reply(
     Args:
         standing: status of the main thread, part of the reply.
     """
-    collective = called = ""
+    collective = called = script = ""
     for frame in frames_outwards(main_frame()):
         code = frame.f_code
         if (cell := cell_of(code.co_filename)) is not None:
@@ -114,17 +117,22 @@ def current_line_reply(
                 cell=cell[1],
                 line=line,
                 source=source[:_SOURCE_CHARS],
+                script=script,
                 called=called,
                 collective=collective,
                 standing=standing,
             )
+        if not script and not code.co_filename.startswith(_LIBRARIES):
+            file = PurePath(code.co_filename)
+            if "site-packages" not in file.parts and "dist-packages" not in file.parts:
+                script = f"{file.name} line {line_of(frame)}"
         if not code.co_name.startswith("_"):
             called = code.co_name
         in_torch = PurePath(code.co_filename).parts[-len(_COLLECTIVES) :] == _COLLECTIVES
         if in_torch and not code.co_name.startswith(("_", "get_", "is_")):
             collective = code.co_name  # the last one found is the outermost, which the user called
     return messages.RankActivityReply(
-        cell="", line=0, source="", called="", collective=collective, standing=standing
+        cell="", line=0, source="", script="", called="", collective=collective, standing=standing
     )
 
 

@@ -30,6 +30,7 @@ def answer(
         cell="In[3]",
         line=line,
         source=source,
+        script="",
         called=called,
         collective=collective,
         standing=stands,

@@ -165,7 +165,8 @@ def test_a_scalar_parameter_under_deepspeed_is_one_sentence(under_zero2: Session
 
 
 def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) -> None:
-    with pytest.raises(CellError, match=r"Use accelerator\.clip_grad_norm_\(model\.parameters"):
+    refusal = r"clip_grad_norm_ cannot.*Use accelerator\.clip_grad_norm_\(model\.parameters"
+    with pytest.raises(CellError, match=refusal):
         under_zero2.run(
             "model = torch.nn.Linear(4, 1)\n"
             "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
@@ -173,6 +174,20 @@ def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) ->
             "accelerator.backward(model(torch.ones(2, 4)).sum())\n"
             "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
         )
+    with pytest.raises(CellError, match="clip_grad_value_ cannot clip gradients that a DeepSpeed"):
+        under_zero2.run("torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)")
+
+
+def test_zero_refuses_groups_after_prepare_and_its_optimizers_state(under_zero2: Session) -> None:
+    under_zero2.run(
+        "model = torch.nn.Linear(4, 1)\n"
+        "model, optimizer = accelerator.prepare(model, torch.optim.SGD([model.weight]))"
+    )
+    with pytest.raises(CellError, match="Give the optimizer all groups before"):
+        under_zero2.run("optimizer.add_param_group({'params': [model.module.bias]})")
+    for call in ("torch.save(optimizer.state_dict(), 'o.pt')", "optimizer.load_state_dict({})"):
+        with pytest.raises(CellError, match="would be one rank's part"):
+            under_zero2.run(call)
 
 
 BY_HAND = """

@@ -236,6 +236,9 @@ def test_torch_save_writes_whole_tensors_or_refuses(
         with pytest.raises(CellError, match=refused):
             trained.run(f"if rank == 0: {saved}, {file!r})")
         assert left(tmp_path) == []
+    # a library of the environment below a rank's own, as with --system-site-packages
+    library = f"torch.save(model.state_dict(), {file!r} + str(rank))"
+    trained.run(f"exec(compile({library!r}, '/usr/lib/python3/dist-packages/library.py', 'exec'))")
     trained.run("own = {'weight': torch.tensor([]), 'lazy': torch.nn.LazyLinear(2)}")
     trained.run(f"own['self'] = own; torch.save(own, {file!r} + str(rank))")
     trained.run("weights = accelerator.get_state_dict(model)")

@@ -336,6 +336,22 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_refused(ranks: Session
     ranks.run("optimizer = adam(model); train(model, optimizer)")
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
+def test_an_optimizer_that_is_built_or_extended_after_an_evaluation_trains(ranks: Session) -> None:
+    expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)")
+    evaluate = "with torch.no_grad(): model(input_ids=tokens)\n"
+    built = "model = accelerator.prepare(build())\n" + evaluate + "optimizer = adam(model)\n"
+    extended = (
+        "model = build(); optimizer = adam(model.transformer.h)\n"
+        "model, optimizer = accelerator.prepare(model, optimizer)\n"
+        + evaluate
+        + "rest = [each for name, each in model.named_parameters() if '.h.' not in name]\n"
+        "optimizer.add_param_group({'params': rest})\n"
+    )
+    for way in (built, extended):
+        assert one(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("ranks", ["zero3"], indirect=True)
 def test_a_model_that_was_prepared_without_its_optimizer_is_named(ranks: Session) -> None:
     ranks.run("model = accelerator.prepare(build())")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
+
+from nbdist.session.rank_activity import describe_position
 from nbdist.worker import stacks
-
-if TYPE_CHECKING:
-    import pytest
 
 FILE = "/tmp/ipykernel_1/123.py"  # noqa: S108 - a name, no file
 TORCHS = """
@@ -23,7 +23,12 @@ def get_rank():
     found.append(asked())
 """
 STANDING: Any = {}
-COLLECTIVES = "/somewhere/torch/distributed/distributed_c10d.py"
+COLLECTIVES = "/somewhere/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.fixture(autouse=True)
+def this_file_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_LIBRARIES", (*stacks._LIBRARIES, __file__))
 
 
 def cell_of(file: str) -> tuple[str, str] | None:
@@ -55,11 +60,21 @@ def test_the_line_of_the_cell_and_the_outermost_collective() -> None:
             "cell": "In[3]",
             "line": 3,
             "source": "",
+            "script": "",
             "called": "all_reduce",
             "collective": "all_reduce",
             "standing": STANDING,
         }
     ]
+
+
+def test_the_line_of_a_script_that_the_cell_runs() -> None:
+    found: list[Any] = []
+    functions = ran(TORCHS, COLLECTIVES, asked=asked, found=found)
+    script = ran("def main():\n    all_reduce()", "/home/user/train.py", **functions)
+    ran("x = 1\nmain()", FILE, **script)
+    assert (found[0]["line"], found[0]["script"]) == (2, "train.py line 2")
+    assert describe_position(found[0]) == "all_reduce at line 2 (train.py line 2)"
 
 
 def test_outside_of_a_cell_nothing_is_said() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nbdist.errors import SwitchError
+from nbdist.planner.optimizers import refusal_of_class
 from nbdist.state import optimizer_recipes
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ def test_group_options_of_now_win_over_those_of_the_begin(parameter: torch.nn.Pa
     assert made.param_groups[0]["lr"] == 0.25
     assert made.defaults["lr"] == 0.5
     assert made.param_groups[0]["betas"] == (0.8, 0.9)
+
+
+def test_an_optimizer_of_whole_gradients_is_refused_by_backends_that_cut_them() -> None:
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    assert not refusal_of_class(Mine, "ddp")
+    for backend in ("fsdp1", "fsdp2", "zero1", "zero3"):
+        why = refusal_of_class(Mine, backend)
+        assert (
+            why
+            == f"Mine cannot step parameters that {backend} shards. Use ddp or another optimizer."
+        )
 
 
 class Odd(torch.optim.SGD):

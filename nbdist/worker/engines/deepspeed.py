@@ -46,7 +46,7 @@ from nbdist.worker.training import prepared_models
 from nbdist.worker.training.rebind_variables import ReplacementMap, is_stale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -82,6 +82,13 @@ _OF_ZERO3_MODULES = (
 
 CUTS_PARAMETERS = 3
 """The ZeRO stage that partitions parameters."""
+
+
+_OWN_STATE = (
+    "Under DeepSpeed optimizer.state_dict() would be one rank's part, and load_state_dict() does"
+    " not take it. Use %nbdist save NAME and %nbdist load NAME, or accelerator.save_state(folder)"
+    " and load_state(folder)."
+)
 
 
 class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
@@ -134,6 +141,21 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         """Drop the gradients that the engine keeps for the next step."""
         if self.gradient_state.sync_gradients:
             _drop_gradients(self.optimizer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
+        """Raise OptionError: the engine has flattened the groups already."""
+        raise OptionError(
+            "DeepSpeed cannot add a parameter group after accelerator.prepare(). Give the optimizer"
+            " all groups before; those that are trained later can begin with lr=0."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise OptionError: it would be the part of this rank, in a form of its own."""
+        raise OptionError(_OWN_STATE)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Raise OptionError: DeepSpeed loads a list with the parts of all ranks."""
+        raise OptionError(_OWN_STATE)
 
     @prepared_models.wrap_step
     def step(self, closure: Callable[[], object] | None = None) -> None:
@@ -189,6 +211,7 @@ def _patch_deepspeed() -> None:
     patch("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", _drop_gradients_too)
     patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", _begin_backward_once)
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
+    patch("torch.nn.utils:clip_grad_value_", _check_clipping)
     for name in ("train", "eval"):
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
 
@@ -324,18 +347,18 @@ def _return_self(original: Callable[..., object]) -> Callable[..., Any]:
     return method
 
 
-def _check_clipping(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _check_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         owned = {id(each) for engine in _living_engines() for each in engine.module.parameters()}
         if any(each.grad is None and id(each) in owned for each in given):
             raise OptionError(
-                "torch.nn.utils.clip_grad_norm_ cannot clip gradients that a DeepSpeed engine"
+                f"torch.nn.utils.{original.__name__} cannot clip gradients that a DeepSpeed engine"
                 " keeps. Use accelerator.clip_grad_norm_(model.parameters(), max_norm)."
             )
         return original(given, *args, **kwargs)
 
-    return clip_grad_norm_
+    return clip
 
 
 class EngineBoundHook:

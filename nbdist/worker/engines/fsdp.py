@@ -36,6 +36,7 @@ from nbdist.state.layouts.base import unwrap_compiled
 from nbdist.state.layouts.fsdp import reset_iteration
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
+from nbdist.worker.training.rebind_variables import is_stale
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,6 +53,9 @@ _WITHOUT_PINNING: Mapping[type, object] = {
 
 shard_of_original: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Original parameter of a model under FSDP2 -> the shard that replaced it."""
+
+_sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models under FSDP2."""
 
 _cuts: WeakKeyDictionary[distributed.ProcessGroup, ParallelismConfig] = WeakKeyDictionary()
 """Default process group -> its parallelism config."""
@@ -91,6 +95,7 @@ def build_plugin(
     # wrap ModuleLists, which torch does not allow.
     patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
     patch("torch.nn.modules.module:Module.zero_grad", _drop_gradients_too)
+    patch("torch.optim.optimizer:Optimizer.add_param_group", _add_shards)
     return fsdp_plugin
 
 
@@ -185,6 +190,7 @@ def prepare(accelerator: Accelerator, original: Callable[..., Any], args: Sequen
         known = accelerator._models  # noqa: SLF001
         known += [model for model in models if model not in known]
         return _prepare_without_model(accelerator, args, optimizers)
+    _sharded.update(models)
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(keep_tied_embeddings_in_root(model))
@@ -247,13 +253,41 @@ def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> N
         model: a prepared model.
         shards: ids of the parameters whose gradients are dropped; all if None.
     """
+    for parameter in _fsdp_parameters(model):
+        if shards is None or id(parameter.sharded_param) in shards:
+            parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+            if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                whole.grad = None
+
+
+def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         group: Any = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
-        for parameter in group.fsdp_params if group else ():
-            if shards is None or id(parameter.sharded_param) in shards:
-                parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
-                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
-                    whole.grad = None
+        yield from group.fsdp_params if group else ()
+
+
+def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
+    """Give optimizers the shards of parameters that are whole at the moment.
+
+    torch 2.13 leaves the root unit whole after a forward without a backward. The steps of an
+    optimizer that is built then, or gets a group, would not change the model.
+    """
+
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        parameters = self.param_groups[-1]["params"]
+        for model in _sharded:
+            if is_stale(model):
+                continue
+            shards = {
+                id(getattr(each, "_unsharded_param", None)): each.sharded_param
+                for each in _fsdp_parameters(model)
+            }
+            if not shards.keys().isdisjoint(map(id, parameters)):
+                parameters[:] = [shards.get(id(each), each) for each in parameters]
+                _reshard(model)
+
+    return add_param_group
 
 
 def _drop_gradients_too(zero_grad: Callable[..., None]) -> Callable[..., None]:
@@ -307,18 +341,10 @@ def _prepare_model_only(
 
 
 def _reshard(model: nn.Module) -> None:
-    """Reshard a model, and record the shard of each unsharded parameter.
-
-    torch 2.13 leaves the root unit unsharded after a forward without a backward, so an optimizer
-    built after an evaluation holds unsharded parameters.
-    """
-    before = dict(model.named_parameters())
+    """Reshard a model, so that its parameters are the shards, as those of its optimizer."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for name, parameter in model.named_parameters():
-        if before[name] is not parameter:
-            shard_of_original[before[name]] = parameter
 
 
 def _prepare_without_model(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import sysconfig
 import weakref
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+"""Folders of libraries: of this environment, of a user, and of the system below it."""
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Prepared models inside of `full_parameters`."""
 
@@ -179,7 +181,7 @@ def _write_shards(layout: layouts.Layout, whole: Mapping[str, torch.Tensor]) -> 
 
 
 def _is_library(caller: FrameType) -> bool:
-    return caller.f_code.co_filename.startswith(sysconfig.get_path("purelib"))
+    return not _LIBRARIES.isdisjoint(PurePath(caller.f_code.co_filename).parts)
 
 
 def _check_whole(saved: object) -> None:
