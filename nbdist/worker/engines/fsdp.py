@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units
-from nbdist.state.layouts.base import unwrap_compiled
+from nbdist.state.layouts.base import fsdp2_param_groups, unwrap_compiled
 from nbdist.state.layouts.fsdp import reset_iteration
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
@@ -262,8 +262,8 @@ def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> N
 
 def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
-        group: Any = isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
-        yield from group.fsdp_params if group else ()
+        for group in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
+            yield from group.fsdp_params
 
 
 def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
