@@ -30,6 +30,9 @@ RNG_STATE_BYTES = 5056
 QuantizationMethod = Literal["nf4", "int8"]
 NF4_BLOCK = 64
 """Elements that share a scale."""
+SYMBOLIC_BATCH_SIZE = 1 << 64
+"""Symbolic batch size: every size is a + b * SYMBOLIC_BATCH_SIZE, so that one walk over a tape
+holds for all batch sizes."""
 
 
 class TapeTensor:
@@ -535,10 +538,12 @@ class _PendingGradient:
 
 
 def worst_moments(moments: Iterable[BackwardPeakCandidate]) -> tuple[BackwardPeakCandidate, ...]:
-    """Return the moments that no other one exceeds in every respect."""
-    best: list[BackwardPeakCandidate] = []
-    for moment in sorted(set(moments), reverse=True):  # an earlier one holds as much or more
-        _, grads, new = moment
-        if not any(other >= grads and newer >= new for _, other, newer in best):
-            best.append(moment)
-    return tuple(best)
+    """Return the moments that no other one exceeds in every respect, for any batch size."""
+    best: list[tuple[int, BackwardPeakCandidate]] = []
+    for moment in sorted(set(moments), reverse=True):
+        held, grads, new = moment
+        fixed = held % SYMBOLIC_BATCH_SIZE
+        # Sorted, so that each part of an earlier one is as large or larger.
+        if not any(f >= fixed and g >= grads and n >= new for f, (_, g, n) in best):
+            best.append((fixed, moment))
+    return tuple(moment for _, moment in best)

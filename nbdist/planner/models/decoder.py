@@ -32,6 +32,7 @@ from nbdist.planner.models.autograd_tape import (
     HALF_BYTES,
     NF4_BLOCK,
     RNG_STATE_BYTES,
+    SYMBOLIC_BATCH_SIZE,
     AutogradTape,
     QuantizationMethod,
     TapeTensor,
@@ -197,9 +198,20 @@ class DecoderSpec(ABC):
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
-        if workload not in self._known:
-            self._known[workload] = self._compute_activations(workload)
-        return self._known[workload]
+        run = self._known.get(workload)
+        if run is None:
+            # Views of a single sample differ from those of several (see `_math_attention`); all
+            # larger batch sizes are read off one tape with a symbolic batch size.
+            # A fused loss has a maximum number of tokens at once, and restored weights may be
+            # larger than all activations of a small batch; neither is linear in the tokens.
+            exact = self.loss != "logits" or self.quantization is not None
+            if exact or workload.batch_size in {1, SYMBOLIC_BATCH_SIZE}:
+                run = self._compute_activations(workload)
+            else:
+                symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
+                run = _at(self.micro_batch_activations(symbolic), workload.batch_size)
+            self._known[workload] = run
+        return run
 
     @functools.cached_property
     def _known(self) -> dict[Workload, MicroBatchActivations]:
@@ -443,7 +455,7 @@ class DecoderSpec(ABC):
         )
 
     def _compute_activations(self, work: Workload) -> MicroBatchActivations:
-        """Compute the activations of one micro-batch."""
+        """Compute the activations of one micro-batch, whose batch size may be symbolic."""
         tape = self._new_tape(work)
         stream = self.record_embedding(tape, work)
         saved_bytes = INDEX_BYTES * work.num_tokens + self.shared_bytes(tape, work)
@@ -565,6 +577,38 @@ class DecoderSpec(ABC):
             gradient_moments=backward.gradients,
         )
         return tail, 0, sizes.outputs
+
+
+def _at(run: MicroBatchActivations, batch_size: int) -> MicroBatchActivations:
+    """Substitute a batch size for the symbolic one."""
+
+    def at(size: int) -> int:
+        each, fixed = divmod(size, SYMBOLIC_BATCH_SIZE)
+        return each * batch_size + fixed
+
+    def moments(
+        symbolic: tuple[BackwardPeakCandidate, ...],
+    ) -> tuple[BackwardPeakCandidate, ...]:
+        return tuple(each._replace(held_bytes=at(each.held_bytes)) for each in symbolic)
+
+    layers = tuple(
+        LayerActivations(
+            saved_bytes=at(part.saved_bytes),
+            kept_bytes=at(part.kept_bytes),
+            input_bytes=at(part.input_bytes),
+            forward_peaks=tuple(map(at, part.forward_peaks)),
+            backward_moments=moments(part.backward_moments),
+            input_grad_bytes=at(part.input_grad_bytes),
+            gradient_moments=moments(part.gradient_moments),
+        )
+        for part in run.layers
+    )
+    return MicroBatchActivations(
+        layers=layers,
+        loss_bytes=at(run.loss_bytes),
+        output_bytes=at(run.output_bytes),
+        kept_bytes=at(run.kept_bytes),
+    )
 
 
 # -- families --------------------------------------------------------------------------------
