@@ -47,7 +47,7 @@ _SERVANTS = re.compile(
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
 _SLEEPING = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE)
-_LIBRARIES = ("<", sysconfig.get_path("stdlib"), str(PurePath(__file__).parents[1]))
+LIBRARY_PATHS = ("<", sysconfig.get_path("stdlib"), str(PurePath(__file__).parents[1]))
 """Beginnings of files that are not the user's, beside those in site-packages."""
 _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
 """Last parts of the path of torch's module whose public functions are the collectives."""
@@ -122,7 +122,7 @@ def current_line_reply(
                 collective=collective,
                 standing=standing,
             )
-        if not script and not code.co_filename.startswith(_LIBRARIES):
+        if not script and not code.co_filename.startswith(LIBRARY_PATHS):
             file = PurePath(code.co_filename)
             if "site-packages" not in file.parts and "dist-packages" not in file.parts:
                 script = f"{file.name} line {line_of(frame)}"

@@ -28,7 +28,7 @@ COLLECTIVES = "/somewhere/site-packages/torch/distributed/distributed_c10d.py"
 
 @pytest.fixture(autouse=True)
 def this_file_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "_LIBRARIES", (*stacks._LIBRARIES, __file__))
+    monkeypatch.setattr(stacks, "LIBRARY_PATHS", (*stacks.LIBRARY_PATHS, __file__))
 
 
 def cell_of(file: str) -> tuple[str, str] | None:
