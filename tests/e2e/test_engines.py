@@ -220,6 +220,8 @@ model = torch.nn.Linear(6, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
 LOADED = """
+with torch.no_grad():
+    loss(61)
 weight = torch.linspace(-1, 1, 24).reshape(4, 6)
 {}.load_state_dict({{"weight": weight, "bias": torch.ones(4)}})
 optimizer.zero_grad(); backward(loss(60)); optimizer.step()

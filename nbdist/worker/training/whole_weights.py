@@ -1,8 +1,7 @@
-"""Whole weights of sharded models: `nbdist.full_parameters`, and methods that expect them.
+"""Whole weights of sharded models: `nbdist.full_parameters`, and functions that expect them.
 
-save_pretrained()    rank 0 writes what all ranks gather
-torch.save()         refuses shards and empty tensors in the user's code
-load_state_dict()    loads whole tensors into shards
+``save_from_all_ranks`` is for `save_pretrained()`, ``refuse_shards`` for `torch.save()`,
+``refuse_empty_tensors`` for `state_dict()`, and ``load_whole_tensors`` for `load_state_dict()`.
 """
 
 from __future__ import annotations
@@ -144,8 +143,14 @@ def load_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         reference = prepared_models.find_model(self)
-        if reference is None or is_gathered(reference.prepared.model):
+        if (
+            reference is None
+            or is_gathered(reference.prepared.model)
+            or not layouts.kind_of(reference.prepared.model).shards_parameters
+        ):
             return original(self, state_dict, *args, **kwargs)
+        # FSDP2 would free what is written to parameters that an evaluation has left gathered.
+        layout = layouts.layout_for(reference.prepared.model)
         tensors, whole = copy.copy(state_dict), {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             given = tensors.get(name)
@@ -164,7 +169,7 @@ def load_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, tensors, *args, **kwargs)
         if whole:
             process_group.require_all_ranks("load_state_dict() of a model with sharded parameters")
-            _write_shards(layouts.layout_for(reference.prepared.model), whole)
+            _write_shards(layout, whole)
         return result
 
     return load_state_dict
