@@ -97,9 +97,10 @@ class UrlStorage(Storage):
                 yield save.url, manifest
                 return
         if re.fullmatch("[0-9a-f]{32}", name):  # the URL of the files, which lists and errors show
-            with UrlStorage(self.root.parent).open_checkpoint(self.root.name) as opened:
-                yield opened
-            return
+            with UrlStorage(self.root.parent).open_checkpoint(self.root.name) as (url, manifest):
+                if url.name == name:
+                    yield url, manifest
+                    return
         raise self._missing_error(name, [save.name for save, _ in complete])
 
     def begin(

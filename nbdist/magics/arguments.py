@@ -78,6 +78,11 @@ def command_parser(name: str, description: str, *arguments: ArgDecorator) -> Mag
     return parser
 
 
+def help_text(parser: MagicArgumentParser) -> str:
+    """Return the help of a command, without the "::" that IPython puts first."""
+    return parser.format_help().removeprefix("::\n\n")
+
+
 def _flag(name: str, text: str, **more: Any) -> ArgDecorator:
     """Return an option without a value."""
     return argument(name, action="store_true", help=text, **more)

@@ -334,7 +334,7 @@ class NbDist(Magics):
         words = arguments.split_line(rest.strip(), name)
         options = arguments.parse_words(parser, words, f"%nbdist {name}")
         if options.help or (chosen.required and not getattr(options, chosen.required)):
-            print(parser.format_help().removeprefix("::\n\n"))
+            print(arguments.help_text(parser))
         else:
             chosen.run(self, options)
 
@@ -494,7 +494,7 @@ class NbDist(Magics):
     def _switch(self, options: argparse.Namespace) -> None:
         changes = arguments.session_options(options)
         if not changes:
-            print(arguments.PARSERS["switch"].format_help().removeprefix("::\n\n"))
+            print(arguments.help_text(arguments.PARSERS["switch"]))
             return
         print(self.require_session().switch(**changes, reset_optimizer=options.reset_optimizer))
 
@@ -617,11 +617,8 @@ def complete_on_ranks(code: str, cursor: int) -> tuple[list[str], int]:
 
 def words_of_command(name: str) -> Sequence[str]:
     """Return what completes a command: backends or checkpoints, and its options."""
-    names: Sequence[str] = ()
-    session = current_session()
-    if name == "switch":
-        names = strategies.BACKENDS
-    elif name == "load" and session is not None:
+    names: Sequence[str] = strategies.BACKENDS if name == "switch" else ()
+    if name == "load" and (session := current_session()) is not None:
         names = [entry.name for entry in session.checkpoints.cached]
     return [*names, *COMMANDS[name].flags] if name in COMMANDS else []
 

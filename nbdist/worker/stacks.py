@@ -47,8 +47,10 @@ _SERVANTS = re.compile(
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
 _SLEEPING = (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE)
-LIBRARY_PATHS = ("<", sysconfig.get_path("stdlib"), str(PurePath(__file__).parents[1]))
-"""Beginnings of files that are not the user's, beside those in site-packages."""
+LIBRARY_PATHS = ("<frozen", sysconfig.get_path("stdlib"), str(PurePath(__file__).parents[1]))
+"""Beginnings of files that are not the user's, beside those in `_LIBRARY_FOLDERS`."""
+_LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
+"""Folders of libraries: of this environment, of a user, and of the system below it."""
 _COLLECTIVES = PurePath("torch", "distributed", "distributed_c10d.py").parts
 """Last parts of the path of torch's module whose public functions are the collectives."""
 
@@ -99,6 +101,11 @@ def format_stacks(cell_of: CellNamer) -> str:
     return "\n\n".join(parts)
 
 
+def is_library_file(file: str) -> bool:
+    """Return whether a file of code is a library's, Python's or nbdist's, not the user's."""
+    return file.startswith(LIBRARY_PATHS) or not _LIBRARY_FOLDERS.isdisjoint(PurePath(file).parts)
+
+
 def current_line_reply(
     cell_of: CellNamer, standing: messages.MainThreadStatus
 ) -> messages.RankActivityReply:
@@ -122,10 +129,8 @@ def current_line_reply(
                 collective=collective,
                 standing=standing,
             )
-        if not script and not code.co_filename.startswith(LIBRARY_PATHS):
-            file = PurePath(code.co_filename)
-            if "site-packages" not in file.parts and "dist-packages" not in file.parts:
-                script = f"{file.name} line {line_of(frame)}"
+        if not script and not is_library_file(code.co_filename):
+            script = f"{PurePath(code.co_filename).name} line {line_of(frame)}"
         if not code.co_name.startswith("_"):
             called = code.co_name
         in_torch = PurePath(code.co_filename).parts[-len(_COLLECTIVES) :] == _COLLECTIVES

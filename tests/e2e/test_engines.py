@@ -17,7 +17,6 @@ from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 STEPS = 30
 TRAINER_STEPS = 10
@@ -164,9 +163,10 @@ def test_a_scalar_parameter_under_deepspeed_is_one_sentence(under_zero2: Session
         under_zero2.run(prepare)
 
 
-def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) -> None:
-    refusal = r"clip_grad_norm_ cannot.*Use accelerator\.clip_grad_norm_\(model\.parameters"
-    with pytest.raises(CellError, match=refusal):
+def test_a_plain_loop_is_told_what_zero_cannot_do(under_zero2: Session) -> None:
+    with pytest.raises(
+        CellError, match=r"clip_grad_norm_ cannot.*Use accelerator\.clip_grad_norm_"
+    ):
         under_zero2.run(
             "model = torch.nn.Linear(4, 1)\n"
             "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
@@ -176,15 +176,8 @@ def test_a_plain_loop_cannot_clip_what_the_engine_keeps(under_zero2: Session) ->
         )
     with pytest.raises(CellError, match="clip_grad_value_ cannot clip gradients that a DeepSpeed"):
         under_zero2.run("torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)")
-
-
-def test_zero_refuses_groups_after_prepare_and_its_optimizers_state(under_zero2: Session) -> None:
-    under_zero2.run(
-        "model = torch.nn.Linear(4, 1)\n"
-        "model, optimizer = accelerator.prepare(model, torch.optim.SGD([model.weight]))"
-    )
     with pytest.raises(CellError, match="Give the optimizer all groups before"):
-        under_zero2.run("optimizer.add_param_group({'params': [model.module.bias]})")
+        under_zero2.run("optimizer.add_param_group({'params': []})")
     for call in ("torch.save(optimizer.state_dict(), 'o.pt')", "optimizer.load_state_dict({})"):
         with pytest.raises(CellError, match="would be one rank's part"):
             under_zero2.run(call)
@@ -220,8 +213,7 @@ model = torch.nn.Linear(6, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
 LOADED = """
-with torch.no_grad():
-    loss(61)
+with torch.no_grad(): loss(61)
 weight = torch.linspace(-1, 1, 24).reshape(4, 6)
 {}.load_state_dict({{"weight": weight, "bias": torch.ones(4)}})
 optimizer.zero_grad(); backward(loss(60)); optimizer.step()
@@ -265,17 +257,23 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
         assert torch.allclose(found, plain["model"].weight, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["zero1", "zero2", nightly("ddp"), nightly("fsdp2")])
-def test_written_weights_are_trained_on_and_saved(backend: str, tmp_path: Path) -> None:
-    write = "with torch.no_grad(): model.get_parameter(name).clamp_(-0.1, 0.1)"
-    with Session(nproc=2, backend=backend, checkpoints=str(tmp_path)) as session:
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [("zero1", "no"), ("zero2", "bf16"), nightly("ddp", "no"), nightly("fsdp2", "bf16")],
+)
+def test_written_weights_are_saved_and_trained_on(backend: str, precision: str) -> None:
+    step = "optimizer.zero_grad(); accelerator.backward(loss(1)); optimizer.step()"
+    with Session(nproc=2, backend=backend, precision=precision) as session:
         session.run("share = slice(rank, None, 2)\n" + LINEAR)
-        session.run("model, optimizer = accelerator.prepare(model, optimizer)")
-        session.run("name = next(name for name, _ in model.named_parameters())")
-        session.run(f"accelerator.backward(loss(1))\n{write}\noptimizer.step()\n{write}")
-        session.save("clamped").wait()
-        weight = session.checkpoints["clamped"].state_dict()["weight"]
-    assert 0.09 < weight.abs().max() <= 0.1
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)\n" + step)
+        before = session.pull("model")
+        session.run("with torch.no_grad(): [*model.parameters()][1].fill_(3)")
+        written = session.pull("model")
+        session.run(step)
+        trained = session.pull("model")
+    assert written["bias"].tolist() == [3] * 4
+    assert torch.equal(written["weight"], before["weight"])  # as precise as before
+    assert 0 < (trained["bias"] - 3).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])

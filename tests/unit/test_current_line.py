@@ -71,7 +71,7 @@ def test_the_line_of_the_cell_and_the_outermost_collective() -> None:
 def test_the_line_of_a_script_that_the_cell_runs() -> None:
     found: list[Any] = []
     functions = ran(TORCHS, COLLECTIVES, asked=asked, found=found)
-    script = ran("def main():\n    all_reduce()", "/home/user/train.py", **functions)
+    script = ran("def main():\n    all_reduce()", "/somewhere/train.py", **functions)
     ran("x = 1\nmain()", FILE, **script)
     assert (found[0]["line"], found[0]["script"]) == (2, "train.py line 2")
     assert describe_position(found[0]) == "all_reduce at line 2 (train.py line 2)"

@@ -81,6 +81,9 @@ def test_the_url_of_the_files_opens_too(there: UrlStorage) -> None:
     assert isinstance(listed.path, Url)
     with UrlStorage(listed.path.parent).open_checkpoint(listed.path.name) as (url, _):
         assert url == listed.path
+    other = UrlStorage(listed.path.parent).open_checkpoint("0" * 32)  # replaced by a later save
+    with pytest.raises(CheckpointError, match="No checkpoint 0000"), other:
+        pass
 
 
 def test_a_file_that_is_not_as_its_rank_said_is_no_checkpoint(there: UrlStorage) -> None:

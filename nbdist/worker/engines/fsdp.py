@@ -8,6 +8,7 @@ and supports preparing model and optimizer in separate calls.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -276,9 +277,7 @@ def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
     def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
         parameters = self.param_groups[-1]["params"]
-        for model in _sharded:
-            if is_stale(model):
-                continue
+        for model in itertools.filterfalse(is_stale, _sharded):
             shards = {
                 id(getattr(each, "_unsharded_param", None)): each.sharded_param
                 for each in _fsdp_parameters(model)

@@ -11,7 +11,6 @@ import copy
 import sys
 import weakref
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +22,12 @@ from torch.nn.parameter import is_lazy
 from nbdist.errors import CheckpointError
 from nbdist.state import layouts, meta_model
 from nbdist.state.layouts.base import unwrap_compiled, unwrap_engine
-from nbdist.worker import process_group
+from nbdist.worker import process_group, stacks
 from nbdist.worker.training import prepared_models
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from types import FrameType
 
-_LIBRARIES = frozenset({"site-packages", "dist-packages"})
-"""Folders of libraries: of this environment, of a user, and of the system below it."""
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Prepared models inside of `full_parameters`."""
 
@@ -107,7 +103,7 @@ def refuse_shards(original: Callable[..., None]) -> Callable[..., None]:
         caller = sys._getframe(1)  # noqa: SLF001
         while caller.f_back and caller.f_globals.get("__name__", "").startswith("accelerate."):
             caller = caller.f_back  # accelerator.save()
-        if not _is_library(caller):
+        if not stacks.is_library_file(caller.f_code.co_filename):
             _check_whole(obj)
         original(obj, *args, **kwargs)
 
@@ -118,7 +114,8 @@ def refuse_empty_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make `state_dict()` in the user's code refuse a ZeRO-3 model, whose tensors are empty."""
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not _is_library(sys._getframe(1)):  # noqa: SLF001 - torch calls it for each module
+        # torch calls it for each module.
+        if not stacks.is_library_file(sys._getframe(1).f_code.co_filename):  # noqa: SLF001
             reference = prepared_models.find_model(self)
             if (
                 reference is not None
@@ -183,10 +180,6 @@ def _write_shards(layout: layouts.Layout, whole: Mapping[str, torch.Tensor]) -> 
             part = whole[place.name].reshape(-1)[place.start : place.stop]
             place.weight.view(-1).copy_(part)
     layout.refresh()
-
-
-def _is_library(caller: FrameType) -> bool:
-    return not _LIBRARIES.isdisjoint(PurePath(caller.f_code.co_filename).parts)
 
 
 def _check_whole(saved: object) -> None:
