@@ -164,9 +164,7 @@ def test_a_scalar_parameter_under_deepspeed_is_one_sentence(under_zero2: Session
 
 
 def test_a_plain_loop_is_told_what_zero_cannot_do(under_zero2: Session) -> None:
-    with pytest.raises(
-        CellError, match=r"clip_grad_norm_ cannot.*Use accelerator\.clip_grad_norm_"
-    ):
+    with pytest.raises(CellError, match=r"clip_grad_norm_ cannot.*accelerator\.clip_grad_norm_"):
         under_zero2.run(
             "model = torch.nn.Linear(4, 1)\n"
             "model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))\n"
