@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,13 +27,19 @@ def press() -> None:
 
 @contextmanager
 def meanwhile(call: Callable[[], object]) -> Iterator[None]:
-    """Run a function on a thread of its own; wait for its end."""
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
+    """Run a function on a thread of its own; raise its error, and press Stop after one."""
+
+    def call_or_stop() -> None:
+        try:
+            call()
+        except BaseException:
+            press()
+            raise
+
+    with ThreadPoolExecutor() as pool:
+        called = pool.submit(call_or_stop)
         yield
-    finally:
-        thread.join()
+    called.result()
 
 
 def stopped(

@@ -354,17 +354,12 @@ class NbDist(Magics):
             for name, (now, new) in places.items()
             if new not in {None, now}
         ]
-        if moved:  # the ranks run elsewhere
-            # First: if these fail, the current session keeps running.
-            switched = self.new_session(changes)
-            if options.python is not None:
-                rank_python.find(options.python).check()
-            print(
-                f"nbdist: {', '.join(moved)}: starting new ranks; variables of the old ranks are"
-                " lost"
-            )
+        if moved:
+            # Starts the new ranks first: if that fails, the current ones keep running.
+            switched = self.new_session(changes).start()
             session.stop()
-            return switched.start()
+            print(f"nbdist: {', '.join(moved)}: variables of the old ranks are lost")
+            return switched
         if options.fresh:
             session.restart(**changes)
         elif changed := apply_options(session, changes):

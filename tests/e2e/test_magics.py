@@ -224,10 +224,16 @@ def test_fresh_takes_new_ranks(notebook: LiveKernel) -> None:
     assert "[0-1] False" in notebook.run("%%distribute --fresh\n'lost' in globals()").text
 
 
-def test_a_python_without_packages_ends_no_ranks(notebook: LiveKernel, tmp_path: Path) -> None:
-    venv.create(tmp_path)
+def test_new_ranks_that_fail_to_start_end_no_ranks(notebook: LiveKernel, tmp_path: Path) -> None:
     notebook.run("%%distribute\nkept = 1")
+    venv.create(tmp_path)
     assert "torch" in notebook.run(f"%%distribute --python {tmp_path}\n1").error["evalue"]
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text("#!/bin/sh\necho 'srun: error: invalid partition' >&2\nexit 1\n")
+    srun.chmod(0o755)
+    notebook.run(f"import os\nos.environ['PATH'] = '{srun.parent}:' + os.environ['PATH']")
+    refused = notebook.run("%%distribute --on slurm -n 2\n1").error["evalue"]
+    assert "Slurm rejected the request: invalid partition" in refused
     assert "[0-1] 1" in notebook.run("%%distribute\nkept").text
 
 
