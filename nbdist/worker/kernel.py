@@ -49,7 +49,7 @@ from nbdist.worker.optimizer_step_gate import optimizer_step_gate
 from nbdist.worker.output_streams import MAX_ERROR_CHARS, log_to_launcher, truncate
 from nbdist.worker.profiling import profile_window
 from nbdist.worker.stacks import MainThreadMonitor
-from nbdist.worker.training import unprepared_optimizers
+from nbdist.worker.training import unprepared_optimizers, whole_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,6 +114,7 @@ class RankShell(ZMQInteractiveShell):
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Show an error; use plain tracebacks for interrupts and when the host is out of memory."""
         default_mode, error = self.InteractiveTB.mode, sys.exc_info()[1]
+        whole_weights.add_advice(error)
         if isinstance(error, KeyboardInterrupt) or memory_advice.is_out_of_host_memory(error):
             # For the source around each frame IPython 9 parses whole modules (0.5 s in a training
             # loop, megabytes of small objects), and CPython 3.11's parser crashes with SIGSEGV if

@@ -352,6 +352,19 @@ def test_an_optimizer_that_is_built_or_extended_after_an_evaluation_trains(ranks
         assert one(ranks, way + "train(model, optimizer)") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2", "zero3"], indirect=True)
+def test_shards_used_as_whole_parameters_fail_with_advice(ranks: Session) -> None:
+    ranks.run("linear = torch.nn.Linear(4, 8); average = torch.zeros(8, 4)")
+    ranks.run("model, optimizer = accelerator.prepare(linear, adam(linear))")
+    add = "with torch.no_grad(): average += {}.weight"
+    with pytest.raises(CellError) as failed:
+        ranks.run(add.format("accelerator.unwrap_model(model)"))
+    (shown,) = failed.value.__notes__
+    advised = "with nbdist.full_parameters(model) as bare:"
+    assert f"run it on all ranks within `{advised}`" in shown
+    ranks.run(f"import nbdist\n{advised}\n    {add.format('bare')}")
+
+
 @pytest.mark.parametrize("ranks", ["zero3"], indirect=True)
 def test_a_model_that_was_prepared_without_its_optimizer_is_named(ranks: Session) -> None:
     ranks.run("model = accelerator.prepare(build())")

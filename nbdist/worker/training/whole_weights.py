@@ -2,12 +2,14 @@
 
 ``save_from_all_ranks`` is for `save_pretrained()`, ``refuse_shards`` for `torch.save()`,
 ``refuse_empty_tensors`` for `state_dict()`, and ``load_whole_tensors`` for `load_state_dict()`.
+``add_advice`` is for all other uses of shards, which fail in torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -28,6 +30,11 @@ from nbdist.worker.training import prepared_models
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+_SHARD_ERRORS = re.compile(
+    r"mixed torch\.Tensor and DTensor"  # fsdp2
+    r"|tensor [ab] \(0\)|vec \(0\)|1x0|got \[0\] but|'weight' must be 2-D"  # zero3
+)
+"""Messages of torch 2.13 if a shard or an empty tensor is used as a whole parameter."""
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Prepared models inside of `full_parameters`."""
 
@@ -202,6 +209,19 @@ def _check_whole(saved: object) -> None:
                 " %nbdist export DIR for the weights, %nbdist save NAME for weights and optimizer,"
                 " or save on rank 0 what accelerator.get_state_dict(model) returns on all ranks."
             )
+
+
+def add_advice(error: BaseException | None) -> None:
+    """Add a note to an error that comes from the use of sharded parameters as whole ones."""
+    if error is None or not _SHARD_ERRORS.search(str(error)):
+        return
+    models = (prepared.model for prepared in prepared_models.all_models())
+    if any(layouts.kind_of(model).shards_parameters for model in models):
+        error.add_note(
+            "The parameters of a prepared model are sharded, except in its forward. If this code"
+            " uses them, run it on all ranks within `with nbdist.full_parameters(model) as bare:`,"
+            " with `bare` instead of `model`."
+        )
 
 
 def _tensors_in(
