@@ -281,7 +281,7 @@ class InterruptEscalation:
         if now - self._failed_at < GRACE_S:
             return False
         if hang is not None and not failed:
-            self.work.deadlock = f"{hang.description}. "
+            self.work.deadlock = f"{hang.description}. All ranks must run that line. "
         return True
 
     def _is_blocked(self, now: float) -> bool:
