@@ -106,7 +106,8 @@ def trainer_arguments(
 
     Call it in a cell on the ranks: `TrainingArguments(out, **nbdist.trainer_arguments())`. A
     Trainer follows the session's options even if this function is not called. Under --auto the
-    backend is chosen here, for `model` and `seq_len`.
+    backend is chosen here, for `model` and `seq_len`, and otherwise by the Trainer, for its first
+    batch, optimizer and precision.
 
     Args:
         model: the model to be passed to Trainer; required under --auto.

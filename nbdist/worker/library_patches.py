@@ -180,6 +180,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "https://github.com/huggingface/accelerate/issues/3238",
     ),
     # -- transformers
+    "transformers.trainer:Trainer.__init__": LibraryPatch(
+        "--auto reads a batch, but a Trainer creates its accelerator before it sets its data"
+    ),
     "transformers.trainer:Trainer.create_accelerator_and_postprocess": LibraryPatch(
         "take clipping, accumulation and precision from the session"
     ),

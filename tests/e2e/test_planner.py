@@ -232,9 +232,19 @@ def test_auto_searches_within_what_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [nightly(""), "**nbdist.trainer_arguments(model, batch_size=2, seq_len=64)"]
+    ("arguments", "planned"),
+    [
+        (
+            "bf16=True, activation_checkpointing=True, optim='adafactor'",
+            "micro-batch 2 x 64, adafactor, bf16",
+        ),
+        nightly(
+            "**nbdist.trainer_arguments(model, batch_size=2, seq_len=64)",
+            "micro-batch 2 x 64, adamw, full precision",
+        ),
+    ],
 )
-def test_auto_goes_with_trainer(arguments: str) -> None:
+def test_auto_goes_with_trainer(arguments: str, planned: str) -> None:
     trainer = f"""
     import tempfile, nbdist
     from transformers import Trainer, TrainingArguments
@@ -253,7 +263,9 @@ def test_auto_goes_with_trainer(arguments: str) -> None:
         with pytest.raises(CellError, match="needs the model"):
             session.run("import nbdist; nbdist.trainer_arguments()")
         result = session.run(textwrap.dedent(trainer))
-        assert len(displays(result)) == 1
+        (explanation,) = displays(result)
+        assert planned in explanation["text/plain"]
+        assert session.options.activation_checkpointing == ("checkpointing" in arguments)
         assert result.values[0] == result.values[1]
         assert not session.undecided
         found = session.measured()[0]
@@ -272,6 +284,7 @@ def test_what_auto_cannot_be_given_is_a_sentence() -> None:
 def test_looking_at_the_loader_changes_nothing() -> None:
     code = """
     from nbdist.worker.engines import auto_strategy as choose
+    from transformers import BatchEncoding
 
     class Rows(torch.utils.data.IterableDataset):
         taken = 0
@@ -292,14 +305,18 @@ def test_looking_at_the_loader_changes_nothing() -> None:
     seen = choose.inspect_loader(shuffled, model)
     stream = choose.inspect_loader(torch.utils.data.DataLoader(rows, batch_size=3), model)
     slow = choose.inspect_loader(torch.utils.data.DataLoader(Slow(), batch_size=2), model)
+    batches = lambda rows: BatchEncoding({"input_ids": torch.stack(rows)})
+    encoded = choose.inspect_loader(
+        torch.utils.data.DataLoader(ids, batch_size=2, collate_fn=batches), model
+    )
     assert torch.equal(random, torch.random.get_rng_state())
     (seen.batch_size, seen.seq_len, stream.batch_size, stream.seq_len, rows.taken,
-     slow.batch_size, slow.seq_len, slow.assumption)
+     encoded.seq_len, slow.batch_size, slow.seq_len, slow.assumption)
     """
     with Session(nproc=1) as session:
         found = one(session, MODEL + textwrap.dedent(code))
-        assert found[:7] == (2, 64, 3, 64, 0, 2, None)
-        assert "could not be read" in found[7]
+        assert found[:-1] == (2, 64, 3, 64, 0, 64, 2, None)
+        assert "does not show its sequence length" in found[-1]
 
 
 # ---------------------------------------------------------------------------- out of memory

@@ -13,6 +13,7 @@ import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -46,6 +47,7 @@ FIRST_BATCH_TIMEOUT_S = 60.0
 """Timeout for the first batch of a loader, which may have to open large files."""
 _MAX_LINES = 8
 """Maximum lines of an explanation."""
+_ERASE_LINE = "\r\x1b[K"
 _WITHOUT_A_LOADER = (
     " With --auto, pass the data loader to accelerator.prepare() too, so that its first batch is"
     " used as the example, or choose a --backend."
@@ -113,18 +115,24 @@ class AutoStrategy:
         return self.decide(model, description, lambda: inspect_loader(loader, model))
 
     def decide(
-        self, model: nn.Module, optimizer: Mapping[str, Any], batch: Callable[[], MicroBatch]
+        self,
+        model: nn.Module,
+        optimizer: Mapping[str, Any],
+        batch: Callable[[], MicroBatch],
+        wanted: Mapping[str, Any] = MappingProxyType({}),
     ) -> Options:
         """Decide for a model; collective.
 
         Args:
             optimizer: description from ``memory_probe.describe_optimizer``.
             batch: called on rank 0 only.
+            wanted: options of the training, unless the user gave others to the session.
         """
         free = collectives.all_gather_values(available_bytes(model))
         own_answer: dict[str, Any] = {}
         if collectives.rank() == 0:
-            own_answer = self._answer(model, optimizer, batch, free)
+            own_answer = self._answer(model, optimizer, batch, wanted, free)
+            print(_ERASE_LINE, end="", flush=True)  # noqa: T201 - the progress
         text, page = own_answer.pop("text", ""), own_answer.pop("html", "")
         answer = collectives.all_gather_values(own_answer)[0]
         if "stopped" in answer:
@@ -146,16 +154,17 @@ class AutoStrategy:
         model: nn.Module,
         optimizer: Mapping[str, Any],
         batch: Callable[[], MicroBatch],
+        wanted: Mapping[str, Any],
         free: Sequence[int],
     ) -> dict[str, Any]:
         """Return rank 0's decision, or the error that all ranks raise."""
         micro_batch: MicroBatch | None = None
         try:
             micro_batch = batch()
-            plan = self._plan(model, optimizer, micro_batch, free)
+            plan = self._plan(model, optimizer, micro_batch, wanted, free)
             if plan.best is None:
                 return {"error": "--auto: " + "\n".join(plan.explanation())}
-            chosen = plan.best.options
+            chosen = replace(plan.best.options, precision=self._placeholder.precision or "no")
             self._load(chosen)
         except KeyboardInterrupt:
             return {"stopped": True}  # the other ranks wait for a broadcast
@@ -184,6 +193,7 @@ class AutoStrategy:
         model: nn.Module,
         optimizer: Mapping[str, Any],
         batch: MicroBatch,
+        wanted: Mapping[str, Any],
         free: Sequence[int],
     ) -> Plan:
         length = batch.seq_len or model_description.default_seq_len(model)
@@ -195,16 +205,15 @@ class AutoStrategy:
             progress=_progress,
             kind=self._hardware.kind,
         )
+        fixed = {**wanted, **self._given}
         question = PlanInput(
             model=spec,
             cluster=build_cluster_spec(free, self._hardware, self._nodes),
             batch_sizes=(batch.batch_size,),
             seq_len=length,
-            precision=self._placeholder.precision or "no",
+            precision=fixed.pop("precision", self._placeholder.precision or "no"),
             optimizer=optimizers.optimizer_from_torch(optimizer, self._hardware.kind),
-            fixed_options={
-                name: value for name, value in self._given.items() if name != "precision"
-            },
+            fixed_options=fixed,
             offload_candidates=("none", "cpu"),
         )
         return search.search_plan(question)
@@ -231,30 +240,45 @@ def inspect_loader(loader: DataLoader[Any] | None, model: nn.Module) -> MicroBat
                 " decide for your batch."
             ),
         )
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    return inspect_first_batch(lambda: loader, model, size)
+
+
+def inspect_first_batch(
+    make_loader: Callable[[], DataLoader[Any]], model: nn.Module, batch_size: int | None
+) -> MicroBatch:
+    """Return the micro-batch of a loader.
+
+    Args:
+        make_loader: returns the loader; called in a forked child.
+        batch_size: samples in a batch of it, if known.
+    """
     # Reading from a data set changes its position and the random state, and may block forever; a
     # forked child has copies of both and a timeout.
     description = trace_module.call_in_fork(
-        lambda _: {"batch": _describe_first_batch(loader, model)},
+        lambda _: {"batch": _describe_first_batch(make_loader(), model)},
         timeout_s=FIRST_BATCH_TIMEOUT_S,
     ).get("batch")
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if description is None:
         return MicroBatch(
-            batch_size=size or 1,
+            batch_size=batch_size or 1,
             seq_len=None,
-            assumption="The loader's first batch could not be read: assumed its sequence length.",
+            assumption="The loader's first batch does not show its sequence length: assumed it.",
         )
     samples, tokens, call = description
     named = {
         name: (torch.Size(shape), getattr(torch, dtype)) for name, (shape, dtype) in call.items()
     }
-    return MicroBatch(batch_size=size or samples, seq_len=tokens, forward_inputs=named)
+    return MicroBatch(batch_size=batch_size or samples, seq_len=tokens, forward_inputs=named)
 
 
 def _describe_first_batch(
     loader: DataLoader[Any], model: nn.Module
-) -> tuple[int, int, dict[str, Any]]:
-    """Return batch size, tokens per sample and the arguments of a forward, as JSON types."""
+) -> tuple[int, int, dict[str, Any]] | None:
+    """Return batch size, tokens per sample and the arguments of a forward, as JSON types.
+
+    None if the batch has no tensors.
+    """
     # Loaded in this process, without the workers of the loader.
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):
         rows = list(itertools.islice(iter(loader.dataset), loader.batch_size or 1))
@@ -262,7 +286,11 @@ def _describe_first_batch(
         indices = next(iter(loader.batch_sampler or ([0],)))
         rows = [loader.dataset[index] for index in indices]
     batch = loader.collate_fn(rows)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # tree_leaves() does not know transformers' BatchEncoding
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors:  # TRL tokenizes the prompts of GRPO in the training step
+        return None
     samples, tokens = memory_probe.batch_shape_of(memory_probe.forward_inputs_of(tensors, {}))
     call: ForwardInputs = {}
     if isinstance(batch, Mapping):
@@ -327,4 +355,4 @@ def available_bytes(model: nn.Module | None = None) -> int:
 
 
 def _progress(text: str) -> None:
-    print(f"\rauto: {text}", end="", flush=True)  # noqa: T201 - one line that changes
+    print(f"{_ERASE_LINE}auto: {text}", end="", flush=True)  # noqa: T201 - one line that changes

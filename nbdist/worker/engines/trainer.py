@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import numbers
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed, nn
@@ -24,13 +26,15 @@ from torch.distributed.tensor import DTensor
 
 from nbdist import checkpoint
 from nbdist.checkpoint.name_validation import MANIFEST_NAME
-from nbdist.errors import OptionError, SwitchError
+from nbdist.errors import OptionError, PlanError, SwitchError
+from nbdist.planner import optimizers
 from nbdist.state.layouts.base import is_deepspeed_engine
 from nbdist.strategies import STRATEGIES
 from nbdist.worker import process_group
 from nbdist.worker.engines import accelerator_patch, deepspeed, training_arguments
-from nbdist.worker.engines.auto_strategy import MicroBatch
+from nbdist.worker.engines.auto_strategy import MicroBatch, inspect_first_batch
 from nbdist.worker.library_patches import patch, patched, when_imported
+from nbdist.worker.memory import memory_probe
 from nbdist.worker.training import (
     prepared_models,
     rebind_variables,
@@ -41,6 +45,8 @@ from nbdist.worker.training import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from torch.utils.data import DataLoader
 
     from nbdist.checkpoint import Url
     from nbdist.strategies import Options
@@ -79,6 +85,7 @@ def install(
 
 
 def _patch_trainer(reporter: Reporter, resume: Callable[..., Any]) -> None:
+    patch(f"{MODULE}:Trainer.__init__", _keep_data)
     patch(f"{MODULE}:Trainer.create_accelerator_and_postprocess", _with_session)
     patch(f"{MODULE}:Trainer.train", resume)
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
@@ -320,10 +327,68 @@ def _choose(trainer: Any, chooser: AutoStrategy) -> Options:
             "--auto needs the model, which Trainer creates later from model_init. Pass model="
             " or choose a backend."
         )
-    guess = "Assumed seq_len. Set it with nbdist.trainer_arguments(model, seq_len=...)."
-    batch_size = trainer.args.per_device_train_batch_size
-    batch = MicroBatch(batch_size=batch_size, seq_len=None, assumption=guess)
-    return chooser.decide(trainer.model, DEFAULT_OPTIMIZER, lambda: batch)
+    args = trainer.args
+    batch = functools.partial(
+        inspect_first_batch,
+        functools.partial(_train_loader, trainer),
+        trainer.model,
+        args.per_device_train_batch_size,
+    )
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
+    wanted: dict[str, Any] = {"precision": precision} if precision else {}
+    # transformers 5.23 has renamed it.
+    if getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing:
+        wanted["activation_checkpointing"] = True
+    return chooser.decide(trainer.model, _describe_optimizer(trainer), batch, wanted)
+
+
+def _keep_data(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the arguments of a Trainer: it sets its data after it has created its accelerator."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        self._nbdist_arguments = signature.bind(self, *args, **kwargs).arguments
+        init(self, *args, **kwargs)
+        del self._nbdist_arguments
+
+    return __init__
+
+
+def _train_loader(trainer: Any) -> DataLoader[Any]:
+    """Return the loader that a Trainer will use; in a forked child, because it changes it."""
+    from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
+    from transformers.utils.generic import find_labels
+
+    given = trainer._nbdist_arguments  # noqa: SLF001 - set above
+    tokenizer, collator = given.get("processing_class"), given.get("data_collator")
+    if collator is None:
+        is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
+        collator = DataCollatorWithPadding(tokenizer) if is_tokenizer else default_data_collator
+    # What Trainer.__init__ of transformers 5.23 sets later.
+    trainer.train_dataset, trainer.data_collator = given.get("train_dataset"), collator
+    trainer.processing_class, trainer._signature_columns = tokenizer, None  # noqa: SLF001
+    trainer.label_names = trainer.args.label_names or find_labels(type(trainer.model))
+    trainer._train_batch_size = trainer.args.per_device_train_batch_size  # noqa: SLF001
+    trainer.accelerator = SimpleNamespace(prepare=lambda loader: loader)
+    loader: DataLoader[Any] = trainer.get_train_dataloader()
+    return loader
+
+
+def _describe_optimizer(trainer: Any) -> Mapping[str, Any]:
+    given = trainer._nbdist_arguments  # noqa: SLF001 - set above
+    optimizer, _ = given.get("optimizers", (None, None))
+    if optimizer is not None:
+        return memory_probe.describe_optimizer(optimizer)
+    create = trainer.get_optimizer_cls_and_kwargs
+    cls, options = given.get("optimizer_cls_and_kwargs") or create(trainer.args, trainer.model)
+    # For its 8-bit optimizers, transformers 5.23 gives bitsandbytes' classes optim_bits=8.
+    name = cls.__name__ + {8: "8bit"}.get(options.get("optim_bits"), "")
+    try:
+        optimizers.find_optimizer(name)
+    except PlanError:
+        return DEFAULT_OPTIMIZER
+    return {"class": name, **options}
 
 
 def trainer_arguments(
