@@ -63,7 +63,6 @@ PATCHES: Mapping[str, LibraryPatch] = {
         "destroys DeepSpeed's engine at the start of a Trainer's second train()",
         "https://github.com/huggingface/transformers/issues/35073",
     ),
-    "accelerate.accelerator:Accelerator.clear": LibraryPatch("an alias of free_memory"),
     "accelerate.accelerator:Accelerator.backward": LibraryPatch(
         "count micro-batches, detect an interrupted pass; there is no hook"
     ),

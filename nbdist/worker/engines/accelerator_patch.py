@@ -184,7 +184,6 @@ def patch_accelerator(
     patch(f"{own}.prepare_model", lambda _: _prepare_model)
     patch(f"{own}.clip_grad_norm_", lambda _: _clip_grad_norm)
     patch(f"{own}.free_memory", lambda _: _free_memory)
-    patch(f"{own}.clear", lambda _: _free_memory)
     patch(f"{own}.backward", lambda f: prepared_models.wrap_backward(_release_before(f)))
     patch(f"{own}.save_state", _release_before)
     patch(f"{own}.load_state", _release_before)
