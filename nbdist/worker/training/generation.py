@@ -49,10 +49,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
             if prepared is None or not (kind := layouts.kind_of(prepared.model)).shards_parameters:
                 return original(self, *args, **kwargs)
-            is_local = whole_weights.is_gathered(prepared.model)
             # transformers 5.23 sets it under FSDP alone, and its Seq2SeqTrainer passes False.
-            kwargs["synced_gpus"] = not is_local and distributed.get_world_size() > 1
-            if is_local:
+            kwargs["synced_gpus"] = not prepared.is_whole and distributed.get_world_size() > 1
+            if prepared.is_whole:
                 return original(self, *args, **kwargs)
             process_group.require_all_ranks("generate() of a model with sharded parameters")
             # Also the model's own generate() may call a part of it, such as the encoder of a T5.

@@ -95,6 +95,8 @@ class PreparedModel:
     """Of a DDP model."""
     may_be_gathered: bool = False
     """There was a forward, which may leave parameters gathered, after the last backward."""
+    is_whole: bool = False
+    """It is inside of `nbdist.full_parameters`, where every rank has all parameters."""
 
     @property
     def model(self) -> nn.Module:

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import re
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,6 @@ _SHARD_ERRORS = re.compile(
     r"|tensor [ab] \(0\)|vec \(0\)|1x0|got \[0\] but|'weight' must be 2-D"  # zero3
 )
 """Messages of torch 2.13 if a shard or an empty tensor is used as a whole parameter."""
-_gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Prepared models inside of `full_parameters`."""
 
 
 @contextlib.contextmanager
@@ -45,21 +42,16 @@ def full_parameters(model: nn.Module) -> Iterator[nn.Module]:
     process_group.require_all_ranks("nbdist.full_parameters()")
     reference = prepared_models.find_model(model)
     prepared = reference and reference.prepared
-    if prepared is None or is_gathered(prepared.model):
+    if prepared is None or prepared.is_whole:
         yield _bare(model)
         return
     wrapper = engine_module(prepared.model)
     with layouts.kind_of(wrapper).full_parameters(wrapper):
-        _gathered.add(prepared.model)
+        prepared.is_whole = True
         try:
             yield _bare(wrapper)
         finally:
-            _gathered.discard(prepared.model)
-
-
-def is_gathered(model: nn.Module) -> bool:
-    """Return whether a prepared model is inside of `full_parameters`."""
-    return model in _gathered
+            prepared.is_whole = False
 
 
 def engine_module(model: nn.Module) -> nn.Module:
@@ -83,7 +75,7 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
             prepared is None
             or kwargs.get("state_dict") is not None  # a Trainer has gathered it
             or not layouts.kind_of(prepared.model).shards_parameters
-            or is_gathered(prepared.model)
+            or prepared.is_whole
             or self is not _bare(prepared.model)
         ):
             return original(self, *args, **kwargs)
@@ -126,7 +118,7 @@ def refuse_empty_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             reference = prepared_models.find_model(self)
             if (
                 reference is not None
-                and not is_gathered(reference.prepared.model)
+                and not reference.prepared.is_whole
                 and any(not p.numel() and hasattr(p, "ds_shape") for p in self.parameters())
             ):
                 raise CheckpointError(
@@ -149,7 +141,7 @@ def load_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
         reference = prepared_models.find_model(self)
         if (
             reference is None
-            or is_gathered(reference.prepared.model)
+            or reference.prepared.is_whole
             or not layouts.kind_of(reference.prepared.model).shards_parameters
         ):
             return original(self, state_dict, *args, **kwargs)
