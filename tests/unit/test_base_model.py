@@ -99,10 +99,3 @@ def test_a_repository_is_found_in_the_cache_of_the_hub(
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=r"some/model at revision 0123.* is not on this"):
         base_model.open_references(manifest(stored), list(frozen), bases)
-
-
-def test_a_model_from_a_config_has_no_base() -> None:
-    assert base_model.bases_of(llama()) == []
-    stored = base_model.find_references(shards(x=torch.ones(3)), [])
-    assert not stored.keys
-    assert "by value: their model was not loaded with from_pretrained" in stored.notes[0]

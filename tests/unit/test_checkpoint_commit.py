@@ -130,21 +130,6 @@ def test_abort_removes_drafts_alone(root: Path) -> None:
     assert names(root) == ["a"]
 
 
-def test_a_report_counts_once_it_is_whole(root: Path) -> None:
-    draft = FolderStorage(root).begin("a")
-    parts = [
-        small_checkpoints.write(draft.location / f"model-{rank:05d}-0.safetensors")
-        for rank in range(4)
-    ]
-    for rank in (0, 2):
-        draft.write_report(rank, [parts[rank]], {})
-    (draft.location / "part-00003.json").write_text('[{"name":"a"')
-    assert draft.read_reports(range(4)).keys() == {0, 2}
-    for rank in (1, 3):
-        draft.write_report(rank, [parts[rank]], {})
-    assert small_checkpoints.files_of(draft, 4) == tuple(parts)
-
-
 @pytest.mark.parametrize("how", ["missing", "short", "unnamed"])
 def test_what_ranks_wrote_is_there_at_the_commit(root: Path, how: str) -> None:
     draft = FolderStorage(root).begin("a")

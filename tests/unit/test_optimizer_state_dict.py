@@ -62,11 +62,6 @@ def test_quantized_state_is_torn_down_to_its_tensors() -> None:
     assert torch.equal(fresh.state[new]["held"].dequantize(), quantized.dequantize())
 
 
-def test_a_function_in_the_state_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"Other contains state\.0\.held, of type function"):
-        optimizer_state_dict.flatten(Other([parameter()], lambda: 1))
-
-
 @pytest.mark.parametrize("damage", ["class", "shapes", "rest"])
 def test_state_of_something_else_is_refused(damage: str) -> None:
     tree, tensors = optimizer_state_dict.flatten(Other([parameter()], torch.ones(3)))
