@@ -128,7 +128,7 @@ def why_not_reshardable(cls: type) -> str:
     class_names = {
         base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES
     }
-    if class_names & ELEMENTWISE_OPTIMIZERS and not class_names & _NOT_ELEMENTWISE:
+    if class_names & ELEMENTWISE_OPTIMIZERS:
         return ""
     return (
         f"{cls.__name__} is not known to update parameters element-wise, so its state cannot be"
@@ -142,7 +142,6 @@ def is_reshardable(optimizer: Optimizer) -> bool:
 
 
 _LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
-_NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "Shampoo", "SparseAdam"})
 
 
 def group_options(optimizer: Optimizer) -> list[GroupOptions]:
