@@ -366,12 +366,11 @@ REFUSED = textwrap.dedent(
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        ("torch.optim.Adafactor", "Adafactor is not known to update parameters element-wise"),
         ("muon", "Muon is not known to update parameters element-wise"),
         ("Adam8bit", "Adam8bit is not known to update parameters element-wise"),
         ("Blockwise", "state 'scale' of .* not element-wise"),
     ],
-    ids=["adafactor", "muon", "unknown", "blockwise"],
+    ids=["muon", "unknown", "blockwise"],
 )
 def test_state_that_cannot_be_cut_is_refused(trained: Session, make: str, why: str) -> None:
     trained.run(MODELS + REFUSED)
