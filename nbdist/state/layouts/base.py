@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -310,6 +311,18 @@ def unwrap_compiled(model: nn.Module) -> nn.Module:
     """Return the module inside torch.compile's wrapper."""
     inner = getattr(model, "_orig_mod", None)
     return unwrap_compiled(inner) if isinstance(inner, nn.Module) else model
+
+
+def fsdp2_units(model: nn.Module) -> list[Any]:
+    """Return the units of a model under FSDP2, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def fsdp2_parameters(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's own objects for the parameters of a model."""
+    for unit in fsdp2_units(model):
+        for group in fsdp2_param_groups(unit):
+            yield from group.fsdp_params
 
 
 def fsdp2_param_groups(unit: Any) -> list[Any]:

@@ -23,7 +23,7 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as Fsdp2TrainingState
 from torch.distributed.tensor import DTensor, Replicate
@@ -38,6 +38,7 @@ from nbdist.state.layouts.base import (
     bare_name,
     check_group_size,
     fsdp2_param_groups,
+    fsdp2_units,
 )
 from nbdist.state.shards import Shard
 
@@ -198,18 +199,17 @@ class Fsdp2Layout(Layout):
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reshard all units first."""
         super().__init__(model, optimizers)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()  # noqa: SLF001
-                if state._is_root and state._training_state != Fsdp2TrainingState.IDLE:  # noqa: SLF001
-                    reset_iteration(module)
-                module.reshard()
+        for unit in fsdp2_units(model):
+            state = unit._get_fsdp_state()  # noqa: SLF001
+            if state._is_root and state._training_state != Fsdp2TrainingState.IDLE:  # noqa: SLF001
+                reset_iteration(unit)
+            unit.reshard()
 
     @classmethod
     @contextlib.contextmanager
     def full_parameters(cls, model: nn.Module) -> Iterator[None]:
         """Gather all units, and keep them gathered after a forward."""
-        units = _units(model)
+        units = fsdp2_units(model)
         for unit in units:
             _initialize(unit)
         groups = [group for unit in units for group in fsdp2_param_groups(unit)]
@@ -234,7 +234,7 @@ class Fsdp2Layout(Layout):
     @contextlib.contextmanager
     def root_parameters(cls, model: nn.Module) -> Iterator[None]:
         """Gather the root unit."""
-        root = _units(model)[0]
+        root = fsdp2_units(model)[0]
         _initialize(root)
         try:
             root.unshard()
@@ -281,11 +281,6 @@ class Fsdp2Layout(Layout):
             num_replicas=mesh.size(0) if cut else 1,
             optimizer_tensor=self.optimizer_tensor_or_none(parameter),
         )
-
-
-def _units(model: nn.Module) -> list[Any]:
-    """Return the units of a model, the root first."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reset_iteration(root: Any) -> None:

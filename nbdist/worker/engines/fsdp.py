@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units
-from nbdist.state.layouts.base import fsdp2_param_groups, unwrap_compiled
+from nbdist.state.layouts.base import fsdp2_parameters, fsdp2_units, unwrap_compiled
 from nbdist.state.layouts.fsdp import reset_iteration
 from nbdist.worker.engines import wrap_policy
 from nbdist.worker.library_patches import patch
@@ -237,11 +237,9 @@ def reset_iteration_state(model: nn.Module) -> None:
     Each forward adds to the order in which a backward prefetches all-gathers, and the order of
     interrupted ranks may differ.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()  # noqa: SLF001 - torch 2.13 has no public name
-            if state._is_root:  # noqa: SLF001
-                reset_iteration(module)
+    for unit in fsdp2_units(model):
+        if unit._get_fsdp_state()._is_root:  # noqa: SLF001 - torch 2.13 has no public name
+            reset_iteration(unit)
 
 
 def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> None:
@@ -254,17 +252,11 @@ def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> N
         model: a prepared model.
         shards: ids of the parameters whose gradients are dropped; all if None.
     """
-    for parameter in _fsdp_parameters(model):
+    for parameter in fsdp2_parameters(model):
         if shards is None or id(parameter.sharded_param) in shards:
             parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
-
-
-def _fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        for group in fsdp2_param_groups(module) if isinstance(module, FSDPModule) else ():
-            yield from group.fsdp_params
 
 
 def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
@@ -280,7 +272,7 @@ def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
         for model in itertools.filterfalse(is_stale, _sharded):
             shards = {
                 id(getattr(each, "_unsharded_param", None)): each.sharded_param
-                for each in _fsdp_parameters(model)
+                for each in fsdp2_parameters(model)
             }
             if not shards.keys().isdisjoint(map(id, parameters)):
                 parameters[:] = [shards.get(id(each), each) for each in parameters]
@@ -341,9 +333,8 @@ def _prepare_model_only(
 
 def _reshard(model: nn.Module) -> None:
     """Reshard a model, so that its parameters are the shards, as those of its optimizer."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in fsdp2_units(model):
+        unit.reshard()
 
 
 def _prepare_without_model(

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._pytree import tree_leaves
 
-from nbdist.state.layouts.base import fsdp2_param_groups
+from nbdist.state.layouts.base import fsdp2_parameters
 from nbdist.worker.training import rebind_variables
 
 if TYPE_CHECKING:
@@ -103,15 +102,11 @@ def gradients(model: nn.Module) -> list[Any]:
     tensors: list[Any] = [parameter.grad for parameter in model.parameters()]
     for flat in _flat_parameters(model):
         tensors += [flat.grad, getattr(flat, "_saved_grad_shard", None)]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # FSDP2's parameter objects hold unsharded gradients between micro-batches.
-            for group in fsdp2_param_groups(module):
-                for parameter in group.fsdp_params:
-                    # There is no unsharded parameter before the first all-gather.
-                    unsharded = getattr(parameter, "_unsharded_param", None)
-                    tensors.append(parameter.unsharded_accumulated_grad)
-                    tensors.append(getattr(unsharded, "grad", None))
+    # FSDP2's parameter objects hold unsharded gradients between micro-batches.
+    for parameter in fsdp2_parameters(model):
+        # There is no unsharded parameter before the first all-gather.
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        tensors += [parameter.unsharded_accumulated_grad, getattr(unsharded, "grad", None)]
     return [*tensors, *_zero_tensors(model, _ZERO["gradients"])]
 
 
