@@ -3,7 +3,7 @@
 A switch rebuilds model, optimizer and their wrappers. Each variable that was bound to an old
 object is bound to the new one, and so are the attributes of Trainers, their parts, and collators.
 Other references to an old object (in a list or a closure) cannot be found reliably: the old object
-is invalidated, which frees its memory, and raises SwitchError when it is used.
+is invalidated and raises SwitchError when it is used. `state.layouts.free_model` frees its memory.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class ReplacementMap:
             self.rebind_attributes(child)
 
     def invalidate(self, reason: str) -> None:
-        """Free the memory of old objects, and make them raise SwitchError when they are used.
+        """Make old objects raise SwitchError when they are used.
 
         Those without a replacement: modules, optimizers and tensors. Objects of other types are
-        not changed.
+        not changed. Modules and optimizers also lose what they refer to.
 
         Args:
             reason: error message: what happened and what to use instead.
@@ -84,11 +84,6 @@ class ReplacementMap:
                 vars(old).clear()
                 old.__class__ = _stale_class(type(old), reason)
             elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
-                if isinstance(old, DTensor):
-                    old._local_tensor = torch.empty(0)  # noqa: SLF001 - its memory
-                else:
-                    old.data = torch.empty(0)
-                old.grad = None
                 old.__class__ = _stale_class(type(old), reason)
 
 
