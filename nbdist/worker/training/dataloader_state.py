@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, SkipBatchSampler
 from torch import distributed
 
 from nbdist.worker.library_patches import patch
@@ -217,24 +217,15 @@ def _skip_batches(
         first = list(itertools.islice(batches, 1))
     finally:
         vars(base)["batch_sampler"] = inner
-        skipping.count = 0
+        skipping.skip_batches = 0
     return itertools.chain(first, batches)
 
 
-class _SkipFirstBatches:
-    """Batch sampler that skips its first `count` batches."""
-
-    def __init__(self, inner: Any, count: int) -> None:
-        self._inner, self.count = inner, count
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from itertools.islice(self._inner, self.count, None)
-
-    def __len__(self) -> int:
-        return len(self._inner)
+class _SkipFirstBatches(SkipBatchSampler):  # type: ignore[misc]
+    """Accelerate's sampler, with the attributes of the one inside of it."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.batch_sampler, name)
 
 
 def _sampler(loader: Any) -> Any:
