@@ -7,30 +7,15 @@ from __future__ import annotations
 
 import json
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
-from tests.doubles import foreign_checkpoints as foreign
 from tests.doubles.foreign_checkpoints import Bomb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-    Writer = Callable[[Path, Path], None]
-
-
-# -- checkpoints of others: folder, marker -> None
-
-
-def bare_pickle(folder: Path, marker: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(marker)))
-
-
-def pt_alone(folder: Path, marker: Path) -> None:
-    torch.save(Bomb(marker), folder / "model.pt")
 
 
 def custom_checkpoint(folder: Path, marker: Path) -> None:
@@ -38,27 +23,6 @@ def custom_checkpoint(folder: Path, marker: Path) -> None:
     (folder / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / "scheduler.bin").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / "random_states_0.pkl").write_bytes(pickle.dumps(Bomb(marker)))
-
-
-def safetensors(header: bytes, length: int | None = None) -> Writer:
-    def write(folder: Path, _: Path) -> None:
-        size = len(header) if length is None else length
-        content = size.to_bytes(8, "little") + header + bytes(8)
-        (folder / "model.safetensors").write_bytes(content)
-
-    return write
-
-
-def from_tests(write: Callable[[Path, Any], None]) -> Writer:
-    return lambda folder, marker: write(folder, foreign.Bomb(marker))
-
-
-FOREIGN: dict[str, Writer] = {
-    "a bare pickle": bare_pickle,
-    "an object in a .pt": pt_alone,
-    **{write.__name__: from_tests(write) for write in foreign.HOSTILE},
-    "a header of 2**63 bytes": safetensors(b"{}", 2**63),
-}
 
 
 # -- configs

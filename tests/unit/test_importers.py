@@ -45,6 +45,8 @@ def test_nothing_runs_without_trust(write: Callable[[Path, Any], None], tmp_path
     words = str(caught.value)
     assert "--trust" in words
     assert "runs any code" in words
+    assert "\n" not in words
+    assert len(words) < 1000
 
 
 @pytest.mark.parametrize("write", [bomb_pt, bomb_metadata], ids=lambda write: write.__name__)
