@@ -190,10 +190,7 @@ def patch_accelerate() -> None:
 def _patch_deepspeed() -> None:
     """Patch DeepSpeed so that engines can be garbage collected, and its NVMe offload is right."""
     for module in ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2"):
-        patch(
-            f"deepspeed.runtime.{module}:register_grad_hook",
-            lambda register: lambda parameter, hook: EngineBoundHook(register, parameter, hook),
-        )
+        patch(f"deepspeed.runtime.{module}:register_grad_hook", _bind_to_engine)
     name = "PartitionedParameterCoordinator"
     patch(
         f"deepspeed.runtime.zero.partitioned_param_coordinator:{name}._{name}__params_to_release",
@@ -361,34 +358,25 @@ def _check_clipping(original: Callable[..., Any]) -> Callable[..., Any]:
     return clip
 
 
-class EngineBoundHook:
-    """Gradient hook of DeepSpeed that lives as long as its engine.
+def _bind_to_engine(register: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a gradient hook live as long as its engine, whose list of handles then refers to it.
 
     In torch 2.13 a post-accumulate-grad hook is not visible to the garbage collector, so a hook
     that references its parameter, as all of DeepSpeed's do, would keep the engine alive forever.
-    The parameter gets a hook with a weak reference to the real one; the engine's list of handles
-    holds the real one.
     """
 
-    def __init__(
-        self,
-        register: Callable[[torch.Tensor, Callable[..., None]], Any],
-        parameter: torch.Tensor,
-        hook: Callable[..., None],
-    ) -> None:
-        """Register `hook` on `parameter` with DeepSpeed's `register`."""
+    def register_bound(parameter: torch.Tensor, hook: Callable[..., None]) -> Any:
         reference = weakref.ref(hook)
 
         def call(*args: Any) -> None:
             if (real := reference()) is not None:
                 real(*args)
 
-        self._hook = hook
-        self._handle = register(parameter, call)
+        handle = register(parameter, call)
+        handle.hook = hook
+        return handle
 
-    def remove(self) -> None:
-        """Remove the hook, as torch's handle does."""
-        self._handle.remove()
+    return register_bound
 
 
 def _cache_on_instance(cached: Callable[..., Any]) -> Callable[..., Any]:
