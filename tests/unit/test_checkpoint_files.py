@@ -151,16 +151,6 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
     assert shard_io.read_shards(path, checkpoint.verify_files(path), nothing) == 0
 
 
-def test_a_box_of_a_tensor_is_in_a_file_of_its_own(tmp_path: Path) -> None:
-    full = {"model.cube": torch.randn(4, 4, 4)}
-    path = save(tmp_path, full, cut=lambda *_: [(1, 20), (20, 63)])  # one interval: five boxes
-    names = sorted(file.name for file in path.glob("*.safetensors"))
-    assert names == [f"model-00000-{number}.safetensors" for number in range(5)]
-    for name in names:
-        with safe_open(path / name, framework="pt") as file:
-            assert list(file.keys()) == ["model.cube"]
-
-
 def test_numbers_are_converted(tmp_path: Path) -> None:
     full = {"model.w": torch.randn(50, 7)}
     path = save(tmp_path, full, ranks=2)

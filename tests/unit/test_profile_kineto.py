@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -67,23 +66,6 @@ def test_calls_of_a_process_group_have_bytes_and_group(
     found = recorded(calls).comms
     assert [(one.group, one.bytes) for one in found] == [("3", 400), ("0", 40)]
     assert all(one.span[0] < one.span[1] for one in found)
-
-
-def test_what_others_write_to_stderr_while_a_profile_starts_is_not_lost(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recorder = kineto.KinetoRecorder(torch.device("cpu"), shapes=False)
-    profile = recorder._profile
-    start = profile.start
-
-    def slow() -> None:
-        os.write(2, b"NCCL WARN of another thread\n")
-        start()
-
-    monkeypatch.setattr(profile, "start", slow)
-    recorder.start()
-    recorder.stop()
-    assert "NCCL WARN of another thread" in capfd.readouterr().err
 
 
 def test_kineto_writes_nothing_of_its_own() -> None:
