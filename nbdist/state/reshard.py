@@ -15,9 +15,10 @@ import torch
 
 from nbdist.errors import SwitchError
 from nbdist.state import collectives
+from nbdist.state.shards import pieces_within
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from nbdist.state.shards import Shard, ShardMap, ShardPiece
 
@@ -50,14 +51,6 @@ class _TransferWindow(NamedTuple):
     key: str
     start: int
     stop: int
-
-
-class _TransferSegment(NamedTuple):
-    """Elements of a key to send to or receive from a rank, with this rank's view of them."""
-
-    start: int
-    stop: int
-    view: torch.Tensor
 
 
 @torch.no_grad()
@@ -95,25 +88,14 @@ def reshard(source: ShardMap, target: ShardMap) -> int:
         if key in target and key in source:
             # what this rank both owns and needs
             for piece in target[key].pieces:
-                for start, stop, view in _overlapping_parts(
-                    source[key].pieces, piece.start, piece.stop
-                ):
+                own = pieces_within(source[key].pieces, piece.start, piece.stop)
+                for start, stop, view in own:
                     target_view = piece.view[start - piece.start : stop - piece.start]
                     target_view.copy_(view, non_blocking=True)
     sent = sum(plan.exchange(batch) for batch in plan.busy()) if plan.world > 1 else 0
     if torch.cuda.is_available():  # the copies are asynchronous
         torch.cuda.current_stream().synchronize()
     return sent
-
-
-def _overlapping_parts(
-    pieces: Iterable[ShardPiece], start: int, stop: int
-) -> Iterator[_TransferSegment]:
-    """Yield the parts of pieces that are in an interval."""
-    for piece in pieces:
-        low, high = max(start, piece.start), min(stop, piece.stop)
-        if low < high:
-            yield _TransferSegment(low, high, piece.view[low - piece.start : high - piece.start])
 
 
 class _ReshardPlan:
@@ -189,9 +171,9 @@ class _ReshardPlan:
         if batch:
             yield batch
 
-    def _sends(self, batch: Sequence[_TransferWindow]) -> list[list[_TransferSegment]]:
+    def _sends(self, batch: Sequence[_TransferWindow]) -> list[list[ShardPiece]]:
         """Return the segments that this rank owns and sends to each rank."""
-        sends: list[list[_TransferSegment]] = [[] for _ in range(self.world)]
+        sends: list[list[ShardPiece]] = [[] for _ in range(self.world)]
         for rank, (table, segments) in enumerate(zip(self._tables, sends, strict=True)):
             for key, first, last in batch:
                 if rank == self._rank or key not in self._source or key not in table:
@@ -199,10 +181,10 @@ class _ReshardPlan:
                 pieces = self._source[key].pieces
                 for start, stop in table[key].wanted:
                     low, high = max(start, first), min(stop, last)
-                    segments.extend(_overlapping_parts(pieces, low, high))
+                    segments.extend(pieces_within(pieces, low, high))
         return sends
 
-    def _segments_from(self, other: int, window: _TransferWindow) -> Iterator[_TransferSegment]:
+    def _segments_from(self, other: int, window: _TransferWindow) -> Iterator[ShardPiece]:
         """Yield the segments of a window that this rank needs and another rank owns."""
         if window.key not in self._target or window.key not in self._tables[other]:
             return
@@ -213,7 +195,7 @@ class _ReshardPlan:
                 if start >= piece.stop:
                     break
                 low, high = max(start, window.start), min(stop, window.stop)
-                yield from _overlapping_parts([piece], low, high)
+                yield from pieces_within([piece], low, high)
 
     def exchange(self, batch: Sequence[_TransferWindow]) -> int:
         """Send and receive a batch; return the bytes that this rank sent. A collective."""
@@ -267,5 +249,5 @@ def _intervals(shard: Shard | None) -> list[Interval]:
     return sorted((piece.start, piece.stop) for piece in shard.pieces) if shard else []
 
 
-def _padded_size(part: _TransferSegment, dtype: torch.dtype) -> int:
+def _padded_size(part: ShardPiece, dtype: torch.dtype) -> int:
     return -(-(part.stop - part.start) * dtype.itemsize // _ALIGNED) * _ALIGNED

@@ -35,6 +35,7 @@ from nbdist.state.shards import (
     chunk_to_intervals,
     interval_to_chunks,
     joined_intervals,
+    pieces_within,
 )
 from nbdist.state.tensor_index import (
     TensorIndex,
@@ -140,8 +141,8 @@ def _owned_chunks(shard: Shard, rank: int) -> Iterator[tuple[int, Chunk]]:
 def _content(chunk: _ShardChunk) -> Iterator[memoryview]:
     """Yield the bytes of a chunk, without a copy if they are in host memory."""
     start, stop = chunk.start, chunk.start + math.prod(chunk.stored.shape)
-    for piece in chunk.shard.pieces:
-        view = piece.view[max(start - piece.start, 0) : max(stop - piece.start, 0)].detach()
+    for piece in pieces_within(chunk.shard.pieces, start, stop):
+        view = piece.view.detach()
         if view.device.type == "cpu":
             yield tensor_as_bytes(view)
         else:
@@ -405,10 +406,7 @@ def write_regions(
     """
     written = 0
     for path, offset, dtype, key, start, stop in regions:
-        for piece in shards[key].pieces if key in shards else ():
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            if low < high:
-                view = piece.view[low - piece.start : high - piece.start]
-                place = offset + (low - start) * dtype.itemsize
-                written += files.write_tensor(path, view, dtype, place)
+        for piece in pieces_within(shards[key].pieces if key in shards else (), start, stop):
+            place = offset + (piece.start - start) * dtype.itemsize
+            written += files.write_tensor(path, piece.view, dtype, place)
         on_progress(written)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _CHUNK_BYTES = 256 << 20
 """Size of one allocation of pinned memory; torch 2.13 rounds each up to a power of two."""
@@ -83,6 +83,14 @@ def empty_pinned_cache() -> None:
     """Free unused pinned memory, which torch 2.13 caches otherwise."""
     if torch.cuda.is_initialized():
         torch._C._host_emptyCache()  # noqa: SLF001
+
+
+def pieces_within(pieces: Iterable[ShardPiece], start: int, stop: int) -> Iterator[ShardPiece]:
+    """Yield the parts of pieces that are in an interval, as views."""
+    for piece in pieces:
+        low, high = max(start, piece.start), min(stop, piece.stop)
+        if low < high:
+            yield ShardPiece(low, high, piece.view[low - piece.start : high - piece.start])
 
 
 def joined_intervals(shard: Shard) -> list[tuple[int, int]]:
