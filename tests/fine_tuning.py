@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from tests.models import llama
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NUM_ROWS = 32
 WORDS = (
@@ -128,17 +129,6 @@ def sft_trainer(
         quantization_config=quantization_config,
         peft_config=config(**ADAPTERS[adapter]) if adapter else None,
     )
-
-
-def saved_weights(folder: str | Path) -> dict[str, Any]:
-    files = list(Path(folder).glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
-    """Return the largest difference of two sets of weights with the same names."""
-    assert first.keys() == second.keys() != set()
-    return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 if __name__ == "__main__":  # a script in one process, without nbdist

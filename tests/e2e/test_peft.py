@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from safetensors.torch import load_file
 
 from nbdist import CellError, Session
 from nbdist.strategies import STRATEGIES
@@ -15,7 +17,6 @@ from tests import engines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # Otherwise every parameter of a tiny model is on every rank.
 SHARD_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -67,47 +68,42 @@ def of_one_process(
     known: dict[str, dict[str, Any]] = {}
 
     def weights(adapter: str) -> dict[str, Any]:
-        from tests import fine_tuning
-
         if adapter not in known:
             output = str(tmp_path_factory.mktemp("single"))
             given = {"folder": folder, "output": output, "adapter": adapter}
             given["per_device_train_batch_size"] = 8
             command = [sys.executable, "-m", "tests.fine_tuning", json.dumps(given)]
             subprocess.run(command, check=True, capture_output=True, timeout=200)
-            known[adapter] = fine_tuning.saved_weights(output)
+            known[adapter] = saved_weights(output)
         return known[adapter]
 
     return weights
 
 
-def trained(session: Session, output: Path, adapter: str) -> dict[str, Any]:
-    from tests import fine_tuning
+def saved_weights(folder: str | Path) -> dict[str, Any]:
+    files = list(Path(folder).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
+
+def largest_difference(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """Return the largest difference of two sets of weights with the same names."""
+    assert first.keys() == second.keys() != set()
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def trained(session: Session, output: Path, adapter: str) -> dict[str, Any]:
     session.run(
         f"trainer = sft_trainer(folder, {str(output)!r}, {adapter!r},"
         " per_device_train_batch_size=4)\n"
         "trainer.train()\n"
         "trainer.save_model()"
     )
-    return fine_tuning.saved_weights(output)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-@EVERY_BACKEND
-def test_an_adapter_is_trained_as_in_one_process(
-    backend: Session, of_one_process: Callable[[str], dict[str, Any]], tmp_path: Path
-) -> None:
-    from tests import fine_tuning
-
-    weights = trained(backend, tmp_path, "lora")
-    assert fine_tuning.largest_difference(weights, of_one_process("lora")) < TOLERANCE
+    return saved_weights(output)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("adapter", ["dora", "modules_to_save", "prompt"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "modules_to_save", "prompt"])
 @EVERY_BACKEND
 def test_every_kind_of_adapter_is_trained_as_in_one_process(
     backend: Session,
@@ -115,10 +111,8 @@ def test_every_kind_of_adapter_is_trained_as_in_one_process(
     of_one_process: Callable[[str], dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    from tests import fine_tuning
-
     weights = trained(backend, tmp_path, adapter)
-    assert fine_tuning.largest_difference(weights, of_one_process(adapter)) < TOLERANCE
+    assert largest_difference(weights, of_one_process(adapter)) < TOLERANCE
 
 
 @pytest.mark.nightly
@@ -127,8 +121,6 @@ def test_every_kind_of_adapter_is_trained_as_in_one_process(
 def test_resume_from_checkpoint_loses_nothing_of_the_adapter(
     backend: Session, tmp_path: Path
 ) -> None:
-    from tests import fine_tuning
-
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     backend.run(
         f"trainer = sft_trainer(folder, {str(straight)!r}, 'lora', save_strategy='steps',"
@@ -139,15 +131,13 @@ def test_resume_from_checkpoint_loses_nothing_of_the_adapter(
         f"trainer.train(resume_from_checkpoint={str(straight / 'checkpoint-2')!r})\n"
         "trainer.save_model()"
     )
-    first, second = map(fine_tuning.saved_weights, (straight, resumed))
-    assert fine_tuning.largest_difference(first, second) == 0
+    first, second = map(saved_weights, (straight, resumed))
+    assert largest_difference(first, second) == 0
 
 
 @pytest.mark.timeout(300)
 @ZERO2_FIRST
 def test_save_and_load_lose_nothing_of_the_adapter(backend: Session, tmp_path: Path) -> None:
-    from tests import fine_tuning
-
     two, four, again = (tmp_path / name for name in ("two", "four", "again"))
     backend.run(
         f"trainer = sft_trainer(folder, {str(two)!r}, 'lora', max_steps=2)\n"
@@ -158,9 +148,9 @@ def test_save_and_load_lose_nothing_of_the_adapter(backend: Session, tmp_path: P
     backend.run(f"trainer.train()\ntrainer.save_model({str(four)!r})")
     backend.load("adapter")
     backend.run(f"trainer.train()\ntrainer.save_model({str(again)!r})")
-    after_two, after_four, repeated = map(fine_tuning.saved_weights, (two, four, again))
-    assert fine_tuning.largest_difference(after_four, repeated) == 0
-    assert fine_tuning.largest_difference(after_two, after_four) > TOLERANCE
+    after_two, after_four, repeated = map(saved_weights, (two, four, again))
+    assert largest_difference(after_four, repeated) == 0
+    assert largest_difference(after_two, after_four) > TOLERANCE
 
 
 @pytest.mark.nightly
@@ -170,8 +160,6 @@ def test_save_and_load_lose_nothing_of_the_adapter(backend: Session, tmp_path: P
 def test_save_pretrained_writes_what_save_model_writes(
     backend: Session, adapter: str, tmp_path: Path
 ) -> None:
-    from tests import fine_tuning
-
     ours, theirs = tmp_path / "save_pretrained", tmp_path / "save_model"
     backend.run(
         f"trainer = sft_trainer(folder, {str(theirs)!r}, {adapter!r}, max_steps=1)\n"
@@ -179,15 +167,13 @@ def test_save_pretrained_writes_what_save_model_writes(
         "trainer.save_model()\n"
         f"trainer.model.save_pretrained({str(ours)!r})"
     )
-    first, second = map(fine_tuning.saved_weights, (ours, theirs))
-    assert fine_tuning.largest_difference(first, second) == 0
+    first, second = map(saved_weights, (ours, theirs))
+    assert largest_difference(first, second) == 0
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_path: Path) -> None:
-    from tests import fine_tuning
-
     before, after, trained_on = (tmp_path / name for name in ("before", "after", "trained_on"))
     with Session(nproc=2, backend="fsdp2") as session:
         session.run(
@@ -202,9 +188,9 @@ def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_pat
             "trainer.train()\n"
             f"trainer.save_model({str(trained_on)!r})"
         )
-    weights = {path: fine_tuning.saved_weights(path) for path in (before, after, trained_on)}
-    assert fine_tuning.largest_difference(weights[before], weights[after]) == 0
-    assert fine_tuning.largest_difference(weights[after], weights[trained_on]) > TOLERANCE
+    weights = {path: saved_weights(path) for path in (before, after, trained_on)}
+    assert largest_difference(weights[before], weights[after]) == 0
+    assert largest_difference(weights[after], weights[trained_on]) > TOLERANCE
 
 
 @pytest.mark.nightly
@@ -213,8 +199,6 @@ def test_an_adapter_moves_from_fsdp2_to_zero3_and_trains_on(folder: str, tmp_pat
 def test_a_4_bit_base_is_trained_with_an_adapter_or_refused(
     backend: Session, tmp_path: Path
 ) -> None:
-    from tests import fine_tuning
-
     pytest.importorskip("bitsandbytes")
     cell = QUANTIZED.format(config=NF4, output=str(tmp_path))
     if backend.status()["options"]["backend"] == "fsdp1":
@@ -224,7 +208,7 @@ def test_a_4_bit_base_is_trained_with_an_adapter_or_refused(
     losses = backend.run(cell).values[0]
     # A 4-bit Llama of this seed, trained by one process.
     assert losses == pytest.approx([4.0, 3.9], abs=0.2)
-    assert len(fine_tuning.saved_weights(tmp_path)) == 8
+    assert len(saved_weights(tmp_path)) == 8
 
 
 @pytest.mark.nightly
@@ -296,8 +280,6 @@ def test_weights_without_collectives_are_refused_in_one_sentence(folder: str) ->
 def test_a_merge_into_partitioned_parameters_is_refused(
     folder: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    from tests import fine_tuning
-
     with Session(nproc=2, **options) as session:
         session.run(
             "from peft import PeftModel\n"
@@ -316,8 +298,8 @@ def test_a_merge_into_partitioned_parameters_is_refused(
             f"merged = PeftModel.from_pretrained(base, {str(tmp_path)!r}).merge_and_unload()\n"
             f"merged.save_pretrained({str(tmp_path / 'merged')!r}) if rank == 0 else None"
         )
-    before, after = map(fine_tuning.saved_weights, (folder, tmp_path / "merged"))
-    assert fine_tuning.largest_difference(before, after) > 1e-3
+    before, after = map(saved_weights, (folder, tmp_path / "merged"))
+    assert largest_difference(before, after) > 1e-3
 
 
 @ZERO2_FIRST
