@@ -17,7 +17,7 @@ from nbdist.worker import report as report_module
 from nbdist.worker.report import PinnedScalarPool, Reporter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 Row = dict[str, float]
 
@@ -41,39 +41,46 @@ class Kernel:
         return [row[name] for row in self.rows if name in row]
 
 
-class FakeCopies:
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = dict(tensors)
-        self.arrived = False
-
-    def is_ready(self) -> bool:
-        return self.arrived
-
-    def values(self) -> dict[str, float]:
-        return {name: tensor.item() for name, tensor in self.tensors.items()}
-
-
 @pytest.fixture
 def kernel() -> Kernel:
     return Kernel()
 
 
+class FakeEvent:
+    passed = False
+    broken = False
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError("device-side assert")
+        return self.passed
+
+
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> list[FakeCopies]:
-    """bfloat16 tensors count as tensors of a device; their copies arrive when told to."""
-    started: list[FakeCopies] = []
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """CPU tensors in place of CUDA's, in `report()` those in bfloat16; events pass when told."""
+    events: list[FakeEvent] = []
 
-    def copy_async(_pool: PinnedScalarPool, tensors: Mapping[str, torch.Tensor]) -> FakeCopies:
-        started.append(FakeCopies(tensors))
-        return started[-1]
+    def record_event() -> FakeEvent:
+        events.append(FakeEvent())
+        return events[-1]
 
+    genuine = torch.empty
+
+    def empty(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        assert pin_memory
+        return genuine(*size, **options)
+
+    stream = types.SimpleNamespace(record_event=record_event)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: t.dtype is torch.bfloat16))
-    monkeypatch.setattr(PinnedScalarPool, "copy_async", copy_async)
-    return started
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return events
 
 
 @pytest.fixture
-def reporter(kernel: Kernel, copies: list[FakeCopies]) -> Iterator[Reporter]:  # noqa: ARG001
+def reporter(kernel: Kernel, cuda: list[FakeEvent]) -> Iterator[Reporter]:  # noqa: ARG001
     reporter = Reporter(kernel)
     yield reporter
     reporter.close()
@@ -179,14 +186,14 @@ def test_many_rows_make_few_batches_and_keep_their_order(
 
 
 def test_a_device_value_is_published_when_it_arrives_and_not_overtaken(
-    reporter: Reporter, kernel: Kernel, copies: list[FakeCopies]
+    reporter: Reporter, kernel: Kernel, cuda: list[FakeEvent]
 ) -> None:
     reporter.report(loss=1.0)
     reporter.report(lr=0.5, loss=device_tensor(2), hits=3)
     reporter.report(loss=4.0)
     assert not reporter.flush(0)
     assert kernel.column("loss") == [1.0]
-    copies[0].arrived = True
+    cuda[0].passed = True
     assert reporter.flush(0)
     assert kernel.column("loss") == [1.0, 2.0, 4.0]
     assert list(kernel.rows[1]) == ["step", "time", "lr", "loss", "hits"]
@@ -194,10 +201,10 @@ def test_a_device_value_is_published_when_it_arrives_and_not_overtaken(
 
 
 def test_the_thread_waits_for_device_values_too(
-    reporter: Reporter, kernel: Kernel, copies: list[FakeCopies]
+    reporter: Reporter, kernel: Kernel, cuda: list[FakeEvent]
 ) -> None:
     reporter.report(loss=device_tensor(2))
-    copies[0].arrived = True
+    cuda[0].passed = True
     assert kernel.came.wait(5)
     assert kernel.column("loss") == [2.0]
 
@@ -238,40 +245,6 @@ def test_close_publishes_and_ends_the_thread(kernel: Kernel) -> None:
 
 
 # ---- pinned memory, with events that the test holds
-
-
-class FakeEvent:
-    passed = False
-    broken = False
-
-    def record(self, _stream: object) -> None: ...
-
-    def query(self) -> bool:
-        if self.broken:
-            raise RuntimeError("device-side assert")
-        return self.passed
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
-    """CPU tensors in the place of CUDA's."""
-    events: list[FakeEvent] = []
-
-    def record_event() -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
-
-    genuine = torch.empty
-
-    def empty(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        assert pin_memory
-        return genuine(*size, **options)
-
-    stream = types.SimpleNamespace(record_event=record_event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
-    monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return events
 
 
 def test_slots_are_read_behind_the_event_and_used_again(cuda: list[FakeEvent]) -> None:
