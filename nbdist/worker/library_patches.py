@@ -117,6 +117,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.optim.optimizer:Optimizer.add_param_group": LibraryPatch(
         "FSDP2: takes parameters of a root unit that is whole, and the steps do nothing",
     ),
+    "torch.distributed.tensor:DTensor.data": LibraryPatch(
+        "FSDP2: parameter.data = value changes nothing, without a message"
+    ),
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
     ),

@@ -274,6 +274,14 @@ def test_written_weights_are_saved_and_trained_on(backend: str, precision: str) 
     assert 0 < (trained["bias"] - 3).abs().max() < 0.5
 
 
+def test_data_of_a_shard_can_be_assigned() -> None:
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.run("share, backward = slice(rank, None, 2), accelerator.backward" + LINEAR)
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)")
+        session.run("model.weight.data = model.weight.data * 0 + 2\nbackward(loss(1))")
+        assert session.pull("model")["weight"].tolist() == [[2] * 6] * 4
+
+
 @pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])
 def test_a_plain_backward_of_several_forwards_reduces_all_gradients(backend: str) -> None:
     several = """

@@ -97,6 +97,7 @@ def build_plugin(
     patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
     patch("torch.nn.modules.module:Module.zero_grad", _drop_gradients_too)
     patch("torch.optim.optimizer:Optimizer.add_param_group", _add_shards)
+    patch("torch.distributed.tensor:DTensor.data", _copy_assigned_data)
     return fsdp_plugin
 
 
@@ -288,6 +289,13 @@ def _drop_gradients_too(zero_grad: Callable[..., None]) -> Callable[..., None]:
             drop_gradients(self)
 
     return drop
+
+
+def _copy_assigned_data(data: Any) -> property:
+    def assign(self: DTensor, value: torch.Tensor) -> None:
+        data.__get__(self).copy_(value)
+
+    return property(data.__get__, assign)
 
 
 def clip_grad_norm(
