@@ -120,6 +120,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.distributed.tensor:DTensor.data": LibraryPatch(
         "FSDP2: parameter.data = value changes nothing, without a message"
     ),
+    "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers": LibraryPatch(
+        "FSDP2: parameter.grad.norm().item() is the norm of this rank's shard"
+    ),
     "torch.nn.utils:clip_grad_norm_": LibraryPatch(
         "silently returns 0 and clips nothing where a DeepSpeed engine keeps the gradients"
     ),

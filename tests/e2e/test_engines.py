@@ -282,6 +282,19 @@ def test_data_of_a_shard_can_be_assigned() -> None:
         assert session.pull("model")["weight"].tolist() == [[2] * 6] * 4
 
 
+def test_numbers_of_shards_are_those_of_the_whole_parameter() -> None:
+    with Session(nproc=2, backend="fsdp2") as session:
+        session.run("share, backward = slice(rank, None, 2), accelerator.backward" + LINEAR)
+        session.run("whole = model.weight.norm().item()")
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)")
+        shown = session.run(
+            "norm = model.weight.norm()\n"
+            "(norm.item(), float(norm), bool((model.bias > 0).any())) == "
+            "(whole, whole, bool((model.bias.full_tensor() > 0).any()))"
+        )
+        assert shown.values == {0: True, 1: True}
+
+
 @pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])
 def test_a_plain_backward_of_several_forwards_reduces_all_gradients(backend: str) -> None:
     several = """

@@ -98,6 +98,10 @@ def build_plugin(
     patch("torch.nn.modules.module:Module.zero_grad", _drop_gradients_too)
     patch("torch.optim.optimizer:Optimizer.add_param_group", _add_shards)
     patch("torch.distributed.tensor:DTensor.data", _copy_assigned_data)
+    patch(
+        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+        lambda handlers: handlers | {torch.ops.aten._local_scalar_dense.default: _whole_number},  # noqa: SLF001
+    )
     return fsdp_plugin
 
 
@@ -296,6 +300,10 @@ def _copy_assigned_data(data: Any) -> property:
         data.__get__(self).copy_(value)
 
     return property(data.__get__, assign)
+
+
+def _whole_number(_operation: object, args: tuple[DTensor], _kwargs: object) -> Any:
+    return args[0].full_tensor().item()
 
 
 def clip_grad_norm(
