@@ -337,6 +337,17 @@ def test_ddp_averages_what_a_skipped_micro_batch_leaves_and_names_unused_layers(
             session.run("backward(loss(0))")
 
 
+@pytest.mark.parametrize("backend", ["zero2", nightly("ddp")])
+def test_a_trained_model_does_not_wait_for_the_backward_of_another(backend: str) -> None:
+    prepare = LINEAR + "model, optimizer = accelerator.prepare(model, optimizer)\n"
+    with Session(nproc=2, backend=backend) as session:
+        session.run("share, backward = slice(rank, None, 2), accelerator.backward")
+        session.run(prepare + "backward(loss(1)); optimizer.step(); first = model, optimizer")
+        session.run(prepare + "later = loss(2); optimizer.zero_grad(); backward(later)")
+        session.run("optimizer.step()")
+        session.switch("fsdp")
+
+
 BRANCHES = """
 torch.manual_seed(0)
 models = [torch.nn.Linear(6, 4) for _ in "ab"]

@@ -89,6 +89,8 @@ class PreparedModel:
     """The interrupted pass, which may leave the engine in an inconsistent state."""
     has_forward: bool = False
     """There was a forward with gradients since the last optimizer step."""
+    has_new_forward: bool = False
+    """There was one since the last backward too."""
     frozen: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     """Parameters that an engine does not train if they are unfrozen after `prepare()`."""
     local_gradients: LocalGradients | None = None
@@ -465,6 +467,7 @@ def hook_forward(prepared: PreparedModel) -> None:
         require_all_ranks()
         optimizer_step_gate.end_iteration(is_training=torch.is_grad_enabled())
         prepared.has_forward |= torch.is_grad_enabled()
+        prepared.has_new_forward |= torch.is_grad_enabled()
         prepared.interrupted_pass = "forward" if gathers else ""
 
     def after_forward(*_: object) -> None:
@@ -549,6 +552,7 @@ def wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         for model in models:
             model.interrupted_pass, model.may_be_gathered = "", False
             model.num_pending_micro_batches += 1
+            model.has_new_forward = False
             if model.local_gradients is not None:
                 model.local_gradients.check_used()
         return result
@@ -581,7 +585,8 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
             with memory_probe.step(self):
                 result = original(self, *args, **kwargs)
             for model in _models_of(self):
-                model.num_pending_micro_batches, model.has_forward = 0, False
+                model.num_pending_micro_batches = 0
+                model.has_forward = model.has_new_forward = False
                 # Only its first optimizer counts the steps of a model with several.
                 model.num_steps += int(model.live_optimizers[0].wrapper() is self)
         return result
@@ -605,7 +610,7 @@ def wrap_zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.gradient_state.sync_gradients:
             own = {id(parameter) for parameter in optimizer_parameters(self)}
             for model in _models_of(self):
-                model.num_pending_micro_batches, model.has_forward = 0, False
+                _drop_micro_batches(model)
                 fsdp.drop_gradients(model.model, own)
         return result
 
@@ -616,7 +621,12 @@ def reset_micro_batches(model: nn.Module) -> None:
     """Reset the micro-batch count of a prepared model whose gradients were dropped."""
     for prepared in all_models():
         if unwrap_compiled(prepared.model) is model:
-            prepared.num_pending_micro_batches, prepared.has_forward = 0, False
+            _drop_micro_batches(prepared)
+
+
+def _drop_micro_batches(model: PreparedModel) -> None:
+    # `loss = ...; optimizer.zero_grad(); loss.backward()`: the forward is that of the next backward
+    model.num_pending_micro_batches, model.has_forward = 0, model.has_new_forward
 
 
 def _models_of(wrapper: AcceleratedOptimizer) -> list[PreparedModel]:
