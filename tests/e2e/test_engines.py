@@ -394,6 +394,17 @@ def test_parameters_that_are_unfrozen_after_prepare_are_refused(backend: str) ->
             session.run("backward(loss(2)); optimizer.step()")
 
 
+@pytest.mark.parametrize(("backend", "reason"), [("ddp", "ddp waits"), ("zero2", "still change")])
+def test_parameters_that_are_frozen_after_prepare_are_refused(backend: str, reason: str) -> None:
+    with Session(nproc=2, backend=backend) as session:
+        session.run("share, backward = slice(rank, None, 2), accelerator.backward" + LINEAR)
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)")
+        session.run("backward(loss(1)); optimizer.step(); optimizer.zero_grad()")
+        session.run("accelerator.unwrap_model(model).bias.requires_grad_(False)")
+        with pytest.raises(CellError, match=reason):
+            session.run("backward(loss(2)); optimizer.step()")
+
+
 def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     losses = under_zero2.run(TRAINER.format(steps=5, arguments="use_cpu=True, bf16=True")).values[0]
     exact = under_zero2.run(TRAINER.format(steps=5, arguments="")).values[0]

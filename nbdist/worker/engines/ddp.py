@@ -28,6 +28,9 @@ class LocalGradients:
     def __init__(self, model: DistributedDataParallel, called: nn.Module) -> None:
         """Watch the forwards and backwards of a model, or of what torch.compile made of it."""
         self._model = weakref.ref(model)
+        named = model.module.named_parameters()
+        self._awaited = {name for name, each in named if each.requires_grad}
+        self._awaited -= model.parameters_to_ignore
         self._will_average = False
         self._backward = -1
         self._exist = self._is_averaging = False
@@ -57,9 +60,9 @@ class LocalGradients:
         if model is None or not was_averaging or model.find_unused_parameters or model.static_graph:
             return
         used = {
-            name: each.grad is not None
+            name: each.requires_grad and each.grad is not None
             for name, each in model.module.named_parameters()
-            if each.requires_grad and name not in model.parameters_to_ignore
+            if name in self._awaited
         }
         unused = [name for name, is_used in used.items() if not is_used]
         if unused and any(used.values()):  # LOMO steps in the backward and keeps no gradient

@@ -575,6 +575,14 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                     " would not average their gradients, and DeepSpeed would not train them."
                     " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1."
                 )
+            if is_deepspeed_engine(unwrap_compiled(model.model)) and len(frozen) < sum(
+                not parameter.requires_grad for parameter in model.model.parameters()
+            ):
+                raise OptionError(
+                    "Parameters that DeepSpeed trains have been frozen, and momentum and weight"
+                    " decay would still change them. Freeze them before accelerator.prepare(), or"
+                    " use fsdp or fsdp1."
+                )
             if model.may_be_gathered:
                 # torch 2.13: units that stay gathered after an evaluation between backward and
                 # step would be used in the next forward as they were before the step.
