@@ -405,6 +405,20 @@ def test_parameters_that_are_frozen_after_prepare_are_refused(backend: str, reas
             session.run("backward(loss(2)); optimizer.step()")
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", nightly("fsdp1")])
+def test_gradient_hooks_that_fsdp_does_not_call_are_refused(backend: str) -> None:
+    prepare = "\nmodel, optimizer = accelerator.prepare(model, optimizer)"
+    with Session(nproc=2, backend=backend) as session:
+        session.run("share, backward = slice(rank, None, 2), accelerator.backward" + LINEAR)
+        session.run("hook = model.weight.register_hook(lambda gradient: gradient * 0)")
+        with pytest.raises(CellError, match="does not call the gradient hook of weight"):
+            session.run(prepare)
+        session.run("hook.remove()" + prepare + "\nbackward(loss(1)); optimizer.step()")
+        session.run("[*model.parameters()][0].register_hook(lambda gradient: gradient * 0)")
+        with pytest.raises(CellError, match="does not call the gradient hook of"):
+            session.run("backward(loss(2)); optimizer.step()")
+
+
 def test_a_trainer_under_zero_trains_in_bf16(under_zero2: Session) -> None:
     losses = under_zero2.run(TRAINER.format(steps=5, arguments="use_cpu=True, bf16=True")).values[0]
     exact = under_zero2.run(TRAINER.format(steps=5, arguments="")).values[0]

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nbdist.checkpoint.name_validation import list_first
 from nbdist.errors import OptionError
 from nbdist.planner.tracing import wrap_units
 from nbdist.state.layouts.base import fsdp2_parameters, fsdp2_units, unwrap_compiled
@@ -141,10 +142,21 @@ def find_units(model: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
 
 def refuse_sharded_parts(model: nn.Module) -> None:
     """Raise if a model that is not sharded contains one that is, as an adapter around it does."""
-    if not _is_sharded(model) and any(map(_is_sharded, model.modules())):
+    if not is_sharded(model) and any(map(is_sharded, model.modules())):
         raise OptionError(
             f"This {type(model).__name__} contains a model that FSDP has sharded already. Save that"
             " model, load it again, and prepare it."
+        )
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Raise if a parameter has a hook of `register_hook()`, which neither FSDP calls."""
+    named = model.named_parameters()
+    if hooked := [name for name, each in named if each._backward_hooks]:  # noqa: SLF001
+        raise OptionError(
+            f"FSDP does not call the gradient hook of {list_first(hooked)}. Use ddp or ZeRO, or"
+            " remove it and change the gradient before optimizer.step() or, under fsdp2, in a hook"
+            " of register_post_accumulate_grad_hook() after accelerator.prepare()."
         )
 
 
@@ -154,6 +166,7 @@ def sync_and_set_units(
     """Broadcast rank 0's weights and set the FSDP units; call it before `prepare`."""
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
+    refuse_gradient_hooks(model)
     fsdp_plugin = accelerator.state.fsdp_plugin
     units = find_units(model, config)
     _check_quantized(model, units, is_fsdp2=accelerator.is_fsdp2)
@@ -191,7 +204,7 @@ def prepare(accelerator: Accelerator, original: Callable[..., Any], args: Sequen
     optimizers = [arg for arg in args if isinstance(arg, Optimizer)]
     if not accelerator.is_fsdp2:
         return original(accelerator, *args)
-    if all(map(_is_sharded, models)) and (models or optimizers):
+    if all(map(is_sharded, models)) and (models or optimizers):
         # accelerate 1.15 would match parameters by data pointer, which empty shards share.
         known = accelerator._models  # noqa: SLF001
         known += [model for model in models if model not in known]
@@ -230,7 +243,8 @@ def keep_tied_embeddings_in_root(model: nn.Module) -> Iterator[None]:
         attributes.update(before)
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is under FSDP1 or FSDP2."""
     # torch_compile of a Trainer shards the compiled model; torch.compile() may be outside of it.
     kinds = (FSDPModule, Fsdp1)
     return isinstance(model, kinds) or isinstance(unwrap_compiled(model), kinds)
@@ -357,7 +371,7 @@ def _prepare_without_model(
     accelerator: Accelerator, args: Sequence[object], optimizers: Sequence[Optimizer]
 ) -> Any:
     """Prepare optimizers, loaders and schedulers of a model that is already prepared."""
-    for model in filter(_is_sharded, accelerator._models):  # noqa: SLF001
+    for model in filter(is_sharded, accelerator._models):  # noqa: SLF001
         _reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -583,6 +583,8 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                     " decay would still change them. Freeze them before accelerator.prepare(), or"
                     " use fsdp or fsdp1."
                 )
+            if fsdp.is_sharded(model.model):
+                fsdp.refuse_gradient_hooks(model.model)
             if model.may_be_gathered:
                 # torch 2.13: units that stay gathered after an evaluation between backward and
                 # step would be used in the next forward as they were before the step.
