@@ -336,8 +336,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
     is_deepspeed = is_from_deepspeed or new_options.strategy.engine == "deepspeed"
     if is_deepspeed and len(prepared.live_optimizers) != 1:
         raise SwitchError(
-            f"{type(prepared.meta.model).__name__} has {len(prepared.live_optimizers)} optimizers,"
-            " but DeepSpeed supports exactly one per model."
+            f"{prepared.title} has {len(prepared.live_optimizers)} optimizers, but DeepSpeed"
+            " supports exactly one per model."
             + (
                 " Keep its optimizer in a variable, or delete the model."
                 if is_from_deepspeed

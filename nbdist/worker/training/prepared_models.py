@@ -150,6 +150,12 @@ class PreparedModel:
         return variable_of(self.model) or variable_of(self.user_model())
 
     @property
+    def title(self) -> str:
+        """Its variable and class in a sentence: "critic (Net)", or "the Net"."""
+        kind = "model" if self.meta_or_none is None else type(self.meta_or_none.model).__name__
+        return f"{self.variable} ({kind})" if self.variable else f"the {kind}"
+
+    @property
     def live_optimizers(self) -> list[PreparedOptimizer]:
         """The prepared optimizers that still exist."""
         return [optimizer for optimizer in self.optimizers if optimizer.wrapper() is not None]
@@ -399,12 +405,9 @@ def pending_gradients(prepared: PreparedModel) -> str:
     count = prepared.num_pending_micro_batches if has_gradients else 0
     if not count:
         return ""
-    meta = prepared.meta_or_none
-    kind = "model" if meta is None else type(meta.model).__name__
-    name = f"{prepared.variable} ({kind})" if prepared.variable else f"the {kind}"
     return (
         f"The gradients of {count} micro-batch{'es' * (count > 1)} are waiting for an optimizer"
-        f" step of {name}. Run the code up to the step, or drop them"
+        f" step of {prepared.title}. Run the code up to the step, or drop them"
         " with zero_grad() of its optimizer."
     )
 
