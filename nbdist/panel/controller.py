@@ -99,9 +99,10 @@ class PanelData:
     def snapshot(self, **more: Any) -> PanelState:
         """Return a snapshot of the session."""
         self._forget_old_ranks()
-        return snapshot.take_snapshot(
-            self.session, self.devices, self.plan_view, self.profile_view, **more
-        )
+        session, shown = self.session, self.plan_view
+        if shown.is_valid_for(session.options, session.world_size):  # a switch may be newer
+            shown = shown.with_current_options(session.options)
+        return snapshot.take_snapshot(session, self.devices, shown, self.profile_view, **more)
 
     def _forget_old_ranks(self) -> None:
         """Clear the plan and the samples after a restart, which creates new metrics."""

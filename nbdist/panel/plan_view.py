@@ -44,6 +44,8 @@ class PlanView:
     stated_error: float | None = None
     """None for CPU ranks, whose resident memory is not predicted."""
     plan: Plan | None = None
+    options: Options | None = None
+    """The options of the current strategy."""
 
     @classmethod
     def empty(cls, reason: str) -> PlanView:
@@ -52,7 +54,9 @@ class PlanView:
 
     def with_current_options(self, options: Options) -> PlanView:
         """Return the same plan after a switch, with another current strategy."""
-        return self if self.plan is None else view_from_plan(self.plan, options)
+        if self.plan is None or self.options == options:
+            return self
+        return view_from_plan(self.plan, options)
 
     def is_valid_for(self, options: Options, world_size: int) -> bool:
         """Return whether the plan has this precision and number of ranks."""
@@ -111,6 +115,7 @@ def view_from_plan(plan: Plan, options: Options) -> PlanView:
         if current is not None and plan.question.cluster.kind == "cuda"
         else None,
         plan=plan,
+        options=options,
     )
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -176,6 +177,16 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
             assert row["arguments"]["backend"] == row["backend"]
             assert "Weights, optimizer state and variables are kept" in row["does"]
     assert sum(row["recommended"] for row in rows) == (plan.best is not None)
+
+
+def test_the_current_row_follows_a_switch_at_once(
+    session: Session, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, before = PanelData(session), Options(backend="ddp", precision="bf16")
+    view.plan_view = view_from_plan(plan, before)
+    monkeypatch.setattr(type(session), "options", replace(before, backend="zero2"))
+    rows = view.snapshot()["strategies"]["rows"]
+    assert [row["backend"] for row in rows if row["current"]] == ["zero2"]
 
 
 def test_every_row_without_a_config_file_can_be_switched_to(plan: Any, session: Session) -> None:
