@@ -40,7 +40,7 @@ STEP_COLORS = {
     "communication": "#b85d0a",
     "waiting": "#c24c7b",
     "offload": "#108380",
-    "python": "#2f78c2",
+    "python": "#6f7a1f",
     "idle": "#6c7785",
 }
 """Part of a step -> colour, in the order of a bar. White text is readable on each (contrast 4.5:1),

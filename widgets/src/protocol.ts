@@ -296,6 +296,6 @@ export const STEP_COLORS: Readonly<Record<string, string>> = {
   "communication": "#b85d0a",
   "waiting": "#c24c7b",
   "offload": "#108380",
-  "python": "#2f78c2",
+  "python": "#6f7a1f",
   "idle": "#6c7785"
 };

@@ -55,20 +55,19 @@ export function strategiesView(store: Store): View {
       },
     }, name, badges, bar, size, speed);
     const root = h("div", { class: "nbd-strategy", role: "listitem" }, choose, more);
-    let opened = false;
+    let opened = ""; // what the open row depends on
     const close = (): void => {
       chosen = null;
       update();
       choose.focus();
     };
 
-    function open(): void {
+    function open(ended: boolean): void {
       const lines = [now.why, inWords(now.parts)].filter(Boolean);
       more.replaceChildren(...lines.map((line) => h("p", { class: "nbd-muted nbd-tight" }, line)));
       if (now.command) more.append(h("code", {}, now.command));
       const args = now.arguments;
-      if (store.link === "gone" || RANKLESS.has(store.picture.header.state)) return;
-      if (now.current || !Object.keys(args).length) return; // the user pastes the command above
+      if (ended || now.current || !Object.keys(args).length) return; // the user pastes the command above
       const words = now.words || now.backend;
       more.append(confirmation({
         says: now.does || `Switch to ${words}: the model, its optimizer and variables are kept.`,
@@ -94,9 +93,11 @@ export function strategiesView(store: Store): View {
       say(size, bytes(row.device_bytes));
       say(speed, row.tokens_per_s ? `${perSecond(row.tokens_per_s)} tokens/s` : "");
       attribute(choose, "aria-expanded", chosen === id ? "true" : "false");
-      if (opened !== (chosen === id)) {
-        opened = chosen === id;
-        if (opened) open();
+      const ended = store.link === "gone" || RANKLESS.has(store.picture.header.state);
+      const wanted = chosen === id ? JSON.stringify([row.why, row.command, row.does, ended]) : "";
+      if (opened !== wanted) {
+        opened = wanted;
+        if (wanted) open(ended);
         else more.replaceChildren();
       }
     }
@@ -117,7 +118,6 @@ export function strategiesView(store: Store): View {
     all.hidden = few;
     say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
     plan.disabled = store.link === "gone" || RANKLESS.has(store.picture.header.state);
-    if (store.link === "gone") chosen = null; // the offered switch is no longer possible
     const shown = few || wide ? rows : shortened(rows);
     keyed.show(shown);
     legend.root.hidden = rows.length === 0;

@@ -92,6 +92,17 @@ test("choosing a strategy says what it will do, then switches", async () => {
   close();
 });
 
+test("an open row offers no switch to the current strategy", async () => {
+  const { root, store, close } = await panel("gpu");
+  button(root, /^zero3fits/).click();
+  const { strategies } = SCENES["gpu"]!().picture;
+  const rows = strategies.rows.map((row) => (row.words === "zero3" ? { ...row, current: true, does: "" } : { ...row, current: false }));
+  store.receive({ kind: "picture", changed: { strategies: { ...strategies, rows } } });
+  await drawn();
+  assert.equal([...root.querySelectorAll("button")].some((one) => one.textContent === "Switch to it"), false);
+  close();
+});
+
 test("a row that a button cannot do shows its line alone", async () => {
   const { root, close } = await panel("gpu");
   button(root, /^zero3, offload cpu/).click();
