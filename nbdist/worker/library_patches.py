@@ -1,4 +1,4 @@
-"""Every patch of torch, accelerate, deepspeed, transformers and peft on a rank.
+"""Every patch of torch, accelerate, deepspeed, transformers, peft and ipywidgets on a rank.
 
 A patch replaces one attribute of a library, where the library has no hook for what a session needs.
 ``PATCHES`` says for each why the patch exists and where upstream discusses it, ``VERSIONS`` which
@@ -269,6 +269,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "peft.tuners.tuners_utils:BaseTuner.merge_adapter": LibraryPatch(
         "as for _unload_and_optionally_merge"
     ),
+    # -- ipywidgets
+    "ipywidgets.widgets.widget_output:Output.__enter__": LibraryPatch(
+        "the page gets no output whose parent is a rank's request"
+    ),
+    "ipywidgets.widgets.widget_output:Output.__exit__": LibraryPatch("as for __enter__"),
     # -- process groups
     "torch.distributed:init_process_group": LibraryPatch(
         "scripts call it at their start; the session's group exists already"

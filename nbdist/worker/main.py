@@ -24,7 +24,13 @@ from nbdist.hardware import discovery
 from nbdist.launcher import device_visibility, process_tree
 from nbdist.protocol import messages, serialization
 from nbdist.signal_handling import TerminationSignal
-from nbdist.worker import collective_check, output_streams, process_group, rendezvous_store
+from nbdist.worker import (
+    collective_check,
+    output_streams,
+    output_widget,
+    process_group,
+    rendezvous_store,
+)
 from nbdist.worker.collective_check import CollectiveLog
 from nbdist.worker.engines import accelerator_patch, trainer
 from nbdist.worker.engines.auto_strategy import AutoStrategy
@@ -122,6 +128,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     context = app.kernel.operation_context
     load = functools.partial(load_operation.load_in_cell, context=context)
     trainer.install(context.reporter, load, app.kernel.saver.wait)
+    output_widget.install()
     process_group.verify_group()
     return app
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tests.conftest import eventually
+
 if TYPE_CHECKING:
     from tests.live_kernel import LiveKernel, Shown
 
@@ -47,6 +49,12 @@ if rank == 0:
     button.on_click(lambda _: (print("waiting"), threading.Event().wait()))
     display(button)
 """
+INTERACT = """%%distribute -n 2 --backend ddp
+from ipywidgets import IntSlider, interact
+
+if rank == 1:
+    below = interact(lambda x: print("x is", x), x=IntSlider(3)).widget.out
+"""
 COMMS_OF_RANKS = "len([c for c in get_ipython().kernel.comm_manager.comms if c in {ids}])"
 
 
@@ -65,6 +73,16 @@ def test_a_click_reaches_the_rank_while_no_cell_runs(notebook: LiveKernel) -> No
     notebook.send_comm(widgets["IntSliderModel"], moved)
     assert "[1] slider at 7" in notebook.below(cell, until="slider at").text
     assert notebook.run("%%distribute --ranks 1\nslider.value").text == "7\n"
+
+
+def test_interact_replaces_its_own_output_and_keeps_the_slider(notebook: LiveKernel) -> None:
+    shown = notebook.run(INTERACT)
+    moved = {"method": "update", "state": {"value": 7}}
+    notebook.send_comm(comms(shown)["IntSliderModel"], moved)
+    code = "%%distribute --ranks 1\nprint([one['text'] for one in below.outputs])"
+    eventually(lambda: notebook.run(code).text == "['x is 7\\n']\n", within_s=30)
+    assert "x is 3" not in shown.text
+    assert "clear_output" not in [output["kind"] for output in shown.outputs]
 
 
 def test_a_click_reaches_the_rank_between_the_steps_of_a_loop(notebook: LiveKernel) -> None:
