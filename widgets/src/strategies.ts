@@ -23,7 +23,7 @@ export function strategiesView(store: Store): View {
   const list = h("div", { class: "nbd-strategies", role: "list" });
   const legend = new Legend();
   const all = h("button", { class: "nbd-quiet", onclick: () => ((wide = !wide), update()) });
-  const plan = h("button", { class: "nbd-quiet", onclick: () => store.command("plan", {}, "plan") }, "Plan again");
+  const plan = h("button", { class: "nbd-quiet", onclick: () => store.command("plan", {}, "plan") });
   const root = h("div", {}, h("div", { class: "nbd-tools" }, note, h("span", { class: "nbd-grow" }), all, plan), reason, list, legend.root);
   let chosen: string | null = null;
   let wide = false;
@@ -117,6 +117,7 @@ export function strategiesView(store: Store): View {
     const few = rows.length <= 8;
     all.hidden = few;
     say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
+    say(plan, rows.length ? "Plan again" : "Plan");
     plan.disabled = store.link === "gone" || RANKLESS.has(store.picture.header.state);
     const shown = few || wide ? rows : shortened(rows);
     keyed.show(shown);

@@ -92,6 +92,14 @@ test("choosing a strategy says what it will do, then switches", async () => {
   close();
 });
 
+test("without rows the plan is not made again", async () => {
+  for (const [scene, label] of [["gpu", "Plan again"], ["empty", "Plan"]] as const) {
+    const { root, close } = await panel(scene);
+    button(root, label);
+    close();
+  }
+});
+
 test("an open row offers no switch to the current strategy", async () => {
   const { root, store, close } = await panel("gpu");
   button(root, /^zero3fits/).click();
