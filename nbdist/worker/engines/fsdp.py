@@ -295,7 +295,7 @@ def _add_shards(add: Callable[..., None]) -> Callable[..., None]:
             }
             if not shards.keys().isdisjoint(map(id, parameters)):
                 parameters[:] = [shards.get(id(each), each) for each in parameters]
-                _reshard(model)
+                reshard(model)
 
     return add_param_group
 
@@ -361,8 +361,8 @@ def _prepare_model_only(
     return tuple(result) if len(result) > 1 else result[0]
 
 
-def _reshard(model: nn.Module) -> None:
-    """Reshard a model, so that its parameters are the shards, as those of its optimizer."""
+def reshard(model: nn.Module) -> None:
+    """Reshard a model under FSDP2, so that its parameters are the shards, as in its optimizer."""
     for unit in fsdp2_units(model):
         unit.reshard()
 
@@ -372,7 +372,7 @@ def _prepare_without_model(
 ) -> Any:
     """Prepare optimizers, loaders and schedulers of a model that is already prepared."""
     for model in filter(is_sharded, accelerator._models):  # noqa: SLF001
-        _reshard(model)
+        reshard(model)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [shard_of_original.get(old, old) for old in group["params"]]

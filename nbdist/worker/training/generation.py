@@ -59,7 +59,11 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
                 kind.root_parameters(whole_weights.engine_module(prepared.model))
             )
             prepared.interrupted_pass = "forward"  # noqa: S105
-            result = original(self, *args, **kwargs)
+            prepared.stays_gathered = True
+            try:
+                result = original(self, *args, **kwargs)
+            finally:
+                prepared.stays_gathered = False
             prepared.interrupted_pass, prepared.may_be_gathered = "", True
             return result
 

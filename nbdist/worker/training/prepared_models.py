@@ -99,6 +99,8 @@ class PreparedModel:
     """There was a forward, which may leave parameters gathered, after the last backward."""
     is_whole: bool = False
     """It is inside of `nbdist.full_parameters`, where every rank has all parameters."""
+    stays_gathered: bool = False
+    """It is inside of `generate()`, which gathers the root unit of FSDP2 once for all tokens."""
 
     @property
     def model(self) -> nn.Module:
@@ -476,6 +478,9 @@ def hook_forward(prepared: PreparedModel) -> None:
     def after_forward(*_: object) -> None:
         prepared.interrupted_pass = ""
         prepared.may_be_gathered = gathers
+        if not (torch.is_grad_enabled() or prepared.is_whole or prepared.stays_gathered):
+            # FSDP2 keeps the root whole until the next backward, which drops what is written to it.
+            fsdp.reshard(prepared.model)
 
     # first, because FSDP2 all-gathers in such a hook
     prepared.model.register_forward_pre_hook(before_forward, prepend=True)
