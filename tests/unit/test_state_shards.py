@@ -110,9 +110,6 @@ def test_a_digest_can_be_that_of_another_type() -> None:
     )
 
 
-# -- copies
-
-
 # -- moves, on ranks that are threads
 
 

@@ -126,7 +126,7 @@ class AutoStrategy:
         Args:
             optimizer: description from ``memory_probe.describe_optimizer``.
             batch: called on rank 0 only.
-            wanted: options of the training, unless the user gave others to the session.
+            wanted: options that the training sets; those given to the session have precedence.
         """
         free = collectives.all_gather_values(available_bytes(model))
         own_answer: dict[str, Any] = {}

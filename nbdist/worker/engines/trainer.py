@@ -357,17 +357,17 @@ def _keep_data(init: Callable[..., None]) -> Callable[..., None]:
 
 def _train_loader(trainer: Any) -> DataLoader[Any]:
     """Return the loader that a Trainer will use; in a forked child, because it changes it."""
-    from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, default_data_collator
+    import transformers as hf
     from transformers.utils.generic import find_labels
 
     given = trainer._nbdist_arguments  # noqa: SLF001 - set above
-    tokenizer, collator = given.get("processing_class"), given.get("data_collator")
+    processor, collator = given.get("processing_class"), given.get("data_collator")
     if collator is None:
-        is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
-        collator = DataCollatorWithPadding(tokenizer) if is_tokenizer else default_data_collator
+        pads = isinstance(processor, (hf.PreTrainedTokenizerBase, hf.SequenceFeatureExtractor))
+        collator = hf.DataCollatorWithPadding(processor) if pads else hf.default_data_collator
     # What Trainer.__init__ of transformers 5.23 sets later.
     trainer.train_dataset, trainer.data_collator = given.get("train_dataset"), collator
-    trainer.processing_class, trainer._signature_columns = tokenizer, None  # noqa: SLF001
+    trainer.processing_class, trainer._signature_columns = processor, None  # noqa: SLF001
     trainer.label_names = trainer.args.label_names or find_labels(type(trainer.model))
     trainer._train_batch_size = trainer.args.per_device_train_batch_size  # noqa: SLF001
     trainer.accelerator = SimpleNamespace(prepare=lambda loader: loader)
