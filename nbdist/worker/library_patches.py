@@ -142,6 +142,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue": LibraryPatch(
         "loss.backward() of several forwards leaves gradients unreduced without a message"
     ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._backward_post_hook": LibraryPatch(
+        "autograd.grad() fails, because there are no gradients to reduce"
+    ),
+    "deepspeed.runtime.utils:OutputBackwardHookManager._make_backward_hook": LibraryPatch(
+        "only the first backward of a forward begins, also if it is an autograd.grad()"
+    ),
     "deepspeed.runtime.engine:DeepSpeedEngine.train": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.engine:DeepSpeedEngine.eval": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -294,6 +295,38 @@ def test_numbers_of_shards_are_those_of_the_whole_parameter() -> None:
             "(whole, whole, bool((model.bias.full_tensor() > 0).any()))"
         )
         assert shown.values == {0: True, 1: True}
+
+
+PENALTY = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1, bias=False)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+PENALIZED = """
+for number in range(3):
+    rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))[share]
+    rows.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(rows).sum(), rows)
+    with gathered(model):
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        loss = model(rows + gradient).mean() + (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "zero1", "zero3", nightly("ddp"), nightly("zero2")])
+def test_gradients_of_inputs_can_be_part_of_the_loss(backend: str) -> None:
+    plain: dict[str, Any] = {"torch": torch, "share": slice(None), "gathered": nullcontext}
+    exec(PENALTY + PENALIZED, plain)  # noqa: S102 - on all rows, without ranks
+    with Session(nproc=2, backend=backend, accumulate=2) as session:
+        session.run("from nbdist import full_parameters as gathered; share = slice(rank, None, 2)")
+        session.run(PENALTY + "model, optimizer = accelerator.prepare(model, optimizer)")
+        session.run(PENALIZED)
+        trained = session.pull("model")["0.weight"]
+    assert torch.allclose(trained, plain["model"][0].weight, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["zero2", "zero3", nightly("zero1")])

@@ -365,6 +365,18 @@ def test_shards_used_as_whole_parameters_fail_with_advice(ranks: Session) -> Non
     ranks.run(f"import nbdist\n{advised}\n    {add.format('bare')}")
 
 
+@pytest.mark.parametrize("ranks", ["ddp", "fsdp2", "zero2", "zero3"], indirect=True)
+def test_copying_a_prepared_model_fails_with_advice(ranks: Session) -> None:
+    ranks.run("import copy, pickle; linear = torch.nn.Linear(4, 8)")
+    ranks.run("model, optimizer = accelerator.prepare(linear, adam(linear))")
+    copied = "pickle.dumps(model)" if ranks.backend == "ddp" else "copy.deepcopy(model)"
+    with pytest.raises(CellError) as failed:
+        ranks.run(copied)
+    advised = "weights = accelerator.get_state_dict(model)"
+    assert f"rank 0 gets them if all ranks run `{advised}`" in failed.value.__notes__[0]
+    ranks.run(f"{advised}\nif rank == 0: torch.nn.Linear(4, 8).load_state_dict(weights)")
+
+
 @pytest.mark.parametrize("ranks", ["zero3"], indirect=True)
 def test_a_model_that_was_prepared_without_its_optimizer_is_named(ranks: Session) -> None:
     ranks.run("model = accelerator.prepare(build())")

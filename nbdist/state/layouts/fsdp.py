@@ -208,21 +208,22 @@ class Fsdp2Layout(Layout):
     @classmethod
     @contextlib.contextmanager
     def full_parameters(cls, model: nn.Module) -> Iterator[None]:
-        """Gather all units, and keep them gathered after a forward."""
+        """Gather all units, and keep them gathered after a forward and a backward."""
         units = fsdp2_units(model)
         for unit in units:
             _initialize(unit)
         groups = [group for unit in units for group in fsdp2_param_groups(unit)]
-        before = [group.post_forward_mesh_info for group in groups]
+        before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
         try:
             for group in groups:
                 group.post_forward_mesh_info = None  # as torch's set_reshard_after_forward(False)
+                group.reshard_after_backward = False
             for unit in units:
                 unit.unshard()
             yield
         finally:
-            for group, mesh in zip(groups, before, strict=True):
-                group.post_forward_mesh_info = mesh
+            for group, (mesh, reshard) in zip(groups, before, strict=True):
+                group.post_forward_mesh_info, group.reshard_after_backward = mesh, reshard
                 # torch 2.13: the backward prefetches in this order, which a forward on one rank
                 # would make different from that of the others.
                 group.comm_ctx.post_forward_order.clear()

@@ -103,9 +103,7 @@ class BackwardOnlyEngineWrapper(DeepSpeedEngineWrapper):  # type: ignore[misc]
                 # A second backward() after one forward: stage 3 would replace the gradients.
                 engine.optimizer.clear_backward_seen_flag()
         engine = self._engine_of_loss(loss)
-        if kwargs.get("scale_wrt_gas", True):  # a Trainer has divided the loss itself
-            # DeepSpeed divides by the number in its config, which a cell cannot change.
-            kwargs["scale_wrt_gas"] = False
+        if kwargs.pop("scale_wrt_gas", True):  # a Trainer has divided the loss itself
             loss = loss / GradientState().num_steps
         _show_zero3(vars(engine).get(_SHOWN))
         try:
@@ -207,6 +205,9 @@ def _patch_deepspeed() -> None:
     patch(f"{stage_1_and_2}.copy_grads_in_partition", _add_to_offloaded_gradients)
     patch("deepspeed.runtime.engine:DeepSpeedEngine.zero_grad", _drop_gradients_too)
     patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", _begin_backward_once)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_post_hook", _end_without_gradients)
+    manager = "deepspeed.runtime.utils:OutputBackwardHookManager"
+    patch(f"{manager}._make_backward_hook", _let_each_backward_begin)
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     patch("torch.nn.utils:clip_grad_value_", _check_clipping)
     for name in ("train", "eval"):
@@ -286,11 +287,40 @@ def _begin_backward_once(prologue: Callable[[Any], None]) -> Callable[[Any], Non
 
     def begin(self: Any) -> None:
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - as deepspeed
-        if self._running_engine_backward or last.get(self) != task:
+        if last.get(self) != task:
             last[self] = task
             prologue(self)
 
     return begin
+
+
+def _end_without_gradients(end: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Reduce nothing after a `torch.autograd.grad()`, which leaves no gradients of parameters."""
+
+    def end_backward(self: Any) -> None:
+        state = getattr(self.optimizer, "_backward_hook_state", None)
+        if state is None or state.hooks_fired_this_backward or self._running_engine_backward:
+            end(self)
+        else:
+            state.exit_backward()
+            state.reset_for_new_step()
+
+    return end_backward
+
+
+def _let_each_backward_begin(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Begin a second backward of the same forward too, as a gradient penalty has it."""
+
+    def make(self: Any, tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        hook = make_hook(self, tensor)
+
+        def begin(gradient: torch.Tensor) -> torch.Tensor:
+            self.preprocess_done = False  # deepspeed 0.19.8 begins only the first
+            return hook(gradient)
+
+        return begin
+
+    return make
 
 
 def _add_to_earlier_gradients(epilogue: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -624,6 +654,9 @@ def prepare(
             result = original(accelerator, *args)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
+    # One micro-batch per step: a cell that accumulates divides the loss by itself, and deepspeed
+    # 0.19.8 also divides the gradients of loss.backward() and torch.autograd.grad().
+    engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
     _cast_inputs(engine)
     _detach_fragments(engine)
     if used.zero_stage == CUTS_PARAMETERS:

@@ -2,7 +2,7 @@
 
 ``save_from_all_ranks`` is for `save_pretrained()`, ``refuse_shards`` for `torch.save()`,
 ``refuse_empty_tensors`` for `state_dict()`, and ``load_whole_tensors`` for `load_state_dict()`.
-``add_advice`` is for all other uses of shards, which fail in torch.
+``add_advice`` is for all other uses, which fail in torch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SHARD_ERRORS = re.compile(
-    r"mixed torch\.Tensor and DTensor"  # fsdp2
-    r"|tensor [ab] \(0\)|vec \(0\)|1x0|got \[0\] but|'weight' must be 2-D"  # zero3
+    r"mixed torch\.Tensor and DTensor|storage of size 0"  # fsdp2
+    r"|tensor [ab] \(0\)|vec \(0\)|1x0|got \[0\] but|must be (2-D|a matrix)"  # zero3
 )
 """Messages of torch 2.13 if a shard or an empty tensor is used as a whole parameter."""
+
+_COPY_ERRORS = re.compile(
+    r"does not support deepcopy"
+    r"|pickle .*(hook_forward|ProcessGroup|DeepSpeedEngine|fsdp\._fully_shard)"
+)
+"""Messages of torch 2.13 and copy if a prepared model is copied or pickled."""
 
 
 @contextlib.contextmanager
@@ -204,15 +210,22 @@ def _check_whole(saved: object) -> None:
 
 
 def add_advice(error: BaseException | None) -> None:
-    """Add a note to an error that comes from the use of sharded parameters as whole ones."""
-    if error is None or not _SHARD_ERRORS.search(str(error)):
+    """Add a note to an error if a prepared model was used as one that is not prepared."""
+    models = [prepared.model for prepared in prepared_models.all_models()]
+    if error is None or not models:
         return
-    models = (prepared.model for prepared in prepared_models.all_models())
-    if any(layouts.kind_of(model).shards_parameters for model in models):
+    is_sharded = any(layouts.kind_of(model).shards_parameters for model in models)
+    if is_sharded and _SHARD_ERRORS.search(str(error)):
         error.add_note(
             "The parameters of a prepared model are sharded, except in its forward. If this code"
             " uses them, run it on all ranks within `with nbdist.full_parameters(model) as bare:`,"
             " with `bare` instead of `model`."
+        )
+    if _COPY_ERRORS.search(str(error)):
+        error.add_note(
+            "A prepared model cannot be copied or pickled. Copy it before accelerator.prepare(), or"
+            " take its weights: rank 0 gets them if all ranks run"
+            " `weights = accelerator.get_state_dict(model)`."
         )
 
 
