@@ -311,10 +311,10 @@ def _end_without_gradients(end: Callable[[Any], None]) -> Callable[[Any], None]:
 def _let_each_backward_begin(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Begin a second backward of the same forward too, as a gradient penalty has it."""
 
-    def make(self: Any, tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def make(self: Any, tensor: torch.Tensor) -> Callable[..., Any]:
         hook = make_hook(self, tensor)
 
-        def begin(gradient: torch.Tensor) -> torch.Tensor:
+        def begin(gradient: torch.Tensor) -> Any:
             self.preprocess_done = False  # deepspeed 0.19.8 begins only the first
             return hook(gradient)
 
