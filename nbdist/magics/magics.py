@@ -356,7 +356,11 @@ class NbDist(Magics):
         ]
         if moved:
             # Starts the new ranks first: if that fails, the current ones keep running.
-            switched = self.new_session(changes).start()
+            try:
+                switched = self.new_session(changes).start()
+            except BaseException:
+                rank_python.select(rank_python.find(session.python))
+                raise
             session.stop()
             print(f"nbdist: {', '.join(moved)}: variables of the old ranks are lost")
             return switched

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from nbdist.errors import PlanError
 from nbdist.number_formatting import truncate
 from nbdist.output.ansi import replace_invalid_chars, strip_ansi
 from nbdist.panel import plan_view, snapshot
@@ -379,8 +380,10 @@ class PanelController:
     def _plan(self) -> str:
         with self._session.operation.track("planning", "planning the model"):
             self._view.update_plan(quick=False)
-        rows = self._view.plan_view.strategies
-        return rows["note"]
+        strategies = self._view.plan_view.strategies
+        if not strategies["rows"]:
+            raise PlanError(strategies["note"])
+        return strategies["note"]
 
 
 def sample_history(devices: DeviceSampler) -> SampleHistory:

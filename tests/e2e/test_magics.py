@@ -235,6 +235,7 @@ def test_new_ranks_that_fail_to_start_end_no_ranks(notebook: LiveKernel, tmp_pat
     refused = notebook.run("%%distribute --on slurm -n 2\n1").error["evalue"]
     assert "Slurm rejected the request: invalid partition" in refused
     assert "[0-1] 1" in notebook.run("%%distribute\nkept").text
+    assert str(tmp_path) not in notebook.run("%nbdist doctor").text
 
 
 def test_commands(notebook: LiveKernel) -> None:
