@@ -223,56 +223,31 @@ def _micro_batch_time(
     traffic: _EngineTraffic,
 ) -> tuple[float, float]:
     """Seconds of one micro-batch's forward and backward, and its FLOPs without recomputation."""
-    options, device = setup.options, cluster.slowest_device
+    options, device, groups = setup.options, cluster.slowest_device, model.groups
     checkpointed = workload.activation_checkpointing
     plain = replace(workload, activation_checkpointing=False) if checkpointed else workload
-    load = _compute_load(model, plain)
+    run, flops, attention = model.micro_batch_activations(plain), model.flops(plain), 0.0
+    if model.depth == "closed form":
+        # What grows with the square of the length: the same tokens as samples of one token each
+        # have none of it.
+        attention = flops - model.flops(replace(plain, batch_size=plain.num_tokens, seq_len=1))
+    parts = zip(groups, run.layers, strict=True)
+    saved = sum(group.count * part.saved_bytes for group, part in parts)
     passes = _ACTIVATION_PASSES * (_COMPILED if options.is_compiled else 1)
     precision = options.precision or "no"
     bandwidth = device.sustained_memory_bandwidth(precision)
     repeats = 1 + _RECOMPUTE if checkpointed else 1
-    linear_s = (load.flops - load.attention) / device.sustained_flops(precision)
+    linear_s = (flops - attention) / device.sustained_flops(precision)
     reached = _ATTENTION_SHARE * device.sustained_flops("bf16" if precision == "fp8" else precision)
-    blocks = linear_s + load.attention / reached + passes * load.saved / bandwidth
-    launches = repeats * _LAUNCHES * load.blocks * (_COMPILED if options.is_compiled else 1)
-    rest_s = (_LOSS_PASSES * load.loss + traffic.copied) / bandwidth
+    blocks_s = linear_s + attention / reached + passes * saved / bandwidth
+    num_blocks = sum(group.count for group in groups if group.role == "block")
+    launches = repeats * _LAUNCHES * num_blocks * (_COMPILED if options.is_compiled else 1)
+    rest_s = (_LOSS_PASSES * run.loss_bytes + traffic.copied) / bandwidth
     if cluster.kind == "cpu":  # which does not compute while it launches
         launch_s = launches * traffic.cpu_hooks * _CPU_LAUNCH_S
         weights_s = _CPU_WEIGHT_PASSES * _ModelSize.of(model).params * model.element / bandwidth
-        return repeats * blocks + launch_s + weights_s + rest_s, load.flops
-    return max(repeats * blocks, launches * traffic.hooks * _LAUNCH_S) + rest_s, load.flops
-
-
-class _ComputeLoad(NamedTuple):
-    """Compute load of a micro-batch without recomputation; the same for all engines."""
-
-    flops: float
-    attention: float
-    """FLOPs that grow with the square of the sequence length."""
-    saved: int
-    """Bytes of activations."""
-    loss: int
-    """Bytes of the loss."""
-    blocks: int
-    """Number of blocks of the model."""
-
-
-def _compute_load(model: ModelSpec, workload: Workload) -> _ComputeLoad:
-    """Return the load of a micro-batch."""
-    run, groups = model.micro_batch_activations(workload), model.groups
-    flops, attention = model.flops(workload), 0.0
-    if model.depth == "closed form":
-        # The same tokens as samples of one token each.
-        without_attention = replace(workload, batch_size=workload.num_tokens, seq_len=1)
-        attention = flops - model.flops(without_attention)
-    parts = zip(groups, run.layers, strict=True)
-    return _ComputeLoad(
-        flops=flops,
-        attention=attention,
-        saved=sum(group.count * part.saved_bytes for group, part in parts),
-        loss=run.loss_bytes,
-        blocks=sum(group.count for group in groups if group.role == "block"),
-    )
+        return repeats * blocks_s + launch_s + weights_s + rest_s, flops
+    return max(repeats * blocks_s, launches * traffic.hooks * _LAUNCH_S) + rest_s, flops
 
 
 # ---------------------------------------------------------------------- communication
