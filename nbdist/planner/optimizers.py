@@ -220,17 +220,13 @@ def find_optimizer(name: object) -> OptimizerSpec:
     return OPTIMIZERS[_NAMES[key]]
 
 
-def refusal(rows: Iterable[OptimizerSpec], name: str, backend: str) -> str:
+def refusal(refused: Collection[str], name: str, backend: str) -> str:
     """Return why an optimizer cannot train with a backend, and what can; empty if it can.
 
     Args:
-        rows: the optimizer's rows, with those of its base classes.
+        refused: the strategies that it cannot train with.
         name: its name in the message.
     """
-    return _refusal({other for row in rows for other in row.cannot_step}, name, backend)
-
-
-def _refusal(refused: Collection[str], name: str, backend: str) -> str:
     if backend not in refused:
         return ""
     others = [other for other in STRATEGIES if other not in refused]
@@ -242,13 +238,14 @@ def _refusal(refused: Collection[str], name: str, backend: str) -> str:
 
 def refusal_of_class(cls: type, backend: str) -> str:
     """Return why optimizers of a class cannot train with a backend; empty if they can."""
-    if any(base.__name__ == "LBFGS" for base in cls.__mro__):
+    bases = {base.__name__ for base in cls.__mro__}
+    refused = {
+        name for base in bases & _CLASSES.keys() for name in OPTIMIZERS[_CLASSES[base]].cannot_step
+    }
+    if "LBFGS" in bases:
         # It keeps the parameters that FSDP2 replaces, and takes the dot products of its shards.
-        return _refusal(STRATEGIES.keys() - {"ddp"}, cls.__name__, backend)
-    rows = [
-        OPTIMIZERS[_CLASSES[base.__name__]] for base in cls.__mro__ if base.__name__ in _CLASSES
-    ]
-    return refusal(rows, cls.__name__, backend)
+        refused = STRATEGIES.keys() - {"ddp"}
+    return refusal(refused, cls.__name__, backend)
 
 
 def trained_shapes(model: ModelSpec, shards: int = 1) -> list[tuple[int, WeightShape]]:

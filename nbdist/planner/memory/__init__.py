@@ -36,7 +36,7 @@ def build_timeline(model: ModelSpec, setup: TrainingSetup) -> StepTimeline:
         "zero3": zero3.Zero3Timeline,
     }
     backend, optimizer = setup.options.strategy.name, setup.optimizer
-    if reason := refusal([optimizer], optimizer.name, backend):
+    if reason := refusal(optimizer.cannot_step, optimizer.name, backend):
         raise PlanError(reason)
     return engines[backend](model, setup)
 
