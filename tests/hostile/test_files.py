@@ -13,7 +13,6 @@ import pytest
 import nbdist
 from nbdist import strategies
 from nbdist.errors import CheckpointError, NbdistError, OptionError, PlanError
-from nbdist.planner.measurement_store import MeasurementStore, device_overhead
 from nbdist.state import importers
 from tests.doubles.foreign_checkpoints import Bomb, bomb_metadata, bomb_pickle, bomb_zero, read
 from tests.hostile import malicious_files
@@ -82,18 +81,6 @@ def test_a_config_of_a_billion_laughs_costs_nothing(folder: Path) -> None:
         strategies.Options(backend="fsdp2", fsdp_config=content).validate(
             strategies.Hardware(kind="cpu", bf16=False, fp8=False, world_size=2, deepspeed=True)
         )
-
-
-@pytest.mark.fault("S7")
-@pytest.mark.parametrize("content", [b"\x80\x04.", b"[" * 10**6, b"{}" * 9, b"\xff\xfe", b'"x"'])
-def test_a_cache_of_calibrations_is_only_json(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "learned.json"
-    file.write_bytes(content)
-    known = MeasurementStore("host", file)
-    assert device_overhead(known, "A", "ddp", "none", kind="cuda", world_size=2).runs == 0
-    assert known.get("collective", "all_reduce, 2 CPU ranks") is None
-    assert known.get("compute", "CPU rank") is None
-    assert known.latest("disk") is None
 
 
 NO_NETWORK = """
