@@ -64,12 +64,6 @@ def test_a_variable_of_the_notebook() -> None:
     assert plan.question.model.name.startswith("gpt2")
 
 
-def test_help_lists_the_options() -> None:
-    text = arguments.PARSERS["plan"].format_help()
-    assert "--devices" in text
-    assert "--check" in text
-
-
 @pytest.mark.parametrize("line", ["", "--check"])
 def test_without_a_session_it_says_what_can_be_planned(line: str) -> None:
     with pytest.raises(PlanError, match=r"no session .* %nbdist plan 7b"):

@@ -712,15 +712,3 @@ def test_weight_decay_costs_sgd_a_copy_of_its_gradients() -> None:
     decays = optimizers.optimizer_from_torch({"class": "SGD", "weight_decay": 0.1})
     assert plain.num_temporaries(1000, 100) == 0
     assert decays.num_temporaries(1000, 100) == 1000
-
-
-def test_flattened_parameters_have_no_rows_for_adafactor() -> None:
-    adafactor = optimizers.find_optimizer("adafactor")
-    assert adafactor.state_bytes(PSI) < 0.01 * adafactor.state_bytes(PSI, flat=True)
-
-
-def test_every_row_says_how_it_works() -> None:
-    for name, row in optimizers.OPTIMIZERS.items():
-        assert row.name == name
-        assert row.num_temporaries(1000, 10) == 0 or row.implementation != "fused"
-        assert replace(row, implementation="fused").num_temporaries(1000, 10) == 0

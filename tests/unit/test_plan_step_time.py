@@ -180,10 +180,6 @@ def test_a_fused_optimizer_moves_a_third() -> None:
     assert once.optimizer_s == pytest.approx(0.103, rel=0.03)
 
 
-def test_shards_of_the_optimizer_are_stepped_in_parallel() -> None:
-    assert priced(backend="zero1").optimizer_s < priced(backend="ddp").optimizer_s / 6
-
-
 def test_slow_links_are_seen() -> None:
     fast, slow = priced(), priced(machine="8xA100-80GB,pcie")
     assert fast.bound == "compute"
