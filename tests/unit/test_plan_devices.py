@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from nbdist.errors import PlanError
-from nbdist.hardware import discovery
 from nbdist.hardware.discovery import Gpu, GpuFreeMemory, Machine
 from nbdist.planner import cluster_spec, gpu_catalog
 from nbdist.planner.target_devices import parse_devices
@@ -262,6 +262,10 @@ def test_more_cpu_ranks_share_the_same_machine() -> None:
     two = cluster_spec.cluster_for_machine(
         Machine((), None, 8), cpu_ranks=2, host_free_bytes=16 * GIB
     )
+    words = parse_devices("2xcpu")
+    assert (two.kind, two.describe()) == ("cpu", "2 CPU ranks")
+    assert two.smallest_device.free_bytes == 8 * GIB
+    assert two.smallest_device.peak_flops("no") == words.smallest_device.peak_flops("no") * 4
     eight = two.with_num_ranks(8)
     assert (eight.world_size, eight.num_nodes, eight.link) == (8, 1, "cpu")
     assert eight.smallest_device.free_bytes == 2 * GIB
@@ -357,6 +361,7 @@ def test_found_gpus_keep_the_drivers_name_and_memory() -> None:
     assert cluster.smallest_device.free_bytes == int(79.1 * GIB)
     assert cluster.host_memory_bytes == 500 * GIB
     assert cluster.notes == ()
+    assert cluster_spec.cluster_for_machine(replace(two, link="PCIe")).link == "pcie"
 
 
 def test_what_others_hold_does_not_count_and_they_are_named() -> None:
@@ -402,22 +407,3 @@ def test_a_mig_instance_has_its_share_of_the_speed() -> None:
         whole.memory_bandwidth / 2, rel=0.02
     )
     assert part.smallest_device.memory_bytes == int(39.5 * GIB)
-
-
-def test_without_a_gpu_cpu_ranks_share_the_machine() -> None:
-    cluster = cluster_spec.cluster_for_machine(
-        Machine((), None, 8), cpu_ranks=discovery.DEFAULT_CPU_RANKS, host_free_bytes=16 * GIB
-    )
-    assert cluster.kind == "cpu"
-    assert cluster.describe() == "2 CPU ranks"
-    assert cluster.smallest_device.free_bytes == 8 * GIB
-    assert (
-        cluster.smallest_device.peak_flops("no")
-        == parse_devices("2xcpu").smallest_device.peak_flops("no") * 4
-    )
-
-
-def test_nvlink_is_not_assumed_between_gpus_without_it() -> None:
-    pair = Machine((gpu(uuid="GPU-0"), gpu(uuid="GPU-1")), "PCIe", 8)
-    cluster = cluster_spec.cluster_for_machine(pair)
-    assert cluster.link == "pcie"
