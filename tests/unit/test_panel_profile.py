@@ -20,17 +20,12 @@ from nbdist.panel.protocol import AdviceView, ProfiledRank, ProfileView
 from nbdist.panel.snapshot import EMPTY_PROFILE_VIEW, ProfileViewCache, view_from_profile
 from nbdist.planner import target_devices
 from nbdist.profiler.advice import Advice, Speedup
-from nbdist.profiler.measurements import (
-    STEP_PARTS,
-    CollectiveStats,
-    PeakMemory,
-    RankProfile,
-)
+from nbdist.profiler.measurements import STEP_PARTS, PeakMemory, RankProfile
 from nbdist.profiler.profile import Profile
 from nbdist.profiler.profile_data import ProfiledConfig
 from nbdist.session.profiler import ProfileOptions, ProfileRun
 from nbdist.strategies import Options
-from tests.unit.profile_figures import LOADER
+from tests.unit import profile_figures
 
 if TYPE_CHECKING:
     from nbdist import Session
@@ -41,29 +36,14 @@ GAIN = Speedup(faster=0.35, low=0.28, high=0.43)
 DDP = Options(backend="ddp", precision="no")
 
 
-def figures(rank: int, *, late_s: float = 0.0, **more: Any) -> RankProfile:
+def figures(rank: int, **more: Any) -> RankProfile:
     """Ten steps of 200 ms, most of them in the loader."""
-    parts = {
-        "data": 0.12,
-        "forward": 0.02 + late_s,
-        "backward": 0.04,
-        "communication": 0.02 - late_s,
-    }
-    return RankProfile(
-        rank=rank,
-        kind="cpu",
-        device="cpu",
-        ends=[1e9 + 0.2 * step for step in range(11)],
-        parts=parts,
-        traffic=[
-            CollectiveStats(
-                name="all_reduce", count=2, bytes=50_000_000, seconds=0.02, exposed_s=0.02
-            )
-        ],
-        loaders=[replace(LOADER, fetch_s=0.1)],
-        memory=PeakMemory(parts={"parameters": 3 << 30, "buffers": 0}, lines=[]),
-        **more,
+    parts = {"data": 0.12, "forward": 0.02, "backward": 0.04, "communication": 0.02}
+    usual = profile_figures.rank(
+        rank, steps=10, loader={"fetch_s": 0.1}, **parts, optimizer=0.0, python=0.0
     )
+    memory = PeakMemory(parts={"parameters": 3 << 30, "buffers": 0}, lines=[])
+    return replace(usual, model=None, begins={}, memory=memory, **more)
 
 
 def profile(options: Options = DDP, **more: Any) -> Profile:
@@ -91,7 +71,7 @@ def test_a_profile_becomes_a_plain_view_with_everything_in_it() -> None:
     assert set(found) == set(get_type_hints(ProfileView))
     assert "input" in found["verdict"]
     assert found["facts"].startswith("10 steps of 200 ms, p50 200 ms, p90 200 ms")
-    assert found["time"] == pytest.approx(1e9 + 2)
+    assert found["time"] == pytest.approx(profile_figures.BEGAN + 2)
     assert [set(one) for one in found["ranks"]] == [set(get_type_hints(ProfiledRank))] * 2
     assert found["notes"] == ["rank 0: no device rows."]
     first = found["ranks"][0]
@@ -99,7 +79,7 @@ def test_a_profile_becomes_a_plain_view_with_everything_in_it() -> None:
     assert order == [part for part in STEP_PARTS if part in order]
     assert sum(span["seconds"] for span in first["parts"]) == pytest.approx(first["step_s"])
     assert first["figures"] == (
-        "p90 200 ms; all_reduce 48 MiB in 20 ms, 2.5 GB/s; peak memory: parameters 3.0 GiB"
+        "p90 200 ms; all_reduce 4.0 MiB in 20 ms, 0.2 GB/s; peak memory: parameters 3.0 GiB"
     )
     assert found["advice"][0]["title"].startswith("num_workers=")
     assert "DataLoader(" in found["advice"][0]["command"]
@@ -207,7 +187,7 @@ def test_static_faces_show_the_profile_and_its_markup_as_text(session: Session) 
     assert page.count("&lt;img src=x onerror=alert(1)&gt;") == 5
     for face in (page, static_page.render_text(drawn, {})):
         for part in (
-            "input-bound", "rank 0", "rank 1", "data 60%", "backward 20%", "200 ms", "48 MiB",
+            "input-bound", "rank 0", "rank 1", "data 60%", "backward 20%", "200 ms", "4.0 MiB",
             "about 35 % faster", "profiling: step 4",
         ):  # fmt: skip
             assert part in face, part
