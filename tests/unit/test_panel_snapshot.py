@@ -16,7 +16,7 @@ import pytest
 
 import nbdist
 from nbdist import number_formatting, panel
-from nbdist.display import MEMORY_COLORS
+from nbdist.display import MEMORY_COLORS, STEP_COLORS
 from nbdist.errors import OptionError, RankDied
 from nbdist.hardware.discovery import Machine, SessionNode
 from nbdist.hardware.telemetry import GpuReading, NodeUsage
@@ -339,10 +339,15 @@ class Tags(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
+        self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
+        self.open += [tag] if tag not in {"br", "img"} else []
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
 
 @pytest.mark.fault("G1")
@@ -360,6 +365,7 @@ def test_what_front_ends_remove_is_not_used(session: Session) -> None:
     assert not re.search(r"<(script|style|svg|link|iframe)|javascript:|https?://", page)
     seen = Tags()
     seen.feed(page)
+    assert seen.open == []
     assert seen.tags <= {"div", "b", "br", "span", "table", "tr", "td", "th", "img", "code", "ul",
                          "li", "details", "summary"}  # fmt: skip
     assert seen.attributes <= {"style", "title", "role", "aria-label", "colspan", "scope", "width",
@@ -418,6 +424,8 @@ def test_colours_stand_out_from_light_and_dark() -> None:
     for colour in MEMORY_COLORS.values():
         assert contrast(colour, "#ffffff") >= 3
         assert contrast(colour, "#111111") >= 3
+    for colour in STEP_COLORS.values():
+        assert contrast(colour, "#ffffff") >= 3.5  # of 11 px text that the table repeats
 
 
 def contrast(one: str, other: str) -> float:
