@@ -53,60 +53,6 @@ print(total.item())
     print(loss.item())
 """
     ],
-    "as examples/nlp_example of Accelerate": [
-        """\
-def get_dataloaders(accelerator, batch_size=16):
-    train_dataloader = DataLoader(
-        tokenized["train"], shuffle=True, collate_fn=collate_fn, batch_size=batch_size
-    )
-    eval_dataloader = DataLoader(tokenized["validation"], batch_size=32)
-    return train_dataloader, eval_dataloader
-
-def training_function(config, args):
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
-    train_dataloader, eval_dataloader = get_dataloaders(accelerator)
-    model = AutoModelForSequenceClassification.from_pretrained("bert", return_dict=True)
-    model = model.to(accelerator.device)
-    optimizer = AdamW(params=model.parameters(), lr=lr)
-    lr_scheduler = get_linear_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=100)
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
-    )
-    for epoch in range(num_epochs):
-        model.train()
-        for step, batch in enumerate(train_dataloader):
-            batch.to(accelerator.device)
-            outputs = model(**batch)
-            loss = outputs.loss
-            accelerator.backward(loss)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-        model.eval()
-        for step, batch in enumerate(eval_dataloader):
-            batch.to(accelerator.device)
-            with torch.no_grad():
-                outputs = model(**batch)
-            predictions = outputs.logits.argmax(dim=-1)
-            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
-            metric.add_batch(predictions=predictions, references=references)
-        accelerator.print(f"epoch {epoch}:", metric.compute())
-
-training_function({"lr": 2e-5}, args)
-"""
-    ],
-    "plain torch with a scaler, in bf16": [
-        """\
-scaler = torch.amp.GradScaler()
-for x, y in loader:
-    optimizer.zero_grad()
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = criterion(model(x), y)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
-    ],
     "data divided by hand": [
         """\
 loader = DataLoader(data[rank::world_size], batch_size=4)
@@ -129,19 +75,6 @@ for x in loader:
     optimizer.zero_grad()
 """
     ],
-    "two optimizers": [
-        """\
-for real in loader:
-    opt_d.zero_grad()
-    d_loss = disc(real).mean() - disc(gen(noise).detach()).mean()
-    accelerator.backward(d_loss)
-    opt_d.step()
-    opt_g.zero_grad()
-    g_loss = -disc(gen(noise)).mean()
-    accelerator.backward(g_loss)
-    opt_g.step()
-"""
-    ],
     "evaluated in each 100th step": [
         """\
 @torch.no_grad()
@@ -158,28 +91,6 @@ for step, batch in enumerate(loader):
     optimizer.zero_grad()
     if step % 100 == 0:
         print(evaluate(model, eval_loader))
-"""
-    ],
-    "a class that trains": [
-        """\
-class Learner:
-    def __init__(self, model, optimizer):
-        self.model, self.optimizer = model, optimizer
-
-    def step(self, batch):
-        loss = self.model(batch)
-        accelerator.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def fit(self, loader):
-        self.model.train()
-        for batch in loader:
-            report(loss=self.step(batch))
-
-learner = Learner(model, optimizer)
-learner.fit(loader)
 """
     ],
     "a profiler and an environment that step too": [
