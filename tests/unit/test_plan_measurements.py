@@ -343,19 +343,6 @@ def test_a_measured_session_is_used_next_time(file: Path) -> None:
     assert learned(file, "NVIDIA A100", "ddp", "none").runs == 0, "another backend"
 
 
-def test_a_new_session_counts_as_much_as_the_earlier_ones(file: Path) -> None:
-    for reserved in (11, 12):
-        session(file, reserved * GIB, 13 * GIB)
-    known = learned(file)
-    assert known.factor == pytest.approx(1.15)
-    assert known.runs == 2
-
-
-def test_a_wild_factor_is_ignored(file: Path) -> None:
-    session(file, 70 * GIB, 71 * GIB)
-    assert learned(file).runs == 0
-
-
 @pytest.mark.parametrize(
     "values",
     [
