@@ -114,7 +114,7 @@ class Plan:
             f"{best.variant}: {best.why}",
             f"  {heading(self)}",
             f"  {used}: {memory_parts_text(best)}",
-            *(f"  {sentence}" for sentence in (*_runner_up(self), *_summary_sentence(self))),
+            *(f"  {sentence}" for sentence in _sentences_on_choice(self)),
             *_best_of_other_backends(self),
         ][:8]
 
@@ -142,8 +142,8 @@ class Plan:
         if hidden:
             shown += [f"  and {hidden} more variants: plan.rows, plan.to_pandas()"]
         if self.best is not None:
-            sentences = (*_runner_up(self), *_summary_sentence(self))
-            shown += ["", self.best.command, *(f"  {sentence}" for sentence in sentences)]
+            sentences = (f"  {sentence}" for sentence in _sentences_on_choice(self))
+            shown += ["", self.best.command, *sentences]
         shown += ["", "nothing fits; what would help:"] if self.advice else []
         shown += [f"  {sentence}" for sentence in self.advice]
         return "\n".join(shown)
@@ -177,7 +177,7 @@ class Plan:
             ),
             _table(self, rows),
             legend(MEMORY_COLORS, used),
-            lines([*_runner_up(self), *_summary_sentence(self)]),
+            lines(_sentences_on_choice(self)),
             all_rows,
             style="font-size:12px;line-height:1.35",
         )
@@ -227,19 +227,15 @@ def memory_parts_text(row: PlanRow) -> str:
     return ", ".join(memory_part_text(part, size) for part, size in largest if size)
 
 
-def _runner_up(plan: Plan) -> Iterator[str]:
-    """Name the runner-up and why it lost."""
-    if plan.runner_up is not None:
-        yield f"runner-up: {plan.runner_up.variant}: {plan.runner_up.why}"
-    elif plan.best is not None:
-        yield "runner-up: none, no other backend fits"
-
-
-def _summary_sentence(plan: Plan) -> Iterator[str]:
-    """Speed of the best row, and the batch size at which communication becomes the bottleneck."""
+def _sentences_on_choice(plan: Plan) -> Iterator[str]:
+    """Name the runner-up and why it lost, the best row's speed, and what limits it."""
     best, request = plan.best, plan.question
     if best is None or best.cost is None:
         return
+    if plan.runner_up is None:
+        yield "runner-up: none, no other backend fits"
+    else:
+        yield f"runner-up: {plan.runner_up.variant}: {plan.runner_up.why}"
     cost, unit = best.cost, "tokens/s" if has_token_samples(plan) else "samples/s"
     low, high = cost.range_s
     slowest, fastest = (cost.tokens_per_s * cost.step_time_s / end for end in (high, low))
