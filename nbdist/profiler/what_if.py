@@ -381,13 +381,7 @@ def _fit_speed(
         kind=cluster.kind,
         num_nodes=cluster.num_nodes,
     )
-    workload = Workload(
-        batch_size=trained.samples,
-        seq_len=trained.seq_len,
-        compute=compute_mode(options),
-        activation_checkpointing=setup.options.activation_checkpointing,
-        kind=cluster.kind,
-    )
+    workload = setup.workload(spec, trained.samples, trained.seq_len, keep_outputs=True)
     assumed = replace(cluster.slowest_device, loop_speeds={})
     flops = assumed.sustained_flops(kind if kind != "fp32" else "no")
     memory = assumed.sustained_memory_bandwidth(kind)
