@@ -175,14 +175,6 @@ def test_elementwise_kernels_on_a_gpu_are_memory_bound() -> None:
 # ------------------------------------------------------------------------ control runs
 
 
-def test_a_balanced_step_is_compute_bound_with_nothing_to_gain() -> None:
-    found = profile(*both())
-    assert found.verdict == "compute-bound, nothing cheap to gain"
-    assert found.advice == ()
-    assert found.straggler is None
-    assert found.bound == "compute"
-
-
 @pytest.mark.parametrize("seed", range(300))
 def test_noise_is_never_blamed(seed: int) -> None:
     found = profile(*noisy(seed))
