@@ -44,7 +44,8 @@ GIB = 1 << 30
 
 
 @pytest.fixture
-def session() -> Session:
+def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Session:
+    monkeypatch.chdir(tmp_path)  # without checkpoints
     return nbdist.Session(nproc=2, backend="ddp")
 
 
@@ -123,9 +124,8 @@ def test_only_what_changed_is_told(session: Session) -> None:
 
 
 def test_saves_that_run_and_fail_are_among_the_checkpoints(
-    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     running, failed = Save(), Save()
     running.name, failed.name, failed.error = "now", EVIL, "no room"
     monkeypatch.setattr(session, "saves_running", lambda: [running])
