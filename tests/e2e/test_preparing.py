@@ -180,6 +180,16 @@ def test_a_prepared_model_gets_another_optimizer(ranks: Session) -> None:
     ranks.run("del model, optimizer")
 
 
+@pytest.mark.parametrize("ranks", ["fsdp2"], indirect=True)
+def test_what_is_prepared_after_its_model_is_wrapped_once(ranks: Session) -> None:
+    ranks.run("model = accelerator.prepare(build()); optimizer = adam(model)")
+    ranks.run("loader = torch.utils.data.DataLoader(tokens)")
+    again = "optimizer, loader = accelerator.prepare(optimizer, loader)\n" * 2
+    found = one(ranks, again + "len(loader), type(optimizer.optimizer).__name__")
+    assert found == (32, "AdamW")
+    ranks.run("del model, optimizer, loader")
+
+
 @pytest.mark.nightly
 def test_an_optimizer_that_was_in_use_during_prepare_goes_afterwards(ranks: Session) -> None:
     watch = "models.append(weakref.ref(accelerator.unwrap_model(model)))\n"

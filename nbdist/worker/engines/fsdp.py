@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.checkpoint.name_validation import list_first
@@ -382,13 +381,13 @@ def _prepare_without_model(
                     "build both and use model, optimizer = accelerator.prepare(model, optimizer), "
                     "or build the optimizer from the prepared model."
                 )
-    result = list(args)
-    for index, arg in enumerate(args):
-        if isinstance(arg, Optimizer):
-            result[index] = accelerator.prepare_optimizer(arg)
-        elif isinstance(arg, DataLoader):
-            result[index] = accelerator.prepare_data_loader(arg)
-    for index, arg in enumerate(args):
-        if isinstance(arg, LRScheduler):  # needs the prepared optimizers
-            result[index] = accelerator.prepare_scheduler(arg)
+    prepare_one: Callable[..., Any] = accelerator._prepare_one  # noqa: SLF001
+    result = [
+        arg if isinstance(arg, nn.Module) else prepare_one(arg, first_pass=True) for arg in args
+    ]
+    # Schedulers need the prepared optimizers.
+    result = [prepare_one(arg) if isinstance(arg, LRScheduler) else arg for arg in result]
+    for arg, prepared in zip(args, result, strict=True):
+        if prepared is not arg:  # as accelerate 1.15 does, so that it is not wrapped twice
+            prepared._is_accelerate_prepared = True  # noqa: SLF001
     return tuple(result) if len(result) > 1 else result[0]
