@@ -52,6 +52,13 @@ WAYS = {
 lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
 model = peft.get_peft_model(model, lora)
 """,
+    "load_adapter": """
+if rank == 0:
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(load(), lora).save_pretrained(f"{folder}-lora")
+accelerator.wait_for_everyone()
+model.load_adapter(f"{folder}-lora", is_trainable=True)
+""",
 }
 
 

@@ -160,13 +160,18 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
     def note_files(load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def load_pretrained(
-            model: nn.Module, state_dict: Any, files: Any, config: Any, *args: Any
+            model: nn.Module,
+            state_dict: Any,
+            checkpoint_files: Any,
+            load_config: Any,
+            **kwargs: Any,
         ) -> Any:
-            lazy = is_on() and state_dict is None and files and not config.is_quantized
-            sizes = {Path(file).name: Path(file).stat().st_size for file in files or ()}
+            files = checkpoint_files or ()
+            lazy = is_on() and state_dict is None and files and not load_config.is_quantized
+            sizes = {Path(file).name: Path(file).stat().st_size for file in files}
             _checkpoints.append(", ".join(f"{k} {v}" for k, v in sizes.items()) if lazy else "")
             try:
-                return load(model, state_dict, files, config, *args)
+                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
             finally:
                 _checkpoints.pop()
 
