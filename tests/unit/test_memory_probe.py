@@ -50,6 +50,13 @@ def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
     assert counting.current["gradients"] == 4040
 
 
+def test_operations_on_sparse_tensors_run() -> None:
+    with MemoryTracker() as counting:
+        dense = torch.eye(4)
+        assert torch.sparse.mm(dense.to_sparse(), dense).equal(dense)
+        counting.track_tensors("gradients", [dense.to_sparse()])
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "shape"),
     [

@@ -109,11 +109,8 @@ class MemoryTracker(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and result.device.type != "meta":
-            self._track_storage(result.untyped_storage())
-        else:
-            for storage in _storages(tree_leaves(result)):
-                self._track_storage(storage)
+        for storage in _storages([result] if type(result) is torch.Tensor else tree_leaves(result)):
+            self._track_storage(storage)
         return result
 
     def _track_storage(self, storage: torch.UntypedStorage) -> None:
@@ -164,7 +161,7 @@ def _storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             continue
         flatten = getattr(value, "__tensor_flatten__", None)  # of a wrapper subclass (DTensor)
-        if flatten is None:
-            yield value.untyped_storage()
-        else:
+        if flatten is not None:
             yield from _storages(getattr(value, name) for name in flatten()[0])
+        elif value.layout == torch.strided:  # a sparse tensor has no storage
+            yield value.untyped_storage()
