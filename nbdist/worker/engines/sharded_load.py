@@ -164,6 +164,7 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
             state_dict: Any,
             checkpoint_files: Any,
             load_config: Any,
+            *args: Any,
             **kwargs: Any,
         ) -> Any:
             files = checkpoint_files or ()
@@ -171,7 +172,7 @@ def _patch_loading(is_on: Callable[[], bool]) -> None:
             sizes = {Path(file).name: Path(file).stat().st_size for file in files}
             _checkpoints.append(", ".join(f"{k} {v}" for k, v in sizes.items()) if lazy else "")
             try:
-                return load(model, state_dict, checkpoint_files, load_config, **kwargs)
+                return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
             finally:
                 _checkpoints.pop()
 
