@@ -298,8 +298,9 @@ def _end_without_gradients(end: Callable[[Any], None]) -> Callable[[Any], None]:
     """Reduce nothing after a `torch.autograd.grad()`, which leaves no gradients of parameters."""
 
     def end_backward(self: Any) -> None:
-        state = getattr(self.optimizer, "_backward_hook_state", None)
-        if state is None or state.hooks_fired_this_backward or self._running_engine_backward:
+        counts = hasattr(self.optimizer, "averaged_gradients")  # BF16_Optimizer does not
+        state = self.optimizer._backward_hook_state  # noqa: SLF001
+        if not counts or state.hooks_fired_this_backward or self._running_engine_backward:
             end(self)
         else:
             state.exit_backward()
