@@ -175,6 +175,8 @@ def test_fine_tune() -> None:
     ],
 )
 def test_recipes(name: str, cell_id: str, shown: str, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "train.py").touch()  # as after an earlier run of notebook 14
     notebook = executed(name, folder=tmp_path)
     assert shown in text(notebook, cell_id)
     assert "image/png" in mimes(notebook, "plot")
