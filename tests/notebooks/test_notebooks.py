@@ -110,7 +110,7 @@ def test_will_it_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     notebook = executed("04_will_it_fit.ipynb")
     assert "the fastest that fits" in text(notebook, "seven")
     assert "text/html" in mimes(notebook, "seven")
-    assert "these changes would" in text(notebook, "eight")
+    assert "what would help" in text(notebook, "eight")
     assert "--offload cpu" in text(notebook, "fits")
     assert text(notebook, "seventy").count("fits: False") == 2
     assert "auto: " in text(notebook, "auto")
