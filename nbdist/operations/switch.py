@@ -127,7 +127,7 @@ def switch_backend(
         SwitchError: everything was rolled back, or the message says otherwise.
     """
     now, then = before.options, after.options
-    title = f"{now.backend} -> {then.backend}"
+    title = f"{now.describe()} -> {then.describe()}"
     with StatusLine() as line:
         request = CollectiveRequest(workers, SWITCH, lambda text: line.show(f"{title}: {text}"))
         request.late = on_late_success

@@ -124,7 +124,7 @@ class ModelOperations(lifecycle.SessionLifecycle):
             self.placement != then.placement
             or self.options.offload_path != then.options.offload_path
         )
-        doing = f"{self.backend} -> {then.options.backend}"
+        doing = f"{self.options.describe()} -> {then.options.describe()}"
         with self.operation.track("switching", doing):
             if needs_new_ranks:
                 report = self._hand_over(then, reset_optimizer=reset)

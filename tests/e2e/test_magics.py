@@ -186,6 +186,8 @@ def test_another_backend_switches_and_says_so(notebook: LiveKernel) -> None:
     shown = notebook.run("%%distribute --backend fsdp\nkept, repr(accelerator)[:19]")
     assert "2 CPU ranks (no GPU found): ddp -> fsdp2 in" in shown.text
     assert "[0-1] (1, '<accelerator: FSDP2')" in shown.text
+    shown = notebook.run("%nbdist switch --activation-checkpointing")
+    assert "nbdist: fsdp2 -> fsdp2, activation checkpointing in" in shown.text
 
 
 def test_a_config_in_the_line_reaches_the_engine(notebook: LiveKernel) -> None:
