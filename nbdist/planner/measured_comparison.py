@@ -139,7 +139,7 @@ class MeasuredComparison:
     def _table(self) -> Table:
         rows = []
         for line in (*self.lines, self.allocated, self.device):
-            error = "" if line.relative_error is None else f"{line.relative_error:+.1%}"
+            error = "" if line.relative_error is None else f"{line.relative_error:+z.1%}"
             sizes = map(format_bytes, (line.predicted_bytes, line.measured_bytes))
             rows.append([line.part, *sizes, error])
         return Table(header=["", "predicted", "measured", "error"], rows=rows)

@@ -68,6 +68,8 @@ def test_the_fullest_rank_is_compared() -> None:
     assert check.rank == 1
     assert check.allocated.measured_bytes == 2000
     assert "rank 1, the fullest, in step 3" in str(check)
+    near = replace(check, allocated=PartComparison("all tensors", 99_999, 100_000))
+    assert "-0.0%" not in str(near)
 
 
 def test_memory_of_another_model_is_named_and_counted_on_both_sides() -> None:
