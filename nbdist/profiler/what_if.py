@@ -49,7 +49,7 @@ MIN_COLLECTIVE_BYTES = 1 << 18
 _BISECTIONS = 40
 _FACTORS = 1 / 30, 30.0
 """Range of plausible compute speeds, relative to the assumed speed."""
-_LAUNCHES_DOMINATE = 0.75
+_LAUNCHES_DOMINATE = 0.6
 """Maximum time at twice the speed, relative to the measured time, if compute dominates."""
 
 

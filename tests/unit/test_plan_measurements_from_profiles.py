@@ -109,6 +109,13 @@ def test_a_step_that_launches_bind_teaches_no_speed() -> None:
     assert not store_path().exists()
 
 
+def test_a_small_model_on_cpu_ranks_teaches_no_speed() -> None:
+    small = analytic.spec_from_config(model_configs.llama(64, 172, 2, 4, 4, 256))
+    tiny = profiled(0.015, samples=1, seq_len=32)  # measured; the launches alone may take 10 ms
+    what_if.learn_from_profile(tiny, spec=small, options=OPTIONS, cluster=ranks())
+    assert not store_path().exists()
+
+
 def test_collectives_beside_real_work_are_learned_by_their_size() -> None:
     traffic = CollectiveStats(
         name="all_reduce", count=4, bytes=100 * MIB, seconds=0.9, exposed_s=0.2, waiting_s=0.1
