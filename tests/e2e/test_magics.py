@@ -188,6 +188,7 @@ def test_another_backend_switches_and_says_so(notebook: LiveKernel) -> None:
     assert "[0-1] (1, '<accelerator: FSDP2')" in shown.text
     shown = notebook.run("%nbdist switch --activation-checkpointing")
     assert "nbdist: fsdp2 -> fsdp2, activation checkpointing in" in shown.text
+    notebook.run("%nbdist switch --no-activation-checkpointing")
 
 
 def test_a_config_in_the_line_reaches_the_engine(notebook: LiveKernel) -> None:
