@@ -358,7 +358,7 @@ class NbDist(Magics):
             # Starts the new ranks first: if that fails, the current ones keep running.
             try:
                 switched = self.new_session(changes).start()
-            except BaseException:
+            except BaseException:  # also an interrupt: planner and doctor ask the selected Python
                 rank_python.select(rank_python.find(session.python))
                 raise
             session.stop()

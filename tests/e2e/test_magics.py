@@ -231,6 +231,7 @@ def test_new_ranks_that_fail_to_start_end_no_ranks(notebook: LiveKernel, tmp_pat
     notebook.run("%%distribute\nkept = 1")
     venv.create(tmp_path)
     assert "torch" in notebook.run(f"%%distribute --python {tmp_path}\n1").error["evalue"]
+    assert str(tmp_path) not in notebook.run("%nbdist doctor").text
     srun = tmp_path / "bin" / "srun"
     srun.write_text("#!/bin/sh\necho 'srun: error: invalid partition' >&2\nexit 1\n")
     srun.chmod(0o755)
@@ -238,7 +239,6 @@ def test_new_ranks_that_fail_to_start_end_no_ranks(notebook: LiveKernel, tmp_pat
     refused = notebook.run("%%distribute --on slurm -n 2\n1").error["evalue"]
     assert "Slurm rejected the request: invalid partition" in refused
     assert "[0-1] 1" in notebook.run("%%distribute\nkept").text
-    assert str(tmp_path) not in notebook.run("%nbdist doctor").text
 
 
 def test_commands(notebook: LiveKernel) -> None:

@@ -298,9 +298,9 @@ def _end_without_gradients(end: Callable[[Any], None]) -> Callable[[Any], None]:
     """Reduce nothing after a `torch.autograd.grad()`, which leaves no gradients of parameters."""
 
     def end_backward(self: Any) -> None:
-        counts = hasattr(self.optimizer, "averaged_gradients")  # BF16_Optimizer does not
+        counts_hooks = hasattr(self.optimizer, "averaged_gradients")  # BF16_Optimizer does not
         state = self.optimizer._backward_hook_state  # noqa: SLF001
-        if not counts or state.hooks_fired_this_backward or self._running_engine_backward:
+        if not counts_hooks or state.hooks_fired_this_backward or self._running_engine_backward:
             end(self)
         else:
             state.exit_backward()
@@ -655,8 +655,7 @@ def prepare(
             result = original(accelerator, *args)
     engine = accelerator.deepspeed_engine_wrapped.engine
     _engines[model] = weakref.ref(engine)
-    # One micro-batch per step: a cell that accumulates divides the loss by itself, and deepspeed
-    # 0.19.8 also divides the gradients of loss.backward() and torch.autograd.grad().
+    # With more micro-batches per step, deepspeed 0.19.8 divides all gradients by their number.
     engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
     _cast_inputs(engine)
     _detach_fragments(engine)

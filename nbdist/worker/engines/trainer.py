@@ -583,10 +583,11 @@ def _save_given_prompt(original: Any) -> Any:
         options = accelerator_patch.current_config().options
         if "parameters" in options.strategy.shards:
             # A forward of the encoder on rank 0 fails under FSDP and hangs under ZeRO-3.
+            whole = [name for name, it in STRATEGIES.items() if "parameters" not in it.shards]
             raise OptionError(
                 f"peft computes the prompts of {config.peft_type.value} from several parameters,"
-                f" which {options.backend} shards, so rank 0 cannot save them. Run"
-                " `%nbdist switch zero2`, which keeps the training, and save again."
+                f" which {options.backend} shards, so rank 0 cannot save them. Switch to one of"
+                f" {', '.join(whole)}, such as `%nbdist switch {whole[0]}`, and save again."
             )
         saved: dict[str, Any] = original.__func__(
             cls, model, config, adapter_name, state_dict, unwanted_adapter_names
