@@ -73,6 +73,8 @@ class WeightShape(NamedTuple):
     """True for the bias of the layer that has the weight before it."""
     num_calls_before: int = 0
     """Modules without parameters that are called before this parameter's module."""
+    is_scalar: bool = False
+    """True for a parameter of no dimension."""
 
     @property
     def is_vector(self) -> bool:

@@ -148,6 +148,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.utils:OutputBackwardHookManager._make_backward_hook": LibraryPatch(
         "only the first backward of a forward begins, also if it is an autograd.grad()"
     ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model": LibraryPatch(
+        "views parameters as bytes, which torch refuses for those of no dimension"
+    ),
+    "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": LibraryPatch(
+        "the same in ZeRO-3, which broadcasts what it converts"
+    ),
     "deepspeed.runtime.engine:DeepSpeedEngine.train": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.engine:DeepSpeedEngine.eval": LibraryPatch("does not return the engine"),
     "deepspeed.runtime.bf16_optimizer:register_grad_hook": LibraryPatch(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nbdist import CellError, Session
+from nbdist import CellError, Session, SwitchError
 from nbdist.strategies import STRATEGIES
 from tests import engines
 from tests.e2e.cells import TRAINER
@@ -155,15 +155,6 @@ def test_an_optimizer_alone_under_deepspeed_is_one_sentence(under_zero2: Session
         under_zero2.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
 
 
-def test_a_scalar_parameter_under_deepspeed_is_one_sentence(under_zero2: Session) -> None:
-    under_zero2.run(
-        "model = torch.nn.Linear(4, 1)\nmodel.scale = torch.nn.Parameter(torch.ones(()))"
-    )
-    prepare = "accelerator.prepare(model, torch.optim.SGD(model.parameters()))"
-    with pytest.raises(CellError, match=r"scalar parameters, and the model has scale\. Change it"):
-        under_zero2.run(prepare)
-
-
 def test_a_plain_loop_is_told_what_zero_cannot_do(under_zero2: Session) -> None:
     with pytest.raises(CellError, match=r"clip_grad_norm_ cannot.*accelerator\.clip_grad_norm_"):
         under_zero2.run(
@@ -274,6 +265,36 @@ def test_written_weights_are_saved_and_trained_on(backend: str, precision: str) 
     assert written["bias"].tolist() == [3] * 4
     assert torch.equal(written["weight"], before["weight"])  # as precise as before
     assert 0 < (trained["bias"] - 3).abs().max() < 0.5
+
+
+SCALED = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.PReLU())
+model[1].weight = torch.nn.Parameter(torch.tensor(0.25))  # no dimension, as CLIP's logit_scale
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+"""
+SCALED_STEP = """
+rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))[share]
+model(rows).square().mean().backward()
+optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_scalar_parameters_are_trained_under_zero_and_refused_under_fsdp() -> None:
+    plain: dict[str, Any] = {"torch": torch, "share": slice(None)}
+    exec(SCALED + SCALED_STEP * 4, plain)  # noqa: S102 - on all rows, without ranks
+    with Session(nproc=2, backend="zero2") as session:
+        session.run("share = slice(rank, None, 2)" + SCALED)
+        session.run("if rank: model[1].weight.data.fill_(9.0)")  # rank 0's is the model's
+        session.run("model, optimizer = accelerator.prepare(model, optimizer)" + SCALED_STEP)
+        for backend in ("zero3", "ddp", "zero1"):
+            session.switch(backend)
+            session.run(SCALED_STEP)
+        trained = session.pull("model")["1.weight"]
+        with pytest.raises(SwitchError, match=r"reshape\(1\)"):
+            session.switch("fsdp2")
+    assert trained.shape == ()
+    assert torch.allclose(trained, plain["model"][1].weight, atol=1e-6)
 
 
 def test_data_of_a_shard_can_be_assigned() -> None:

@@ -175,6 +175,15 @@ def test_blocks_of_a_model_without_checkpointing_of_its_own_are_recomputed() -> 
     assert {row.options.activation_checkpointing for row in rows if row.cost} == {False, True}
 
 
+def test_a_model_with_a_scalar_parameter_is_planned_without_fsdp() -> None:
+    activation = nn.PReLU()
+    activation.weight = nn.Parameter(torch.tensor(0.25))
+    model = nn.Sequential(nn.Linear(8, 8), activation)
+    table = nbdist.plan(model, inputs=torch.ones(2, 8), devices="2x24GB")
+    assert "FSDP does not shard scalar parameters" in table.row("fsdp2").why
+    assert table.row("zero2").fits
+
+
 def test_a_gradient_of_several_uses_is_summed_in_place() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -80,6 +80,11 @@ class FsdpTimeline(StepTimeline):
 
     def __init__(self, model: ModelSpec, setup: TrainingSetup) -> None:
         """Split the model into units."""
+        if any(shape.is_scalar for group in model.groups for shape in group.tensors):
+            raise PlanError(
+                "FSDP does not shard scalar parameters, such as CLIP's logit_scale. Use ddp or"
+                " ZeRO, or make each a tensor of one dimension."
+            )
         super().__init__(model)
         self.setup, self.groups, self.last_group = setup, model.groups, len(model.groups) - 1
         self.compute_width = self.reduce_width = self.stored_width = model.trainable_element

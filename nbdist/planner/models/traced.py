@@ -60,7 +60,7 @@ FIRST_TRACE = (
 EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
-_FORMAT = 17
+_FORMAT = 18
 """Version of the cached figures; part of a trace's key."""
 
 _PLAIN_TEXT = {"input_ids", "labels", "attention_mask"}

@@ -226,6 +226,7 @@ class FsdpGroup:
                     each.numel(),
                     each.requires_grad,
                     n in self.biases,
+                    is_scalar=not each.dim(),
                 )
                 for n, each in enumerate(self.own_params)
                 if each not in self.quantized_sizes

@@ -208,10 +208,40 @@ def _patch_deepspeed() -> None:
     patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_post_hook", _end_without_gradients)
     manager = "deepspeed.runtime.utils:OutputBackwardHookManager"
     patch(f"{manager}._make_backward_hook", _let_each_backward_begin)
+    patch("deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model", _broadcast_scalars_too)
+    patch(
+        "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
+        _let_scalar_be_broadcast,
+    )
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     patch("torch.nn.utils:clip_grad_value_", _check_clipping)
     for name in ("train", "eval"):
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
+
+
+def _broadcast_scalars_too(broadcast: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Broadcast scalar parameters as vectors; deepspeed 0.19.8 views each parameter as bytes."""
+
+    def broadcast_model(self: Any) -> None:
+        scalars = [each for each in self.module.parameters() if not each.dim()]
+        for parameter in scalars:
+            parameter.data = parameter.data.reshape(1)
+        broadcast(self)
+        for parameter in scalars:
+            parameter.data = parameter.data.reshape(())
+
+    return broadcast_model
+
+
+def _let_scalar_be_broadcast(convert: Callable[..., None]) -> Callable[..., None]:
+    """Do the same for ZeRO-3, which broadcasts a parameter between converting and partitioning."""
+
+    def convert_parameter(self: Any, param: nn.Parameter) -> None:
+        convert(self, param)
+        if not param.dim():
+            param.data = param.data.reshape(1)
+
+    return convert_parameter
 
 
 def _living_engines() -> list[Any]:
@@ -747,17 +777,11 @@ def _prepare_for_engine(
 
 
 def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[object]) -> None:
-    """Raise OptionError unless a model and one optimizer are prepared in one call, without scalars.
+    """Raise OptionError unless a model and one optimizer are prepared in one call.
 
     accelerate 1.15 would use the last of several optimizers, and not train what the others have.
     ZeRO-3 accepts a model without an optimizer, for inference with partitioned parameters.
     """
-    named = () if model is None else model.named_parameters()
-    if scalars := [name for name, parameter in named if not parameter.dim()]:
-        raise OptionError(
-            f"DeepSpeed does not support scalar parameters, and the model has {', '.join(scalars)}."
-            " Change it to a 1D tensor with one element, or use ddp."
-        )
     if len(optimizers) > 1:
         raise OptionError(
             f"accelerator.prepare() got {len(optimizers)} optimizers. DeepSpeed supports one per"

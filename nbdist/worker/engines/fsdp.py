@@ -159,6 +159,17 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
         )
 
 
+def _refuse_scalars(model: nn.Module) -> None:
+    """Raise if a parameter has no dimension, which neither FSDP shards."""
+    scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
+    if scalars:
+        line = f"model.{scalars[0]} = torch.nn.Parameter(model.{scalars[0]}.detach().reshape(1))"
+        raise OptionError(
+            f"FSDP does not shard scalar parameters, and the model has {list_first(scalars)}. Use"
+            f" ddp or ZeRO, or give it a dimension before the optimizer is created: {line}."
+        )
+
+
 def sync_and_set_units(
     accelerator: Accelerator, model: nn.Module, config: Mapping[str, Any]
 ) -> None:
@@ -166,6 +177,7 @@ def sync_and_set_units(
     if isinstance(model, (FSDPModule, Fsdp1)):
         return
     refuse_gradient_hooks(model)
+    _refuse_scalars(model)
     fsdp_plugin = accelerator.state.fsdp_plugin
     units = find_units(model, config)
     _check_quantized(model, units, is_fsdp2=accelerator.is_fsdp2)
