@@ -151,6 +151,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model": LibraryPatch(
         "views parameters as bytes, which torch refuses for those of no dimension"
     ),
+    "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit": LibraryPatch(
+        "as in _broadcast_model"
+    ),
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param": LibraryPatch(
         "the same in ZeRO-3, which broadcasts what it converts"
     ),

@@ -290,6 +290,7 @@ def test_scalar_parameters_are_trained_under_zero_and_refused_under_fsdp() -> No
         for backend in ("zero3", "ddp", "zero1"):
             session.switch(backend)
             session.run(SCALED_STEP)
+            session.run("accelerator.get_state_dict(model)")
         trained = session.pull("model")["1.weight"]
         with pytest.raises(SwitchError, match=r"reshape\(1\)"):
             session.switch("fsdp2")

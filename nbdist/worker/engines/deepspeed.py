@@ -208,33 +208,46 @@ def _patch_deepspeed() -> None:
     patch("deepspeed.runtime.engine:DeepSpeedEngine._backward_post_hook", _end_without_gradients)
     manager = "deepspeed.runtime.utils:OutputBackwardHookManager"
     patch(f"{manager}._make_backward_hook", _let_each_backward_begin)
-    patch("deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model", _broadcast_scalars_too)
     patch(
-        "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
-        _let_scalar_be_broadcast,
+        "deepspeed.runtime.engine:DeepSpeedEngine._broadcast_model",
+        _with_vectors_for_scalars(lambda engine: engine.module.parameters()),
     )
+    partitioning = "deepspeed.runtime.zero.partition_parameters"
+    patch(
+        f"{partitioning}:GatheredParameters._exit",
+        _with_vectors_for_scalars(lambda gathered: gathered.params),
+    )
+    patch(f"{partitioning}:Init._convert_to_deepspeed_param", _make_scalar_a_vector)
     patch("torch.nn.utils:clip_grad_norm_", _check_clipping)
     patch("torch.nn.utils:clip_grad_value_", _check_clipping)
     for name in ("train", "eval"):
         patch(f"deepspeed.runtime.engine:DeepSpeedEngine.{name}", _return_self)
 
 
-def _broadcast_scalars_too(broadcast: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Broadcast scalar parameters as vectors; deepspeed 0.19.8 views each parameter as bytes."""
+def _with_vectors_for_scalars(
+    parameters_of: Callable[[Any], Iterable[nn.Parameter]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method broadcast scalar parameters; deepspeed 0.19.8 views each parameter as bytes."""
 
-    def broadcast_model(self: Any) -> None:
-        scalars = [each for each in self.module.parameters() if not each.dim()]
-        for parameter in scalars:
-            parameter.data = parameter.data.reshape(1)
-        broadcast(self)
-        for parameter in scalars:
-            parameter.data = parameter.data.reshape(())
+    def patched(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+        def broadcast_vectors(self: Any, *args: Any) -> Any:
+            scalars = [each for each in parameters_of(self) if not each.dim()]
+            for parameter in scalars:
+                parameter.data = parameter.data.reshape(1)
+            try:
+                return broadcast(self, *args)
+            finally:
+                for parameter in scalars:
+                    if parameter.numel():  # none if ZeRO-3 has partitioned it
+                        parameter.data = parameter.data.reshape(())
 
-    return broadcast_model
+        return broadcast_vectors
+
+    return patched
 
 
-def _let_scalar_be_broadcast(convert: Callable[..., None]) -> Callable[..., None]:
-    """Do the same for ZeRO-3, which broadcasts a parameter between converting and partitioning."""
+def _make_scalar_a_vector(convert: Callable[..., None]) -> Callable[..., None]:
+    """Do the same for what ZeRO-3 broadcasts between converting a parameter and partitioning it."""
 
     def convert_parameter(self: Any, param: nn.Parameter) -> None:
         convert(self, param)
