@@ -25,9 +25,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import psutil
 import zmq
 
+from nbdist.hardware.process_identity import process_start_ticks
 from nbdist.protocol import messages
 from nbdist.protocol.signing import DELIM
 
@@ -87,8 +87,8 @@ class Rank:
     def known(self, kind: str) -> dict[str, Any]:
         """What this rank says to requests that are no cell."""
         if kind == messages.JOIN:
-            own = psutil.Process()
-            return {"pid": own.pid, "created": own.create_time(), "device": "cpu"}
+            pid = os.getpid()
+            return {"pid": pid, "start_ticks": process_start_ticks(pid), "device": "cpu"}
         if kind == messages.PAUSE:
             return {"begun": 0, "next_s": 0.0}
         if kind == messages.RANK_ACTIVITY:

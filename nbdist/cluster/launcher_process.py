@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from nbdist.errors import PayloadError, StartError
+from nbdist.hardware.process_identity import process_start_ticks
 from nbdist.protocol import messages
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class RankProcess:
 
     pid: int
     """Process id on the rank's machine."""
-    created: float
-    """Start time (psutil)."""
+    start_ticks: int
+    """Start time in clock ticks since boot."""
     device: str
 
 
@@ -126,18 +127,18 @@ def check_descriptors(world_size: int) -> None:
         )
 
 
-def process_status(pid: int, created: float | None = None) -> str:
+def process_status(pid: int, start_ticks: int | None = None) -> str:
     """Return the status of a process; ``EXITED`` if it ended or its id was reused.
 
     Args:
         pid: process id.
-        created: start time (psutil); None: not checked.
+        start_ticks: start time in clock ticks since boot; None: not checked.
     """
+    # Not psutil's create_time(): it jumps when the system clock is set.
+    if start_ticks is not None and process_start_ticks(pid) != start_ticks:
+        return EXITED
     try:
-        process = psutil.Process(pid)
-        if created is not None and process.create_time() != created:
-            return EXITED
-        now = str(process.status())
+        now = str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return EXITED
     return EXITED if now == psutil.STATUS_ZOMBIE else now

@@ -208,7 +208,7 @@ class Launcher:
         pid = self.process.pid
         found = {
             f"rank {rank}": ProcessStatus(
-                member.pid, launcher_process.process_status(member.pid, member.created)
+                member.pid, launcher_process.process_status(member.pid, member.start_ticks)
             )
             for rank, member in members.items()
         }

@@ -367,8 +367,8 @@ class JoinReply(TypedDict):
     """A rank has started and passed a barrier with all others."""
 
     pid: int
-    created: float
-    """Start time of the process (psutil), to detect a reused process id."""
+    start_ticks: int
+    """Start time of the process in clock ticks since boot, to detect a reused process id."""
     device: str
 
 

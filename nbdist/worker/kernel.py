@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import psutil
 from ipykernel.displayhook import ZMQShellDisplayHook
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.kernelapp import IPKernelApp
@@ -29,6 +28,7 @@ from traitlets import Bool, DottedObjectName, Float, Type
 from traitlets.config import Config
 
 from nbdist.errors import NbdistError, PayloadError, SessionError, StartError
+from nbdist.hardware import process_identity
 from nbdist.protocol import messages, serialization
 from nbdist.protocol.operations import OPERATIONS, REBUILD_MODELS
 from nbdist.protocol.signing import KEY_BYTES, MessageSigner, RejectedMessageLogFilter
@@ -388,10 +388,9 @@ class RankKernel(IPythonKernel):
 
     def join(self, _: object) -> messages.JoinReply:
         """Confirm that this rank has passed the first barrier."""
-        process = psutil.Process()
         return messages.JoinReply(
-            pid=process.pid,
-            created=process.create_time(),
+            pid=os.getpid(),
+            start_ticks=process_identity.process_start_ticks(os.getpid()),
             device=str(self.shell.user_ns["device"]),
         )
 

@@ -14,8 +14,10 @@ import pytest
 import nbdist
 from nbdist.checkpoint import FolderStorage
 from nbdist.cluster import launcher_process
+from nbdist.cluster.launcher_process import EXITED
 from nbdist.cluster.local_launcher import LAUNCHER_GONE, LAUNCHER_NAME
 from nbdist.hardware.discovery import find_memory_events_file
+from nbdist.hardware.process_identity import process_start_ticks
 from nbdist.protocol import messages
 from nbdist.session import failure_causes
 from nbdist.session.failure_causes import (
@@ -191,6 +193,14 @@ def test_a_stopped_process_is_reported_once_and_when_it_continues(
     eventually(lambda: looked() == 2, within_s=5)
     assert told[1] == "nbdist: rank 3 is running again"
     assert seen.describe("rank 3") == ""
+
+
+def test_a_rank_lives_on_when_the_system_clock_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a suspend, or by NTP: what the clock derives from the boot time moves."""
+    start_ticks = process_start_ticks(os.getpid())
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
+    assert launcher_process.process_status(os.getpid(), start_ticks) != EXITED
+    assert launcher_process.process_status(os.getpid(), start_ticks + 1) == EXITED
 
 
 def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
