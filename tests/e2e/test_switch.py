@@ -80,7 +80,7 @@ def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
     trained.run(START.format(""))
     trained.run(
         "mine = {'a': [1, 2]}; head = bare.lm_head; weight = bare.lm_head.weight;"
-        " hidden = [model]; count = accelerator.step; same = accelerator"
+        " hidden = (model,); count = accelerator.step; same = accelerator"
     )
     report = trained.switch("fsdp2")
     assert {"model", "optimizer", "bare", "head", "weight"} <= set(report.bound)
@@ -91,6 +91,28 @@ def test_variables_go_on_and_stale_references_say_so(trained: Session) -> None:
     ):
         trained.run("hidden[0](input_ids=tokens[:2])")
     trained.run("train(1)")
+
+
+def test_objects_of_the_user_have_the_new_model(trained: Session) -> None:
+    """As the Trainer classes of research code do, with an average of the weights."""
+    trained.switch("ddp")
+    trained.run(START.format(""))
+    trained.run("""
+        class Holder:
+            def __init__(self, **parts):
+                vars(self).update(parts)
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.5)
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        loop = Holder(**parts, average=Holder(of=bare), nets={1: [model]})
+        bare = model = optimizer = schedule = parts = None
+    """)
+    trained.switch("fsdp2")
+    trained.run("model, optimizer, schedule = loop.model, loop.optimizer, loop.schedule; train(1)")
+    assert one(trained, "type(model).__name__") == WRAPPED["fsdp2"]
+    assert one(trained, "loop.nets[1][0] is model is loop.average.of")
+    assert one(trained, "schedule.optimizer is optimizer.optimizer")
+    trained.run("del loop")
 
 
 @pytest.mark.fault("E15")

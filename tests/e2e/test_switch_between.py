@@ -107,7 +107,7 @@ def test_tensors_kept_aside_say_that_they_are_old(
 ) -> None:
     begin(ranks, backend)
     ranks.run(
-        "kept = [*model.parameters(), *model.buffers()]\n"
+        "kept = (*model.parameters(), *model.buffers())\n"
         "mean = next(model.buffers())\n"
         "before = mean.clone()"
     )

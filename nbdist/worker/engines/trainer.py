@@ -44,7 +44,7 @@ from nbdist.worker.training import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import DataLoader
 
@@ -429,23 +429,16 @@ def trainer_arguments(
     return session.options.strategy.training_arguments(session.options, session.hardware)
 
 
-def find_trainers(names: Mapping[str, Any]) -> list[Any]:
-    """Return the transformers Trainers among variables; does not import transformers."""
+def find_trainers(values: Iterable[object]) -> list[Any]:
+    """Return the transformers Trainers among objects; does not import transformers."""
     return [
         value
-        for value in names.values()
+        for value in values
         if any(
             base.__name__ == "Trainer" and base.__module__.startswith("transformers.")
             for base in type(value).__mro__
         )
     ]
-
-
-def parts(trainer: Any) -> list[object]:
-    """Return the parts of a Trainer, which can refer to its model: collator, callbacks, losses."""
-    values = list(vars(trainer).values())
-    named = [part for value in values if isinstance(value, dict) for part in value.values()]
-    return [*values, *named, *trainer.callback_handler.callbacks]
 
 
 def update_trainer_engine(trainer: Any) -> None:

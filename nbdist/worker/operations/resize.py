@@ -153,7 +153,7 @@ class _ResizeSave:
         variables = self._variables()
         held = prepared_models.models_in(variables)
         for name, value in variables.items():
-            for found in trainer.find_trainers({name: value}):
+            for found in trainer.find_trainers([value]):
                 reference = prepared_models.find_model(found.model)
                 if reference is not None and reference.prepared not in held:
                     raise SwitchError(

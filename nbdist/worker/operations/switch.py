@@ -154,7 +154,8 @@ class EngineSwitch:
 
     def _free_engines(self) -> None:
         """Free the memory of the current engines even if references to them remain."""
-        trainers = trainer.find_trainers(self._context.variables)
+        variables = self._context.variables.values()
+        trainers = trainer.find_trainers(rebind_variables.reachable(variables))
         for number, prepared in enumerate(prepared_models.all_models()):
             if any(each.accelerator is prepared.accelerator() for each in trainers):
                 # The user has the bare model, which FSDP2 does not tell from the prepared one.
@@ -197,17 +198,13 @@ class EngineSwitch:
         with self._phase("binding"):
             variables = self._context.variables
             self.report.bound = self._replaced.rebind_variables(variables)
-            for value in list(variables.values()):
-                # Schedulers that were not passed to prepare(). isinstance() would access the
-                # object's __class__, which raises for a dead weakref.proxy.
-                if issubclass(type(value), LRScheduler):
-                    optimizer_recipes.rebind_scheduler(value, self._replaced.replacements())
-            for loader in prepared_models.all_loaders():
-                self._replaced.rebind_attributes(loader.collate_fn)
-            for found_trainer in trainer.find_trainers(variables):
-                self._replaced.rebind_variables(vars(found_trainer))
-                for part in trainer.parts(found_trainer):
-                    self._replaced.rebind_attributes(part)
+            collators = [loader.collate_fn for loader in prepared_models.all_loaders()]
+            held = list(rebind_variables.reachable([*variables.values(), *collators]))
+            for scheduler in (each for each in held if isinstance(each, LRScheduler)):
+                # Those that were not passed to prepare(), too.
+                optimizer_recipes.rebind_scheduler(scheduler, self._replaced.replacements())
+            self._replaced.rebind_inside(held)
+            for found_trainer in trainer.find_trainers(held):
                 trainer.update_trainer_engine(found_trainer)
 
     def _build(self, number: int, old: PreparedModel, recipe: ModelRecipe) -> None:

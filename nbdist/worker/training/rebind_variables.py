@@ -1,15 +1,17 @@
 """Rebinds the user's variables from old objects to their replacements after a switch.
 
 A switch rebuilds model, optimizer and their wrappers. Each variable that was bound to an old
-object is bound to the new one, and so are the attributes of Trainers, their parts, and collators.
-Other references to an old object (in a list or a closure) cannot be found reliably: the old object
-is invalidated and raises SwitchError when it is used. `state.layouts.free_model` frees its memory.
+object is bound to the new one, and so are attributes, lists and dicts inside of variables: those
+of a Trainer, of the user's own one too. Other references to an old object (in a tuple or a closure)
+cannot be changed: the old object is invalidated and raises SwitchError when it is used.
+`state.layouts.free_model` frees its memory.
 """
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+import weakref
+from types import FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +21,9 @@ from torch.optim import Optimizer
 from nbdist.errors import SwitchError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+
+_K = TypeVar("_K")
 
 
 class ReplacementMap:
@@ -42,31 +46,24 @@ class ReplacementMap:
         return {identity: new for identity, (_, _, new) in self._pairs.items() if new is not None}
 
     def rebind_variables(self, names: MutableMapping[str, Any]) -> list[str]:
-        """Rebind variables to the replacements; return their names, without private ones.
-
-        A method of an old object is a variable too, such as a collator's `model.preprocess`.
-        """
-        successors = self.replacements()
-        bound: dict[str, Any] = {}
-        for name, value in names.items():
-            if id(value) in successors:
-                bound[name] = successors[id(value)]
-            elif type(value) is MethodType and id(value.__self__) in successors:
-                bound[name] = MethodType(value.__func__, successors[id(value.__self__)])
+        """Rebind variables to the replacements; return their names, without private ones."""
+        bound = _rebound(names, self.replacements())
         names.update(bound)
         return sorted(name for name in bound if not name.startswith("_"))
 
-    def rebind_attributes(self, holder: object) -> None:
-        """Rebind the attributes of an object, and those of the modules inside of a module.
+    def rebind_inside(self, holders: Iterable[object]) -> None:
+        """Rebind the attributes of objects, and the entries of lists and dicts.
 
-        `holder` may be an invalidated module, so only its `__dict__` is used.
+        A holder may be an invalidated module, so only its `__dict__` is used.
         """
-        attributes: dict[str, Any] = getattr(holder, "__dict__", {})
-        children = attributes.get("_modules", {})
-        for names in (attributes, children):
-            self.rebind_variables(names)
-        for child in children.values():
-            self.rebind_attributes(child)
+        successors = self.replacements()
+        for holder in holders:
+            if isinstance(holder, list):
+                for index, new in _rebound(dict(enumerate(holder)), successors).items():
+                    holder[index] = new
+            else:
+                entries = holder if isinstance(holder, dict) else _attributes(holder)
+                entries.update(_rebound(entries, successors))
 
     def invalidate(self, reason: str) -> None:
         """Make old objects raise SwitchError when they are used.
@@ -85,6 +82,57 @@ class ReplacementMap:
                 old.__class__ = _stale_class(type(old), reason)
             elif isinstance(old, torch.Tensor) and type(old) in _TENSORS:
                 old.__class__ = _stale_class(type(old), reason)
+
+
+def reachable(values: Iterable[object]) -> Iterator[object]:
+    """Yield objects, and those in their attributes, lists and dicts, such as `trainer.ema.model`.
+
+    Goes `_DEPTH` attributes deep and into all modules of a module. Skips long lists and dicts,
+    which are data.
+    """
+    seen: dict[int, object] = {}
+    level = list(values)
+    for _ in range(_DEPTH + 1):
+        below: list[object] = []
+        while level:
+            value = level.pop()
+            if id(value) in seen or _is_closed(value):
+                continue
+            seen[id(value)] = value
+            yield value
+            if isinstance(value, (list, dict)):
+                level += value.values() if isinstance(value, dict) else value
+            else:
+                attributes = _attributes(value)
+                if isinstance(value, nn.Module):
+                    level += attributes.get("_modules", {}).values()
+                below += attributes.values()
+        level = below
+
+
+def _is_closed(value: object) -> bool:
+    if issubclass(type(value), _CLOSED):
+        return True
+    return isinstance(value, (list, dict)) and len(value) > _MAX_ENTRIES
+
+
+def _rebound(entries: Mapping[_K, object], successors: Mapping[int, object]) -> dict[_K, object]:
+    """Return the replacements of old objects among entries.
+
+    A method of an old object is one too, such as a collator's `model.preprocess`.
+    """
+    bound: dict[_K, object] = {}
+    for name, value in list(entries.items()):
+        if id(value) in successors:
+            bound[name] = successors[id(value)]
+        elif type(value) is MethodType and id(value.__self__) in successors:
+            bound[name] = MethodType(value.__func__, successors[id(value.__self__)])
+    return bound
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    attributes = getattr(value, "__dict__", None)
+    return attributes if type(attributes) is dict else {}
 
 
 def is_stale(value: object) -> bool:
@@ -122,3 +170,9 @@ _HARMLESS = frozenset({"__class__", "__dict__", "__repr__", "__doc__", "__module
 
 _TENSORS = (nn.Parameter, torch.Tensor, DTensor)
 """Types of parameters and buffers; FSDP2's parameters are DTensors."""
+
+_DEPTH = 3
+"""trainer.callback_handler.callbacks[0].model is reached."""
+_MAX_ENTRIES = 1000
+_CLOSED = (type, ModuleType, FunctionType, *weakref.ProxyTypes)
+"""Types of objects that are not entered; a proxy may be dead."""
