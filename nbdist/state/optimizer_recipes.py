@@ -25,6 +25,7 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
         "Adagrad",
         "Adam",
         "AdamW",
+        "AdamWScheduleFree",
         "Adamax",
         "DeepSpeedCPUAdagrad",
         "DeepSpeedCPUAdam",
@@ -34,9 +35,11 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
         "Lion",
         "NAdam",
         "RAdam",
+        "RAdamScheduleFree",
         "RMSprop",
         "Rprop",
         "SGD",
+        "SGDScheduleFree",
     }
 )
 """Optimizers with element-wise updates, which work with any sharding of a parameter."""
@@ -141,7 +144,7 @@ def is_reshardable(optimizer: Optimizer) -> bool:
     return not why_not_reshardable(type(optimizer))
 
 
-_LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch"})
+_LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch", "schedulefree"})
 
 
 def group_options(optimizer: Optimizer) -> list[GroupOptions]:

@@ -249,7 +249,13 @@ def test_gradients_add_up_until_a_step_or_zero_grad(backend: str, offload: str) 
 
 @pytest.mark.parametrize(
     ("backend", "precision"),
-    [("zero1", "no"), ("zero2", "bf16"), nightly("ddp", "no"), ("fsdp2", "bf16")],
+    [
+        ("zero1", "no"),
+        ("zero2", "bf16"),
+        nightly("ddp", "no"),
+        nightly("fsdp1", "no"),
+        ("fsdp2", "bf16"),
+    ],
 )
 def test_written_weights_are_saved_and_trained_on(backend: str, precision: str) -> None:
     step = "optimizer.zero_grad(); accelerator.backward(loss(1)); optimizer.step()"
@@ -259,9 +265,11 @@ def test_written_weights_are_saved_and_trained_on(backend: str, precision: str) 
         before = session.pull("model")
         # after an evaluation, which leaves FSDP2's root gathered
         session.run("with torch.no_grad(): loss(0); [*model.parameters()][1].fill_(3)")
+        shown = session.run("model(torch.zeros(1, 6)).detach().flatten().tolist()")
         written = session.pull("model")
         session.run(step)
         trained = session.pull("model")
+    assert shown.values == dict.fromkeys((0, 1), [3] * 4)
     assert written["bias"].tolist() == [3] * 4
     assert torch.equal(written["weight"], before["weight"])  # as precise as before
     assert 0 < (trained["bias"] - 3).abs().max() < 0.5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist import Session, SwitchError
-from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one
+from tests.e2e.training import BACKENDS, MODEL, START, WRAPPED, apart, one, straight
 from tests.nightly import nightly, with_core
 
 pytestmark = pytest.mark.timeout(900)
@@ -310,6 +310,27 @@ SEVERAL = textwrap.dedent(
         train(4)
     """
 )
+
+
+def test_a_schedule_free_optimizer_switches_while_it_evaluates(trained: Session) -> None:
+    trained.run("""
+        from schedulefree import AdamWScheduleFree
+
+        def free(groups, **options):
+            optimizer = AdamWScheduleFree(groups, **options)
+            optimizer.train()
+            return optimizer
+    """)
+    expected = straight(trained, "gpt2, free", 6)
+    trained.run(START.format("gpt2, free"))
+    found: list[float] = []
+    for backend in ("fsdp2", "fsdp1", "ddp"):
+        trained.run("optimizer.eval()\nwith torch.no_grad(): model(input_ids=tokens[:2])")
+        trained.switch(backend)
+        found += one(trained, "optimizer.train(); train(2)")
+    assert apart(found, expected) <= 2e-6
+    with pytest.raises(SwitchError, match=r"its eval\(\) does not change the model's"):
+        trained.switch("zero2")
 
 
 @pytest.mark.nightly

@@ -227,7 +227,7 @@ def _patch_deepspeed() -> None:
 def _with_vectors_for_scalars(
     parameters_of: Callable[[Any], Iterable[nn.Parameter]],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method broadcast scalar parameters; deepspeed 0.19.8 views each parameter as bytes."""
+    """Broadcast scalar parameters as vectors; deepspeed 0.19.8 views each parameter as bytes."""
 
     def patched(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         def broadcast_vectors(self: Any, *args: Any) -> Any:
@@ -799,6 +799,12 @@ def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[o
         raise OptionError(
             f"accelerator.prepare() got {len(optimizers)} optimizers. DeepSpeed supports one per"
             " model, which may have several parameter groups. Use one, or ddp, fsdp or fsdp1."
+        )
+    bare = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+    if hasattr(bare, "eval"):
+        raise OptionError(
+            f"{type(bare).__name__} evaluates with other weights than it trains, and"
+            " under DeepSpeed its eval() does not change the model's. Use ddp, fsdp or fsdp1."
         )
     alone = "optimizer" if optimizers else "model"
     if (model is None) != bool(optimizers) or (model is not None and stage == CUTS_PARAMETERS):

@@ -373,9 +373,12 @@ def _prepare_model_only(
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard a model under FSDP2, so that its parameters are the shards, as in its optimizer."""
+    """Reshard a model, so that its parameters are the shards, as in its optimizer."""
     for unit in fsdp2_units(model):
         unit.reshard()
+    for unit in Fsdp1.fsdp_modules(model) if isinstance(model, Fsdp1) else ():
+        if (handle := unit._handle) is not None and handle.uses_sharded_strategy:  # noqa: SLF001
+            handle.reshard(True)  # noqa: FBT003 - frees what the next forward would use
 
 
 def _prepare_without_model(

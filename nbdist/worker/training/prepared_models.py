@@ -479,7 +479,7 @@ def hook_forward(prepared: PreparedModel) -> None:
         prepared.interrupted_pass = ""
         prepared.may_be_gathered = gathers
         if not (torch.is_grad_enabled() or prepared.is_whole or prepared.stays_gathered):
-            # FSDP2 keeps the root whole until the next backward, which drops what is written to it.
+            # FSDP keeps the root whole until the next backward, which drops what is written to it.
             fsdp.reshard(prepared.model)
 
     # first, because FSDP2 all-gathers in such a hook
