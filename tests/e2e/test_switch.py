@@ -102,6 +102,10 @@ def test_objects_of_the_user_have_the_new_model(trained: Session) -> None:
             def __init__(self, **parts):
                 vars(self).update(parts)
 
+        class Unbound:  # as a proxy outside of its context
+            __class__ = property(lambda _: 1 / 0)
+
+        unbound = Unbound()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.5)
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         loop = Holder(**parts, average=Holder(of=bare), nets={1: [model]})
@@ -112,7 +116,7 @@ def test_objects_of_the_user_have_the_new_model(trained: Session) -> None:
     assert one(trained, "type(model).__name__") == WRAPPED["fsdp2"]
     assert one(trained, "loop.nets[1][0] is model is loop.average.of")
     assert one(trained, "schedule.optimizer is optimizer.optimizer")
-    trained.run("del loop")
+    trained.run("del loop, unbound")
 
 
 @pytest.mark.fault("E15")

@@ -200,8 +200,8 @@ class EngineSwitch:
             self.report.bound = self._replaced.rebind_variables(variables)
             collators = [loader.collate_fn for loader in prepared_models.all_loaders()]
             held = list(rebind_variables.reachable([*variables.values(), *collators]))
-            for scheduler in (each for each in held if isinstance(each, LRScheduler)):
-                # Those that were not passed to prepare(), too.
+            # isinstance() would access an object's __class__, which raises for some proxies.
+            for scheduler in (each for each in held if issubclass(type(each), LRScheduler)):
                 optimizer_recipes.rebind_scheduler(scheduler, self._replaced.replacements())
             self._replaced.rebind_inside(held)
             for found_trainer in trainer.find_trainers(held):

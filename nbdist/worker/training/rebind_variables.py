@@ -10,6 +10,7 @@ cannot be changed: the old object is invalidated and raises SwitchError when it 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict, defaultdict
 from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -58,11 +59,11 @@ class ReplacementMap:
         """
         successors = self.replacements()
         for holder in holders:
-            if isinstance(holder, list):
-                for index, new in _rebound(dict(enumerate(holder)), successors).items():
-                    holder[index] = new
+            entries = _entries(holder)
+            if isinstance(entries, list):
+                for index, new in _rebound(dict(enumerate(entries)), successors).items():
+                    entries[index] = new
             else:
-                entries = holder if isinstance(holder, dict) else _attributes(holder)
                 entries.update(_rebound(entries, successors))
 
     def invalidate(self, reason: str) -> None:
@@ -88,7 +89,7 @@ def reachable(values: Iterable[object]) -> Iterator[object]:
     """Yield objects, and those in their attributes, lists and dicts, such as `trainer.ema.model`.
 
     Goes `_DEPTH` attributes deep and into all modules of a module. Skips long lists and dicts,
-    which are data.
+    which are data. Runs no code of an object's class: a lazy mapping would import, a proxy raise.
     """
     seen: dict[int, object] = {}
     level = list(values)
@@ -96,24 +97,30 @@ def reachable(values: Iterable[object]) -> Iterator[object]:
         below: list[object] = []
         while level:
             value = level.pop()
-            if id(value) in seen or _is_closed(value):
+            inside = _entries(value)
+            is_container = inside is value
+            if id(value) in seen or (is_container and len(inside) > _MAX_ENTRIES):
                 continue
             seen[id(value)] = value
             yield value
-            if isinstance(value, (list, dict)):
-                level += value.values() if isinstance(value, dict) else value
-            else:
-                attributes = _attributes(value)
-                if isinstance(value, nn.Module):
-                    level += attributes.get("_modules", {}).values()
-                below += attributes.values()
+            held = list(inside.values()) if isinstance(inside, dict) else inside
+            (level if is_container else below).extend(held)
+            if isinstance(inside, dict) and issubclass(type(value), nn.Module):
+                level.append(inside.get("_modules"))
         level = below
 
 
-def _is_closed(value: object) -> bool:
+def _entries(value: object) -> dict[Any, Any] | list[Any]:
+    """Return a list or dict itself, and the attributes of other objects."""
+    if type(value) in _CONTAINERS:
+        return value  # type: ignore[return-value]
     if issubclass(type(value), _CLOSED):
-        return True
-    return isinstance(value, (list, dict)) and len(value) > _MAX_ENTRIES
+        return {}
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # noqa: BLE001 - there are none, or it is a proxy that raises
+        return {}
+    return attributes if type(attributes) is dict else {}
 
 
 def _rebound(entries: Mapping[_K, object], successors: Mapping[int, object]) -> dict[_K, object]:
@@ -128,11 +135,6 @@ def _rebound(entries: Mapping[_K, object], successors: Mapping[int, object]) -> 
         elif type(value) is MethodType and id(value.__self__) in successors:
             bound[name] = MethodType(value.__func__, successors[id(value.__self__)])
     return bound
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    attributes = getattr(value, "__dict__", None)
-    return attributes if type(attributes) is dict else {}
 
 
 def is_stale(value: object) -> bool:
@@ -174,5 +176,6 @@ _TENSORS = (nn.Parameter, torch.Tensor, DTensor)
 _DEPTH = 3
 """trainer.callback_handler.callbacks[0].model is reached."""
 _MAX_ENTRIES = 1000
+_CONTAINERS = (list, dict, OrderedDict, defaultdict)
 _CLOSED = (type, ModuleType, FunctionType, *weakref.ProxyTypes)
 """Types of objects that are not entered; a proxy may be dead."""
