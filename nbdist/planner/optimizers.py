@@ -48,7 +48,8 @@ class OptimizerSpec:
     cannot_step: tuple[str, ...] = ()
     """Strategies whose sharded parameters it cannot step. torch 2.13: Muon needs matrices, but ZeRO
     and FSDP1 step parts of flattened parameters; Adafactor's row and column norms fail on DTensors,
-    and so do the kernels of bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor")."""
+    and so do the kernels of bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor"). The eval() of
+    schedulefree 1.4 moves the weights, but under DeepSpeed only the master weights."""
 
     def state_bytes(
         self,
@@ -112,6 +113,13 @@ _ADAM = OptimizerSpec(
 _SGD = OptimizerSpec(
     name="sgd", state_bytes_per_element=0, implementation="foreach", foreach_copies=0, loop_copies=0
 )
+_SCHEDULE_FREE = OptimizerSpec(
+    name="sgd_schedulefree",
+    state_bytes_per_element=4,
+    implementation="foreach",
+    cannot_step=("zero1", "zero2", "zero3"),
+)
+"""Defazio et al. 2024 (arXiv 2405.15682): a second sequence of weights; AdamW's mean of squares."""
 
 _ROWS = (
     replace(_ADAM, name="adamw"),
@@ -130,8 +138,10 @@ _ROWS = (
         min_quantized_size=4096,  # bitsandbytes 0.50, optim/optimizer.py
         cannot_step=("fsdp2",),
     ),
+    replace(_SCHEDULE_FREE, name="adamw_schedulefree", state_bytes_per_element=8),
     _SGD,
     replace(_SGD, name="sgd_momentum", state_bytes_per_element=4),
+    _SCHEDULE_FREE,
     # Chen et al. 2023 (arXiv 2302.06675): one momentum; the update is the only temporary.
     OptimizerSpec(name="lion", state_bytes_per_element=4, implementation="loop", loop_copies=1),
     # The sum of squares; foreach keeps root and quotient.
@@ -186,14 +196,17 @@ _CLASSES: Mapping[str, str] = {
     "PagedAdam8bit": "adamw_8bit",
     "PagedAdamW8bit": "adamw_8bit",
     "Optimizer8bit": "adamw_8bit",  # base class
+    "AdamWScheduleFree": "adamw_schedulefree",
+    "RAdamScheduleFree": "adamw_schedulefree",
     "SGD": "sgd",
+    "SGDScheduleFree": "sgd_schedulefree",
     "Lion": "lion",
     "Adagrad": "adagrad",
     "RMSprop": "rmsprop",
     "Adafactor": "adafactor",
     "Muon": "muon",
 }
-"""Class names of torch, transformers, bitsandbytes and DeepSpeed."""
+"""Class names of torch, transformers, bitsandbytes, schedulefree and DeepSpeed."""
 _NAMES: Mapping[str, str] = {
     **{name.lower(): row for name, row in _CLASSES.items()},
     **{name: name for name in OPTIMIZERS},
@@ -242,6 +255,9 @@ def refusal_of_class(cls: type, backend: str) -> str:
     refused = {
         name for base in bases & _CLASSES.keys() for name in OPTIMIZERS[_CLASSES[base]].cannot_step
     }
+    if bases & {"Lamb", "FusedLAMB"}:
+        # It takes the norm of each parameter, which these engines have flattened.
+        refused = set(OPTIMIZERS["muon"].cannot_step)
     if "LBFGS" in bases:
         # It keeps the parameters that FSDP2 replaces, and takes the dot products of its shards.
         refused = STRATEGIES.keys() - {"ddp"}
@@ -285,7 +301,7 @@ def optimizer_from_torch(
         )
     row = OPTIMIZERS[_CLASSES[class_name]]
     # amsgrad keeps the largest second moment, RMSprop and SGD a momentum, Adafactor a first moment.
-    further = ("amsgrad", "momentum", "beta1")
+    further = () if row is _SCHEDULE_FREE else ("amsgrad", "momentum", "beta1")
     state = row.state_bytes_per_element + 4 * sum(bool(described.get(option)) for option in further)
     row = replace(
         row,

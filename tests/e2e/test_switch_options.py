@@ -329,7 +329,7 @@ def test_a_schedule_free_optimizer_switches_while_it_evaluates(trained: Session)
         trained.switch(backend)
         found += one(trained, "optimizer.train(); train(2)")
     assert apart(found, expected) <= 2e-6
-    with pytest.raises(SwitchError, match=r"its eval\(\) does not change the model's"):
+    with pytest.raises(SwitchError, match="cannot step parameters that zero2 shards"):
         trained.switch("zero2")
 
 

@@ -11,6 +11,7 @@ import torch
 from nbdist.errors import SwitchError
 from nbdist.planner.optimizers import refusal_of_class
 from nbdist.state import optimizer_recipes
+from nbdist.strategies import STRATEGIES
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,6 +57,14 @@ def test_an_optimizer_of_whole_gradients_is_refused_by_backends_that_cut_them() 
             why
             == f"Mine cannot step parameters that {backend} shards. Use ddp or another optimizer."
         )
+
+
+def test_lamb_is_refused_where_parameters_are_flattened() -> None:
+    class Lamb(torch.optim.Optimizer):
+        pass
+
+    refused = [backend for backend in STRATEGIES if refusal_of_class(Lamb, backend)]
+    assert refused == ["fsdp1", "zero1", "zero2", "zero3"]
 
 
 class Odd(torch.optim.SGD):

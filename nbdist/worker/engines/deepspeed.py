@@ -800,12 +800,6 @@ def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[o
             f"accelerator.prepare() got {len(optimizers)} optimizers. DeepSpeed supports one per"
             " model, which may have several parameter groups. Use one, or ddp, fsdp or fsdp1."
         )
-    bare = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
-    if hasattr(bare, "eval"):
-        raise OptionError(
-            f"{type(bare).__name__} evaluates with other weights than it trains, and"
-            " under DeepSpeed its eval() does not change the model's. Use ddp, fsdp or fsdp1."
-        )
     alone = "optimizer" if optimizers else "model"
     if (model is None) != bool(optimizers) or (model is not None and stage == CUTS_PARAMETERS):
         return
