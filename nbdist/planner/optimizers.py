@@ -48,8 +48,8 @@ class OptimizerSpec:
     cannot_step: tuple[str, ...] = ()
     """Strategies whose sharded parameters it cannot step. torch 2.13: Muon needs matrices, but ZeRO
     and FSDP1 step parts of flattened parameters; Adafactor's row and column norms fail on DTensors,
-    and so do the kernels of bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor"). The eval() of
-    schedulefree 1.4 moves the weights, but under DeepSpeed only the master weights."""
+    and so do the kernels of bitsandbytes 0.50 ("got mixed torch.Tensor and DTensor"). schedulefree
+    1.4 evaluates with other weights, and under DeepSpeed only the master weights change to them."""
 
     def state_bytes(
         self,
@@ -119,7 +119,7 @@ _SCHEDULE_FREE = OptimizerSpec(
     implementation="foreach",
     cannot_step=("zero1", "zero2", "zero3"),
 )
-"""Defazio et al. 2024 (arXiv 2405.15682): a second sequence of weights; AdamW's mean of squares."""
+"""Defazio et al. 2024 (arXiv 2405.15682): a second copy of the weights. AdamW adds exp_avg_sq."""
 
 _ROWS = (
     replace(_ADAM, name="adamw"),

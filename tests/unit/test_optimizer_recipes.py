@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import lion_pytorch
 import pytest
+import schedulefree
 import torch
 
 from nbdist.errors import SwitchError
-from nbdist.planner.optimizers import refusal_of_class
+from nbdist.planner.optimizers import optimizer_from_torch, refusal_of_class
 from nbdist.state import optimizer_recipes
 from nbdist.strategies import STRATEGIES
 
@@ -57,6 +58,18 @@ def test_an_optimizer_of_whole_gradients_is_refused_by_backends_that_cut_them() 
             why
             == f"Mine cannot step parameters that {backend} shards. Use ddp or another optimizer."
         )
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RAdam", "SGD"])
+def test_the_state_of_schedule_free_optimizers_is_planned(name: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(100))
+    optimizer = getattr(schedulefree, f"{name}ScheduleFree")([weight], lr=0.1)
+    optimizer.train()
+    weight.grad = torch.ones(100)
+    optimizer.step()
+    kept = sum(value.nbytes for value in optimizer.state[weight].values())
+    described = {"class": type(optimizer).__name__, **optimizer.defaults}
+    assert optimizer_from_torch(described).state_bytes(100) == kept
 
 
 def test_lamb_is_refused_where_parameters_are_flattened() -> None:

@@ -163,7 +163,9 @@ def _refuse_scalars(model: nn.Module) -> None:
     """Raise if a parameter has no dimension, which neither FSDP shards."""
     scalars = [name for name, parameter in model.named_parameters() if not parameter.dim()]
     if scalars:
-        line = f"model.{scalars[0]} = torch.nn.Parameter(model.{scalars[0]}.detach().reshape(1))"
+        parent, _, name = scalars[0].rpartition(".")
+        scalar = f"model.get_submodule({parent!r}).{name}" if parent else f"model.{name}"
+        line = f"{scalar} = torch.nn.Parameter({scalar}.detach().reshape(1))"
         raise OptionError(
             f"FSDP does not shard scalar parameters, and the model has {list_first(scalars)}. Use"
             f" ddp or ZeRO, or give it a dimension before the optimizer is created: {line}."
