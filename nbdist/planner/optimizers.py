@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import ModelSpec, WeightShape
 
+FLATTENING = ("fsdp1", "zero1", "zero2", "zero3")
+"""Strategies whose optimizers step parts of flattened parameters."""
+
 OptimizerImplementation = Literal["foreach", "fused", "loop"]
 
 
@@ -177,7 +180,7 @@ _ROWS = (
         state_bytes_per_element=4,
         implementation="loop",
         loop_copies=3,
-        cannot_step=("fsdp1", "zero1", "zero2", "zero3"),
+        cannot_step=FLATTENING,
     ),
 )
 
@@ -220,6 +223,8 @@ def find_optimizer(name: object) -> OptimizerSpec:
     Raises:
         PlanError: an unknown optimizer.
     """
+    if isinstance(name, OptimizerSpec):
+        return name
     requested = name.__name__ if isinstance(name, type) else str(name)
     key = requested.rpartition(".")[2].strip().lower()
     if key not in _NAMES:
@@ -255,9 +260,8 @@ def refusal_of_class(cls: type, backend: str) -> str:
     refused = {
         name for base in bases & _CLASSES.keys() for name in OPTIMIZERS[_CLASSES[base]].cannot_step
     }
-    if bases & {"Lamb", "FusedLAMB"}:
-        # It takes the norm of each parameter, which these engines have flattened.
-        refused = set(OPTIMIZERS["muon"].cannot_step)
+    if bases & {"LAMB", "Lamb", "FusedLAMB"}:  # it takes the norm of each parameter
+        refused = set(FLATTENING)
     if "LBFGS" in bases:
         # It keeps the parameters that FSDP2 replaces, and takes the dot products of its shards.
         refused = STRATEGIES.keys() - {"ddp"}
@@ -287,13 +291,21 @@ def optimizer_from_torch(
     """Return the planner's optimizer for a torch optimizer.
 
     Args:
-        described: its `defaults`, and its class name as "class"; AdamW if there is none.
+        described: its `defaults`, and its class name as "class"; AdamW if there is none. Unknown
+            classes need "state_bytes_per_element", and "is_elementwise" if it is known.
         kind: kind of its device.
 
     Raises:
-        PlanError: an unknown class.
+        PlanError: an unknown class, without bytes of state.
     """
     class_name = described.get("class", "AdamW")
+    if class_name not in _CLASSES and described.get("state_bytes_per_element") is not None:
+        return OptimizerSpec(
+            name=class_name,
+            state_bytes_per_element=described["state_bytes_per_element"],
+            implementation="loop",
+            cannot_step=FLATTENING if described["is_elementwise"] is False else (),
+        )
     if class_name not in _CLASSES:
         raise PlanError(
             f"Unknown optimizer class {class_name}. Use the nearest of these:"

@@ -226,7 +226,7 @@ class ModelReply(TypedDict, total=False):
     batch_size: int
     seq_len: int
     optimizer: dict[str, Any]
-    """Class name ("class") and the defaults that affect memory; empty without an optimizer."""
+    """Class name ("class"), state, and defaults that affect memory; empty without an optimizer."""
     keep_outputs: bool
     """Whether the loop holds the model's output from one step to the next."""
     error: str

@@ -125,7 +125,7 @@ def _plan(
         "keep_outputs": reply["keep_outputs"],
     }
     if "optimizer" not in arguments:
-        own["optimizer"] = optimizers.optimizer_from_torch(reply["optimizer"], kind).name
+        own["optimizer"] = optimizers.optimizer_from_torch(reply["optimizer"], kind)
     if session.options.accumulate > 1:
         own["accumulate"] = session.options.accumulate
     return plan(**{**own, **arguments})

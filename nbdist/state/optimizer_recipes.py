@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
@@ -13,36 +14,8 @@ from nbdist.errors import SwitchError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import torch
-
 GroupOptions = dict[str, Any]
 """Options of one parameter group (learning rate and so on), without its parameters."""
-
-ELEMENTWISE_OPTIMIZERS = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "AdamWScheduleFree",
-        "Adamax",
-        "DeepSpeedCPUAdagrad",
-        "DeepSpeedCPUAdam",
-        "DeepSpeedCPULion",
-        "FusedAdam",
-        "FusedLion",
-        "Lion",
-        "NAdam",
-        "RAdam",
-        "RAdamScheduleFree",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SGDScheduleFree",
-    }
-)
-"""Optimizers with element-wise updates, which work with any sharding of a parameter."""
 
 _ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
 """Keys of a parameter group that are not passed to the rebuilt optimizer."""
@@ -72,21 +45,11 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
     Raises:
         SwitchError: a parameter has no name.
     """
-    cls = type(optimizer)
-    group_names = get_param_group_names(optimizer, names)
-    _, _, *constructor_arguments = inspect.signature(
-        cls.__init__
-    ).parameters.values()  # without self and params
-    stored = {**vars(optimizer), **optimizer.defaults}
-    arguments = {
-        argument.name: stored[name]
-        for argument in constructor_arguments
-        if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
-    }
+    cls, kwargs = type(optimizer), constructor_kwargs(optimizer)
     missing = [
         argument.name
-        for argument in constructor_arguments
-        if argument.name not in arguments
+        for argument in _constructor_arguments(cls)
+        if argument.name not in kwargs
         and argument.default is inspect.Parameter.empty
         and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     ]
@@ -96,10 +59,25 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
     )
     return OptimizerRecipe(
         optimizer_class=cls,
-        constructor_kwargs=arguments,
-        param_group_names=group_names,
+        constructor_kwargs=kwargs,
+        param_group_names=get_param_group_names(optimizer, names),
         rebuild_error=rebuild_error if missing else "",
     )
+
+
+def constructor_kwargs(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the constructor arguments that an optimizer stores, without the parameters."""
+    stored = {**vars(optimizer), **optimizer.defaults}
+    return {
+        argument.name: stored[name]
+        for argument in _constructor_arguments(type(optimizer))
+        if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
+    }
+
+
+def _constructor_arguments(cls: type[Optimizer]) -> list[inspect.Parameter]:
+    _, _, *arguments = inspect.signature(cls.__init__).parameters.values()  # not self and params
+    return arguments
 
 
 def get_param_group_names(
@@ -124,27 +102,6 @@ def get_param_group_names(
         tuple(names[id(parameter)] for parameter in group_parameters)
         for group_parameters in param_groups
     )
-
-
-def why_not_reshardable(cls: type) -> str:
-    """Return why the state of an optimizer cannot be resharded; empty if it can."""
-    class_names = {
-        base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] in _LIBRARIES
-    }
-    if class_names & ELEMENTWISE_OPTIMIZERS:
-        return ""
-    return (
-        f"{cls.__name__} is not known to update parameters element-wise, so its state cannot be"
-        " resharded"
-    )
-
-
-def is_reshardable(optimizer: Optimizer) -> bool:
-    """Return whether the state of an optimizer can be resharded."""
-    return not why_not_reshardable(type(optimizer))
-
-
-_LIBRARIES = frozenset({"torch", "deepspeed", "transformers", "lion_pytorch", "schedulefree"})
 
 
 def group_options(optimizer: Optimizer) -> list[GroupOptions]:
@@ -179,21 +136,18 @@ def step_hooks(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def extra_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return plain attributes of an optimizer of a user-defined class; otherwise empty."""
-    cls = type(optimizer)
-    if cls.__module__.split(".")[0] in _LIBRARIES or any(
-        base.__module__.startswith("deepspeed") for base in cls.__mro__
-    ):
+    """Return the plain attributes that the class of an optimizer has added to torch's."""
+    if any(base.__module__.startswith("deepspeed") for base in type(optimizer).__mro__):
         return {}  # attributes of DeepSpeed's optimizers belong to one object
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not name.startswith("_") and name not in _OPTIMIZERS_OWN and _is_plain(value)
+        if name not in _ATTRIBUTES_OF_TORCH and _is_plain(value)
     }
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OPTIMIZERS_OWN = frozenset({"defaults", "param_groups", "state"})
+_ATTRIBUTES_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
 
 def _is_plain(value: object) -> bool:

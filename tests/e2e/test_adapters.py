@@ -230,9 +230,11 @@ def goes_on(session: Session, make: str) -> None:
 
 
 def test_another_optimizer_continues_under_the_same_engine(session: Session) -> None:
-    goes_on(session, "muon")
+    goes_on(session, "Averaging")
     session.switch("ddp", reset_optimizer=True)
-    with pytest.raises(CheckpointError, match=r"Muon.* backend fsdp2 on 2 ranks, .*--reset-optim"):
+    with pytest.raises(
+        CheckpointError, match=r"Averaging.* backend fsdp2 on 2 ranks, .*--reset-optim"
+    ):
         session.load("state")
     report = session.load("state", reset_optimizer=True)
     assert "the optimizers begin with new state" in str(report)

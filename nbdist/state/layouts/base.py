@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives, optimizer_recipes
+from nbdist.state import collectives, optimizer_traits
 from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Layout(ABC):
             if place.optimizer_tensor is None:
                 continue
             optimizer, _ = self._steppers[id(place.optimizer_tensor)]
-            if not optimizer_recipes.is_reshardable(optimizer):
+            if not optimizer_traits.traits_of(optimizer).is_reshardable:
                 continue
             state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
@@ -223,15 +223,20 @@ class Layout(ABC):
         self.refresh()
 
     @contextmanager
-    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+    def other_optimizers(self, num_stored: int = 0) -> Iterator[tuple[Optimizer, ...]]:
         """Yield the optimizers whose state cannot be resharded, with all their parameters.
 
         The methods above do not include their state.
+
+        Args:
+            num_stored: number of state dicts in a checkpoint. If it is that of all optimizers, all
+                are yielded: nbdist stored those of Muon, which it can reshard now.
         """
         yield tuple(
             optimizer
             for optimizer in self.optimizers
-            if not optimizer_recipes.is_reshardable(optimizer)
+            if num_stored == len(self.optimizers)
+            or not optimizer_traits.traits_of(optimizer).is_reshardable
         )
 
     # -- for subclasses
@@ -267,7 +272,7 @@ class Layout(ABC):
             optimizer.state[place.optimizer_tensor]
             for optimizer in self.optimizers
             if place.optimizer_tensor in optimizer.state
-            and optimizer_recipes.is_reshardable(optimizer)
+            and optimizer_traits.traits_of(optimizer).is_reshardable
         ]
         return states[0] if states else {}
 

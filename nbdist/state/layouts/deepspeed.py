@@ -202,13 +202,13 @@ class Zero3Layout(DeepSpeedLayout):
             )
 
     @contextlib.contextmanager
-    def other_optimizers(self) -> Iterator[tuple[Optimizer, ...]]:
+    def other_optimizers(self, num_stored: int = 0) -> Iterator[tuple[Optimizer, ...]]:
         """Yield the optimizers whose state cannot be resharded, with the masters as parameters."""
         # Between steps the groups are empty: deepspeed 0.19.8, stage3.py, _rigid_state_dict.
         if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
             self.zero_optimizer._set_fp32_optimizer_param_groups()  # noqa: SLF001
         try:
-            with super().other_optimizers() as optimizers:
+            with super().other_optimizers(num_stored) as optimizers:
                 yield optimizers
         finally:
             if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:

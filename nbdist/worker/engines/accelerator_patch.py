@@ -416,6 +416,7 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
         if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
             if options and (reason := refusal_of_class(type(arg), options.backend)):
                 raise OptionError(reason)
+            wrap_policy.warn_of_flattened_parameters(arg, options)
             # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed
             # 0.19.8).
             _remove_empty_groups(arg)

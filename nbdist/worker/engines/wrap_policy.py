@@ -11,9 +11,13 @@ from accelerate.utils.other import is_compiled_module
 from torch import nn
 
 from nbdist.errors import OptionError
+from nbdist.planner.optimizers import FLATTENING
+from nbdist.state import optimizer_traits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+
+    from torch.optim import Optimizer
 
     from nbdist.strategies import Options
 
@@ -137,6 +141,24 @@ def warn_of_half_weights(model: nn.Module, options: Options | None, precision: s
             f"{len(half)} weights of {type(model).__name__} are {half[0].dtype}, and under ddp the"
             " optimizer loses small updates to them. Load the model with dtype=torch.float32, or"
             " use fsdp or ZeRO, which keep trained weights in float32.",
+            stacklevel=2,
+        )
+
+
+def warn_of_flattened_parameters(optimizer: Optimizer, options: Options | None) -> None:
+    """Warn if the engine flattens parameters whose shape or norm the optimizer uses."""
+    traits = optimizer_traits.traits_of(optimizer)  # also before the engine changes its groups
+    library = type(optimizer).__module__.partition(".")[0]
+    if (
+        options is not None
+        and options.backend in FLATTENING
+        and traits.is_elementwise is False
+        and library not in {"bitsandbytes", "torchao"}  # other blocks of 8 bits round differently
+    ):
+        warnings.warn(
+            f"{type(optimizer).__name__} updates an element from others of its parameter, and"
+            f" {options.backend} gives it parts of flattened parameters, so it trains differently"
+            " than under ddp. Use an element-wise optimizer such as AdamW, or ddp.",
             stacklevel=2,
         )
 

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from nbdist.hardware import discovery
 from nbdist.planner.measurement_store import record_device_memory
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
+from nbdist.state import optimizer_traits
 from nbdist.state.layouts.base import innermost_optimizer
 from nbdist.worker.memory import tensor_categories
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
@@ -219,9 +220,15 @@ def get_measurements() -> dict[str, Any] | None:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the class and the memory-relevant defaults of an optimizer."""
+    """Return the class, the memory-relevant defaults and the state of an optimizer."""
     defaults = {key: optimizer.defaults[key] for key in _DEFAULTS if key in optimizer.defaults}
-    return {"class": type(optimizer).__name__, **defaults}
+    traits = optimizer_traits.traits_of(optimizer)
+    return {
+        "class": type(optimizer).__name__,
+        "state_bytes_per_element": traits.state_bytes_per_element,
+        "is_elementwise": traits.is_elementwise,
+        **defaults,
+    }
 
 
 # ---------------------------------------------------------------------------- hooks

@@ -30,7 +30,15 @@ from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
 from nbdist.planner.optimizers import refusal_of_class
 from nbdist.protocol.operations import RankSwitchReport
-from nbdist.state import collectives, layouts, meta_model, optimizer_recipes, shards, tensor_digest
+from nbdist.state import (
+    collectives,
+    layouts,
+    meta_model,
+    optimizer_recipes,
+    optimizer_traits,
+    shards,
+    tensor_digest,
+)
 from nbdist.state.layouts.base import bare_name, is_deepspeed_engine, unwrap_compiled
 from nbdist.strategies import Options
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
@@ -388,7 +396,7 @@ def check_host_memory(needed: int) -> None:
 def _check_optimizer(
     owned: PreparedOptimizer, prepared: PreparedModel, new_options: Options
 ) -> None:
-    refusal = optimizer_recipes.why_not_reshardable(owned.recipe.optimizer_class)
+    refusal = optimizer_traits.why_not_reshardable(owned.inner_optimizer)
     if refusal:
         raise SwitchError(
             f"{refusal}. Keep this backend and number of ranks, or use --reset-optimizer to switch"

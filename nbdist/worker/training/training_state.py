@@ -101,7 +101,7 @@ class ModelAndOptimizerState:
         Raises:
             CheckpointError: the optimizers differ.
         """
-        with self.layout.other_optimizers() as optimizers:
+        with self.layout.other_optimizers(len(trees)) as optimizers:
             for number, (optimizer, tree) in enumerate(zip(optimizers, trees, strict=True)):
                 prefix = f"{self.state_dict_prefix}{number}."
                 parts = {
