@@ -1,4 +1,4 @@
-"""Measure what an optimizer does with its parameters and state, by stepping small tensors.
+"""Properties of optimizers, measured by stepping small tensors.
 
 So a switch and a load can reshard the state of the optimizers of any library.
 """

@@ -1,4 +1,4 @@
-"""Every patch of torch, accelerate, deepspeed, transformers, peft and ipywidgets on a rank.
+"""Every patch of torch, accelerate, deepspeed, transformers, peft and Jupyter on a rank.
 
 A patch replaces one attribute of a library, where the library has no hook for what a session needs.
 ``PATCHES`` says for each why the patch exists and where upstream discusses it, ``VERSIONS`` which
@@ -284,7 +284,11 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "peft.tuners.tuners_utils:BaseTuner.merge_adapter": LibraryPatch(
         "as for _unload_and_optionally_merge"
     ),
-    # -- ipywidgets
+    # -- ipykernel and ipywidgets
+    "ipykernel.compiler:get_tmp_directory": LibraryPatch(
+        "names files of cells after the process, so that warnings of several ranks differ"
+    ),
+    "ipykernel.debugger:get_tmp_directory": LibraryPatch("as in ipykernel.compiler"),
     "ipywidgets.widgets.widget_output:Output.__enter__": LibraryPatch(
         "the page gets no output whose parent is a rank's request"
     ),

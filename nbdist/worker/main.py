@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import tempfile
 import traceback
 import warnings
@@ -26,6 +27,7 @@ from nbdist.protocol import messages, serialization
 from nbdist.signal_handling import TerminationSignal
 from nbdist.worker import (
     collective_check,
+    library_patches,
     output_streams,
     output_widget,
     process_group,
@@ -117,6 +119,7 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
         "device": accelerator.device,
         "torch": torch,
     }
+    use_common_cell_files(launch)
     app = RankApp.for_rank(rank, run_dir=Path(launch.run_dir), user_ns=names, barrier=barrier)
     if chooser is not None:
         chooser.show = lambda text, page: display({"text/plain": text, "text/html": page}, raw=True)
@@ -131,6 +134,18 @@ def set_up_rank(launch: messages.LaunchRanksRequest, rank: int) -> RankApp:
     output_widget.install()
     process_group.verify_group()
     return app
+
+
+def use_common_cell_files(launch: messages.LaunchRanksRequest) -> None:
+    """Give the files of cells the same names on all ranks.
+
+    Warnings and tracebacks contain them, and equal lines of the ranks are shown once.
+    """
+    number = os.getppid() if launch.nodes == 1 else launch.generation
+    folder = str(Path(tempfile.gettempdir()) / f"ipykernel_{number}")
+    for module in ("ipykernel.compiler", "ipykernel.debugger"):  # the latter needs debugpy
+        if module in sys.modules:
+            library_patches.patch(f"{module}:get_tmp_directory", lambda _: lambda: folder)
 
 
 def add_kernel_functions(kernel: RankKernel, launch: messages.LaunchRanksRequest) -> None:

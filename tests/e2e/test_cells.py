@@ -94,6 +94,15 @@ def test_output_of_one_rank(session: Session, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
+def test_a_warning_of_all_ranks_is_shown_once(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.run("import warnings\nwarnings.warn('old')")
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("[0-1] ")
+    assert first.endswith(":2: UserWarning: old")
+
+
 @pytest.mark.fault("D6")
 def test_syntax_error_is_raised_here(session: Session) -> None:
     with pytest.raises(SyntaxError):
