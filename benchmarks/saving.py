@@ -145,9 +145,11 @@ def termination_row() -> Row:
             session.run(SETUP_110M, output="none")
             stepped = Path(folder, "stepped")
             session.save("first").wait()  # the first save of new ranks reads the base model
+            os.sync()  # so that neither save waits for what earlier ones have left to write
             begin = time.perf_counter()
             session.save("blocking").wait()
             blocking.append(time.perf_counter() - begin)
+            os.sync()
             pid = session.status()["ranks"][number % 2]["pid"]
             sent: list[float] = []
 
