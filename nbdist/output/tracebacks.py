@@ -71,6 +71,7 @@ _PEER_FRAMES = re.compile(r"/(?:torch/distributed|deepspeed/comm)/")
 
 _EXCEPTION_LINE = re.compile(r"^(?:\w+\.)*\w+: .*")
 _FRAME = re.compile(r"\s*File (.+?):(\d+)(?:, in |\s*$)")
+_CELL_LINE = re.compile(r"^Cell In\[\d+\], line \d+", re.MULTILINE)
 _VARYING = re.compile(
     r"0x[0-9a-fA-F]+"
     r"|\bpid[ =:]*\d+"
@@ -157,7 +158,9 @@ def format_reminder(groups: Sequence[ErrorGroup]) -> list[str]:
     """Return lines for errors whose tracebacks were shown while other ranks still ran."""
     first = groups[0]
     folded = [_one_line_summary(group, first) for group in groups if group.kind != first.kind]
-    return [f"{summarize_errors(groups)}: shown above", *folded]
+    lines = _CELL_LINE.findall(strip_ansi("\n".join(first.error.traceback)))
+    where = f" in {lines[-1]}" if lines else ""  # papermill shows only these lines
+    return [f"{summarize_errors(groups)}{where}: shown above", *folded]
 
 
 def _one_line_summary(group: ErrorGroup, first: ErrorGroup) -> str:

@@ -55,6 +55,12 @@ def test_one_error_of_several_ranks_tells_who_finished() -> None:
     assert shown.endswith("ValueError: bad batch")
 
 
+def test_a_reminder_of_a_shown_traceback_names_the_line() -> None:
+    groups = group_errors([error(1)])
+    expected = ["ValueError: bad batch (rank 1) in Cell In[2], line 3: shown above"]
+    assert tracebacks.format_reminder(groups) == expected
+
+
 def test_addresses_pids_temp_names_and_colours_do_not_tell_errors_apart() -> None:
     one = error(0, evalue="<A at 0x7f01> in pid 12, /tmp/nbdist-0-ab/x")
     two = error(1, evalue="<A at 0x7f02> in pid 3456, /tmp/nbdist-1-cd/x")
