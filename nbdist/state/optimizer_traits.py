@@ -5,13 +5,15 @@ So a switch and a load can reshard the state of the optimizers of any library.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import logging
 import math
 import sys
+import warnings
 import weakref
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -160,12 +162,14 @@ def _random(seed: int) -> torch.Tensor:
     return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _isolated() -> Iterator[None]:
-    """Return a context in which steps leave the process as it is, and compile nothing."""
+    """Return a context in which optimizers print nothing, compile nothing and leave no trace."""
     hooks: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     before = [dict(each) for each in hooks]
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.inference_mode(mode=False))
         if "torch._dynamo" in sys.modules:  # it takes seconds to import

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lion_pytorch
@@ -129,18 +130,27 @@ def test_options_of_all_groups_count() -> None:
     assert not traits_of(Decaying(groups)).is_elementwise
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_leaves_no_trace(
+    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    class Talking(torch.optim.Adam):
+        def step(self) -> None:  # type: ignore[override]
+            print("step")  # noqa: T201
+            warnings.warn("old", stacklevel=1)
+            super().step()
+
     seen = []
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
-    optimizer = create(torch.optim.Adam)
+    optimizer = create(Talking)
     before = torch.random.get_rng_state()
     traits_of(optimizer)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert (seen, dict(optimizer.state)) == ([], {})
+    assert (capsys.readouterr().out, len(recwarn)) == ("", 0)
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(3, 4)
     optimizer.step()
     handle.remove()
-    assert seen == [1]
+    assert seen
 
 
 def test_the_planner_knows_the_state_of_any_optimizer() -> None:
