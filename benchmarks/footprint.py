@@ -83,7 +83,7 @@ class Peak(NamedTuple):
     """One of PHASES."""
 
 
-def measured(case: Case, *, timeout_s: float = 300) -> Peak:
+def measured(case: Case, *, timeout_s: float = 900) -> Peak:
     """Measure one case in a process of its own.
 
     Raises:

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 GroupOptions = dict[str, Any]
 """Options of one parameter group (learning rate and so on), without its parameters."""
 
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Scalar state of torch 2.13's optimizers: one number per parameter, even if its shape is ()."""
 _ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
 """Keys of a parameter group that are not passed to the rebuilt optimizer."""
+_KERNEL_CHOICES = frozenset({"foreach", "fused", "use_triton"})
+"""Arguments that change no result; lion_pytorch 0.2.4 does not store the last one."""
 _KEPT_AS = {"adamw_mode": "adam_w_mode", "decoupled_weight_decay": "decoupled_wd"}
 """Arguments of DeepSpeed's CPU Adam and of lion_pytorch -> attributes that store them."""
 
@@ -49,9 +53,8 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
     missing = [
         argument.name
         for argument in _constructor_arguments(cls)
-        if argument.name not in kwargs
-        and argument.default is inspect.Parameter.empty
-        and argument.kind not in {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+        if argument.name not in _KERNEL_CHOICES | kwargs.keys()
+        and f"_{argument.name}" not in vars(optimizer)  # copied by `extra_state`
     ]
     rebuild_error = (
         f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so it"
@@ -67,17 +70,18 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
 
 def constructor_kwargs(optimizer: Optimizer) -> dict[str, Any]:
     """Return the constructor arguments that an optimizer stores, without the parameters."""
-    stored = {**vars(optimizer), **optimizer.defaults}
+    stored = {**vars(optimizer), **getattr(optimizer, "defaults", {})}
     return {
         argument.name: stored[name]
         for argument in _constructor_arguments(type(optimizer))
-        if (name := _KEPT_AS.get(argument.name, argument.name)) in stored
+        if (name := argument.name) in stored or (name := _KEPT_AS.get(name, name)) in stored
     }
 
 
 def _constructor_arguments(cls: type[Optimizer]) -> list[inspect.Parameter]:
     _, _, *arguments = inspect.signature(cls.__init__).parameters.values()  # not self and params
-    return arguments
+    variadic = {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    return [argument for argument in arguments if argument.kind not in variadic]
 
 
 def get_param_group_names(
@@ -128,6 +132,75 @@ def build_optimizer(
     ]
     made_again: Optimizer = recipe.optimizer_class(named, **recipe.constructor_kwargs)
     return made_again
+
+
+def is_torchs(cls: type) -> bool:
+    """Return whether a class is one of torch's or DeepSpeed's optimizers, or a subclass."""
+    return any(
+        base.__module__.startswith(("torch.optim.", "deepspeed")) and base is not Optimizer
+        for base in cls.__mro__
+    )
+
+
+def set_scalar(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    stepped: torch.Tensor,
+    name: str,
+    value: float,
+) -> None:
+    """Set scalar state in the form that the optimizer uses: a tensor or a number."""
+    state = optimizer.state[stepped]
+    current = state.get(name)
+    if isinstance(current, torch.Tensor):
+        current.fill_(value)
+    elif current is not None:
+        state[name] = type(current)(value)
+    elif is_torchs(type(optimizer)):  # it stores scalars as tensors
+        # As torch 2.13: optimizer.py, _get_scalar_dtype, and where each optimizer creates "step".
+        on_device = group.get("fused") or group.get("capturable")
+        wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+        state[name] = torch.tensor(
+            float(value),
+            dtype=torch.float64 if wide else torch.float32,
+            device=stepped.device if on_device else "cpu",
+        )
+    else:
+        state[name] = int(value) if float(value).is_integer() else value
+
+
+def why_not_rebuildable(optimizer: Optimizer, recipe: OptimizerRecipe) -> str:
+    """Return why a new optimizer cannot be created with the options of this one; empty if it can.
+
+    Args:
+        optimizer: its current options; the engine may have another class.
+    """
+    if recipe.rebuild_error:
+        return recipe.rebuild_error
+    small = {name: torch.zeros(1, 1) for group in recipe.param_group_names for name in group}
+    try:
+        build_optimizer(recipe, small, group_options(optimizer))
+    except Exception as error:  # noqa: BLE001 - the code of any library
+        name = recipe.optimizer_class.__name__
+        return f"{name} cannot be created again: {type(error).__name__}: {error}"
+    return ""
+
+
+def tensor_attributes(optimizer: Optimizer) -> list[str]:
+    """Return the attributes with tensors that the class of an optimizer has added to torch's."""
+    return [
+        name
+        for name, value in vars(optimizer).items()
+        if name not in _ATTRIBUTES_OF_TORCH and _holds_tensors(value)
+    ]
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def step_hooks(optimizer: Optimizer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import functools
 import io
 import logging
 import math
+import random
 import sys
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -41,9 +43,9 @@ _LR = 0.01
 """For an optimizer that begins with 0."""
 _MAX_GROUPS = 8
 """Groups with other options beyond these are not measured."""
-_SHAPES = ((40, 24), (50,), (17, 16, 4, 4))
-"""No preconditioner has the shape of its parameter. Libraries quantize the state of the last one
-(bitsandbytes 0.50: from 4,096 elements), but not of a half."""
+_SHAPES = ((40, 24), (50,), (136, 130))
+"""No preconditioner has the shape of its parameter. Libraries quantize or factor the state of the
+last one (bitsandbytes 0.50: from 4,096 elements; some Adafactors: both dimensions from 128)."""
 _STEPS = 8
 """Some optimizers change their update after some steps: torch 2.13's RAdam after 5."""
 _TOLERANCE = 1e-6
@@ -55,8 +57,8 @@ class OptimizerTraits:
     """Properties of an optimizer."""
 
     is_reshardable: bool
-    """True if a new optimizer continues exactly with copies of its options, of scalar state, and of
-    state with one value per element of a parameter."""
+    """True if it is element-wise, and a new optimizer continues exactly with copies of its options,
+    of numbers in its state, and of state with one value per element of a parameter."""
     is_elementwise: bool | None
     """False if the update of an element depends on others, for example by the norm of a parameter;
     None if unknown."""
@@ -89,8 +91,8 @@ def why_not_reshardable(optimizer: Optimizer) -> str:
     if traits_of(optimizer).is_reshardable:
         return ""
     return (
-        f"The state of {type(optimizer).__name__} cannot be resharded: it is not known to be one"
-        " value per element of a parameter"
+        f"{type(optimizer).__name__} is not known to update parameters element-wise, with state of"
+        " one value per element, so its state cannot be resharded"
     )
 
 
@@ -127,23 +129,24 @@ def _measure_steps(
         options["lr"] = float(lr) or _LR
     train = functools.partial(_train_small, cls, options, groups)
     for shapes in (_SHAPES, _SHAPES[:1]):  # some optimizers step matrices only
-        whole = train(shapes)
-        if whole is None or not whole.update().any():
+        training, small = train(shapes), train(shapes[:2])
+        if training is None or small is None or not training.update().any():
             continue
-        num_elements = sum(map(math.prod, shapes))
-        half = num_elements // 2
+        half = small.update().shape[1] // 2
+        # two ranks of ZeRO or FSDP1, which flatten parameters
+        is_elementwise = small.is_equal(train(((half,),)), train(((half,),), first=half))
         return OptimizerTraits(
-            is_reshardable=whole.is_equal(train(shapes, replaces_optimizer=True)),
-            # two ranks of ZeRO or FSDP1, which flatten parameters
-            is_elementwise=whole.is_equal(train(((half,),)), train(((half,),), first=half)),
-            state_bytes_per_element=whole.state_bytes() / (len(groups) * num_elements),
+            is_reshardable=is_elementwise
+            and training.is_equal(train(shapes, replaces_optimizer=True)),
+            is_elementwise=is_elementwise,
+            state_bytes_per_element=training.state_bytes() / training.update().numel(),
         )
     return None
 
 
 def _start() -> torch.Tensor:
     """Return the initial values of all elements of a group."""
-    return _random(_STEPS)
+    return _normal(_STEPS)
 
 
 def _gradient(number: int) -> torch.Tensor:
@@ -151,12 +154,12 @@ def _gradient(number: int) -> torch.Tensor:
 
     A part of it is the same in all steps, so that optimizers find a learning rate (D-Adaptation).
     """
-    gradient = _random(number) + _start()
-    gradient[: len(gradient) // 2] *= 3.0 ** (number % 3)
+    gradient = _normal(number) + _start()
+    gradient[: math.prod(_SHAPES[0]) // 2] *= 3.0 ** (number % 3)
     return gradient
 
 
-def _random(seed: int) -> torch.Tensor:
+def _normal(seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     size = sum(map(math.prod, _SHAPES))
     return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
@@ -171,6 +174,8 @@ def _isolated() -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the global one
         stack.enter_context(torch.inference_mode(mode=False))
         if "torch._dynamo" in sys.modules:  # it takes seconds to import
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -283,10 +288,10 @@ class _SmallTraining:
         vars(new).update(copy.deepcopy(optimizer_recipes.extra_state(old)))
         for parameter in chain.from_iterable(self._parameters):
             for name, value in old.state[parameter].items():
-                is_tensor = type(value) is torch.Tensor
-                if is_tensor and (value.shape == parameter.shape or value.numel() == 1):
+                is_tensor = type(value) is torch.Tensor and name not in optimizer_recipes.SCALARS
+                if is_tensor and value.shape == parameter.shape:
                     new.state[parameter][name] = value.clone()
-                elif value is None or isinstance(value, (bool, int, float)):
-                    new.state[parameter][name] = value
-                else:
+                elif isinstance(value, (bool, int, float, torch.Tensor)):
+                    optimizer_recipes.set_scalar(new, {}, parameter, name, float(value))
+                elif value is not None:
                     raise ValueError(f"state {name!r} is a {type(value).__name__}")

@@ -195,6 +195,9 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.nn.modules.module:Module.state_dict": LibraryPatch(
         "ZeRO-3: returns empty tensors, which load_state_dict() then takes without a message"
     ),
+    "safetensors.torch:save": LibraryPatch("writes shards or empty tensors without a message"),
+    "safetensors.torch:save_file": LibraryPatch("as for save"),
+    "safetensors.torch:save_model": LibraryPatch("as for save"),
     "torch:save": LibraryPatch(
         "FSDP2, ZeRO-3: writes shards or empty tensors of a state dict without a message",
         "https://github.com/huggingface/accelerate/issues/3238",

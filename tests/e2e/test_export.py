@@ -224,14 +224,17 @@ def test_torch_save_writes_whole_tensors_or_refuses(
 ) -> None:
     trained.switch(backend)
     trained.run(BUILD.format("gpt2"))
+    trained.run("import safetensors.torch; before_engine = accelerator.unwrap_model(model)")
     file = str(tmp_path / "model.pt")
     for saved in (
         "torch.save({'model': model.state_dict()}",
         "torch.save([{f'backbone.{name}': value for name, value in model.state_dict().items()}]",
         "accelerator.save(model.state_dict()",
         "torch.save({'model': dict(model.named_parameters())}",
+        "safetensors.torch.save_file(dict(model.named_parameters())",
+        "safetensors.torch.save_model(before_engine",
     ):
-        refused = r"torch\.save.*%nbdist export.*get_state_dict"
+        refused = r"(torch\.save|safetensors would).*%nbdist export.*get_state_dict"
         if backend == "zero3" and "state_dict" in saved:
             refused = r"state_dict\(\) returns empty tensors under zero3.*full_parameters"
         with pytest.raises(CellError, match=refused):

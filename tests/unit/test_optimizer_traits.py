@@ -87,9 +87,9 @@ def test_state_of_element_wise_optimizers_is_reshardable(cls: Any) -> None:
 @pytest.mark.parametrize(
     ("cls", "expected"),
     [
-        (torch.optim.Muon, (True, False)),
-        (Lamb, (True, False)),
-        (Shared, (True, False)),
+        (torch.optim.Muon, (False, False)),
+        (Lamb, (False, False)),
+        (Shared, (False, False)),
         (torch.optim.Adafactor, (False, False)),
         (transformers.Adafactor, (False, False)),
         (Hidden, (False, True)),

@@ -15,22 +15,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives, optimizer_traits
+from nbdist.state import collectives, optimizer_recipes, optimizer_traits
 from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    from torch.optim import Optimizer
 
 ScalarState = dict[str, dict[str, float]]
 """Parameter -> name of scalar optimizer state -> value."""
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Name components that torch.compile, activation checkpointing and FSDP1 insert."""
-_SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Scalar state of torch 2.13's optimizers: one number per parameter, even if its shape is ()."""
 _NONE = torch.empty(0)
 
 
@@ -219,7 +218,7 @@ class Layout(ABC):
                     " group."
                 )
             for name, value in scalars.items():
-                _set_scalar(optimizer, group, place.optimizer_tensor, name, value)
+                optimizer_recipes.set_scalar(optimizer, group, place.optimizer_tensor, name, value)
         self.refresh()
 
     @contextmanager
@@ -374,42 +373,11 @@ def _shape(stepped: torch.Tensor | None) -> torch.Size:
 
 def _is_scalar(place: ParameterPlacement, name: str, value: object) -> bool:
     """Return whether state is one number per parameter, or None."""
-    if value is None or name in _SCALARS or not isinstance(value, torch.Tensor):
+    if value is None or name in optimizer_recipes.SCALARS or not isinstance(value, torch.Tensor):
         if isinstance(value, (bool, int, float, torch.Tensor, type(None))):
             return True
         _refuse_state(place.name, name, value)
     return value.numel() == 1 and value.shape != _shape(place.optimizer_tensor)
-
-
-def _set_scalar(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    stepped: torch.Tensor,
-    name: str,
-    value: float,
-) -> None:
-    """Set scalar state in the form that the optimizer uses: a tensor or a number."""
-    state = optimizer.state[stepped]
-    current = state.get(name)
-    if isinstance(current, torch.Tensor):
-        current.fill_(value)
-    elif current is not None:
-        state[name] = type(current)(value)
-    elif any(
-        base.__module__.startswith("torch.optim.") and base is not Optimizer
-        for base in type(optimizer).__mro__
-    ):
-        # torch's optimizers and their subclasses store scalars as tensors.
-        # As torch 2.13: optimizer.py, _get_scalar_dtype, and where each optimizer creates "step".
-        on_device = group.get("fused") or group.get("capturable")
-        wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-        state[name] = torch.tensor(
-            float(value),
-            dtype=torch.float64 if wide else torch.float32,
-            device=stepped.device if on_device else "cpu",
-        )
-    else:
-        state[name] = int(value) if float(value).is_integer() else value
 
 
 def _refuse_state(parameter: str, name: str, value: object) -> NoReturn:

@@ -188,6 +188,8 @@ def patch_accelerator(
     patch(f"{own}.save_state", _release_before)
     patch(f"{own}.load_state", _release_before)
     patch("torch:save", whole_weights.refuse_shards)
+    for name in ("save", "save_file", "save_model"):
+        patch(f"safetensors.torch:{name}", whole_weights.refuse_shards_in_safetensors)
     patch("torch.nn.modules.module:Module.state_dict", whole_weights.refuse_empty_tensors)
     patch("torch.nn.modules.module:Module.load_state_dict", whole_weights.load_whole_tensors)
     optimizer = "accelerate.optimizer:AcceleratedOptimizer"

@@ -148,13 +148,7 @@ def warn_of_half_weights(model: nn.Module, options: Options | None, precision: s
 def warn_of_flattened_parameters(optimizer: Optimizer, options: Options | None) -> None:
     """Warn if the engine flattens parameters whose shape or norm the optimizer uses."""
     traits = optimizer_traits.traits_of(optimizer)  # also before the engine changes its groups
-    library = type(optimizer).__module__.partition(".")[0]
-    if (
-        options is not None
-        and options.backend in FLATTENING
-        and traits.is_elementwise is False
-        and library not in {"bitsandbytes", "torchao"}  # other blocks of 8 bits round differently
-    ):
+    if options is not None and options.backend in FLATTENING and traits.is_elementwise is False:
         warnings.warn(
             f"{type(optimizer).__name__} updates an element from others of its parameter, and"
             f" {options.backend} gives it parts of flattened parameters, so it trains differently"

@@ -28,7 +28,7 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
-from nbdist.planner.optimizers import refusal_of_class
+from nbdist.planner.optimizers import FLATTENING, refusal_of_class
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import (
     collectives,
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nbdist.protocol.operations import SwitchRequest
+    from nbdist.state.layouts.base import Layout
     from nbdist.worker.operations import RankContext
     from nbdist.worker.training.prepared_models import PreparedModel, PreparedOptimizer
 
@@ -299,6 +300,7 @@ def check_models(
     Raises:
         SwitchError: a model cannot be switched. The message has the reason and the remedy.
     """
+    gc.collect()  # models of functions that have returned, on all ranks alike
     release_models.release_unused_models()
     hardware = accelerator_patch.current_config().hardware
     notes: list[str] = []
@@ -350,8 +352,9 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             )
         )
     for owned in prepared.live_optimizers:
-        if owned.recipe.rebuild_error:
-            raise SwitchError(owned.recipe.rebuild_error)
+        recipe = owned.recipe
+        if problem := optimizer_recipes.why_not_rebuildable(owned.inner_optimizer, recipe):
+            raise SwitchError(problem)
         if not reset_optimizer:
             _check_optimizer(owned, prepared, new_options)
         if reason := refusal_of_class(owned.recipe.optimizer_class, new_options.backend):
@@ -402,9 +405,12 @@ def _check_optimizer(
             f"{refusal}. Keep this backend and number of ranks, or use --reset-optimizer to switch"
             " with a new optimizer state."
         )
+    layout = ModelAndOptimizerState(prepared).layout
+    if not type(owned.inner_optimizer).__module__.startswith(("torch.optim.", "deepspeed.")):
+        _check_foreign_state(owned, layout, new_options)
     if new_options.strategy.engine != "deepspeed":
         return
-    counts = ModelAndOptimizerState(prepared).layout.scalar_state()
+    counts = layout.scalar_state()
     for names in owned.recipe.param_group_names:
         # Compare "step" only: NAdam's other scalars are derived from it.
         steps = {counts[name]["step"] for name in names if "step" in counts.get(name, {})}
@@ -414,6 +420,32 @@ def _check_optimizer(
                 " DeepSpeed keeps one step count per group. Use ddp, fsdp2 or fsdp1, or"
                 " --reset-optimizer."
             )
+
+
+def _check_foreign_state(owned: PreparedOptimizer, layout: Layout, new_options: Options) -> None:
+    """Raise if state of an optimizer that torch does not define would not be carried exactly."""
+    optimizer, problem = owned.inner_optimizer, ""
+    if attributes := optimizer_recipes.tensor_attributes(optimizer):
+        problem = f"keeps tensors in its attribute {attributes[0]}, not in its state"
+    for stepped, state in optimizer.state.items():
+        for name, value in state.items():
+            is_own = isinstance(value, torch.Tensor) and value.shape == stepped.shape
+            if is_own and value.is_floating_point() and value.dtype != stepped.dtype:
+                problem = f"keeps {name} in {value.dtype} for parameters in {stepped.dtype}"
+    backends = accelerator_patch.current_config().options.backend, new_options.backend
+    if backends[1] in FLATTENING and backends[0] not in FLATTENING:
+        trained = {name for name, value in layout.named_parameters() if value.requires_grad}
+        states = layout.optimizer_state(owned=False)
+        for names in owned.recipe.param_group_names:
+            # One flat tensor of state begins with zeros for them, perhaps not their first values.
+            without = [name for name in names if name in trained and name not in states]
+            if without and states.keys() & {*names}:
+                problem = f"has no state of {without[0]} yet, and {backends[1]} keeps all in one"
+    if problem:
+        raise SwitchError(
+            f"{type(optimizer).__name__} {problem}: a switch would change it. Keep this backend and"
+            " number of ranks, or use --reset-optimizer."
+        )
 
 
 def replaceable_objects(number: int, prepared: PreparedModel) -> dict[object, object]:

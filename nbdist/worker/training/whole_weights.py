@@ -109,8 +109,22 @@ def refuse_shards(original: Callable[..., None]) -> Callable[..., None]:
         while caller.f_back and caller.f_globals.get("__name__", "").startswith("accelerate."):
             caller = caller.f_back  # accelerator.save()
         if not stacks.is_library_file(caller.f_code.co_filename):
-            _check_whole(obj)
+            _check_whole(obj, "torch.save()")
         original(obj, *args, **kwargs)
+
+    return save
+
+
+def refuse_shards_in_safetensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make safetensors refuse tensors that the engine shards, for the user and for libraries.
+
+    `save_pretrained()` of diffusers and of `PyTorchModelHubMixin` would write empty tensors.
+    """
+
+    def save(saved: Any, *args: Any, **kwargs: Any) -> Any:
+        is_model = isinstance(saved, nn.Module)
+        _check_whole(dict(saved.named_parameters()) if is_model else saved, "safetensors")
+        return original(saved, *args, **kwargs)
 
     return save
 
@@ -187,7 +201,7 @@ def _write_shards(layout: layouts.Layout, whole: Mapping[str, torch.Tensor]) -> 
     layout.refresh()
 
 
-def _check_whole(saved: object) -> None:
+def _check_whole(saved: object, writer: str) -> None:
     freed = {
         name.removeprefix("module."): parameter.untyped_storage()._cdata  # noqa: SLF001
         for prepared in prepared_models.all_models()
@@ -202,7 +216,7 @@ def _check_whole(saved: object) -> None:
         )
         if is_sharded or is_freed:
             raise CheckpointError(
-                f"torch.save() would write {'a DTensor' if is_sharded else 'an empty tensor'}"
+                f"{writer} would write {'a DTensor' if is_sharded else 'an empty tensor'}"
                 f"{f' for {name!r}' if name else ''}, because the backend shards it. Use"
                 " %nbdist export DIR for the weights, %nbdist save NAME for weights and optimizer,"
                 " or save on rank 0 what accelerator.get_state_dict(model) returns on all ranks."
