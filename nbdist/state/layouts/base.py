@@ -229,7 +229,7 @@ class Layout(ABC):
 
         Args:
             num_stored: number of state dicts in a checkpoint. If it is that of all optimizers, all
-                are yielded: nbdist stored those of Muon, which it can reshard now.
+                are yielded: nbdist once stored those of optimizers that it reshards now.
         """
         yield tuple(
             optimizer

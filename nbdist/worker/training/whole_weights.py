@@ -88,6 +88,8 @@ def save_from_all_ranks(original: Callable[..., None]) -> Callable[..., None]:
         if "state_dict" in kwargs and not kwargs.get("is_main_process", True):
             return None  # accelerator.get_state_dict() has returned None: rank 0 writes
         process_group.require_all_ranks("save_pretrained() of a model with sharded parameters")
+        # If only the main process calls it, this wait is recognized as one that cannot end.
+        prepared.owner.wait_for_everyone()
         weights = prepared.owner.get_state_dict(prepared.model)
         if distributed.get_rank() == 0:
             original(self, *args, **kwargs | {"state_dict": weights})
