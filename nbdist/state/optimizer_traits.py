@@ -146,7 +146,7 @@ def _measure_steps(
 
 def _start() -> torch.Tensor:
     """Return the initial values of all elements of a group."""
-    return _normal(_STEPS)
+    return _random_values(_STEPS)
 
 
 def _gradient(number: int) -> torch.Tensor:
@@ -154,12 +154,12 @@ def _gradient(number: int) -> torch.Tensor:
 
     A part of it is the same in all steps, so that optimizers find a learning rate (D-Adaptation).
     """
-    gradient = _normal(number) + _start()
+    gradient = _random_values(number) + _start()
     gradient[: math.prod(_SHAPES[0]) // 2] *= 3.0 ** (number % 3)
     return gradient
 
 
-def _normal(seed: int) -> torch.Tensor:
+def _random_values(seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     size = sum(map(math.prod, _SHAPES))
     return torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
