@@ -55,6 +55,8 @@ def capture_recipe(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerR
         for argument in _constructor_arguments(cls)
         if argument.name not in _KERNEL_CHOICES | kwargs.keys()
         and f"_{argument.name}" not in vars(optimizer)  # copied by `extra_state`
+        # deepspeed 0.19's FusedAdam supports only the default of `amsgrad`, and does not store it
+        and not (cls.__module__.startswith("deepspeed.") and argument.default is not argument.empty)
     ]
     rebuild_error = (
         f"{cls.__name__} does not store its arguments {', '.join(missing)} in its defaults, so it"
@@ -134,14 +136,6 @@ def build_optimizer(
     return made_again
 
 
-def is_torchs(cls: type) -> bool:
-    """Return whether a class is one of torch's or DeepSpeed's optimizers, or a subclass."""
-    return any(
-        base.__module__.startswith(("torch.optim.", "deepspeed")) and base is not Optimizer
-        for base in cls.__mro__
-    )
-
-
 def set_scalar(
     optimizer: Optimizer,
     group: Mapping[str, Any],
@@ -156,7 +150,11 @@ def set_scalar(
         current.fill_(value)
     elif current is not None:
         state[name] = type(current)(value)
-    elif is_torchs(type(optimizer)):  # it stores scalars as tensors
+    elif any(
+        base.__module__.startswith("torch.optim.") and base is not Optimizer
+        for base in type(optimizer).__mro__
+    ):
+        # torch's optimizers and their subclasses store scalars as tensors.
         # As torch 2.13: optimizer.py, _get_scalar_dtype, and where each optimizer creates "step".
         on_device = group.get("fused") or group.get("capturable")
         wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
