@@ -68,16 +68,23 @@ class OptimizerTraits:
 
 _UNKNOWN = OptimizerTraits(is_reshardable=False, is_elementwise=None)
 _traits: weakref.WeakKeyDictionary[Optimizer, OptimizerTraits] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[type, dict[str, OptimizerTraits]] = weakref.WeakKeyDictionary()
+"""Class -> text of arguments and groups -> properties."""
 
 
 def traits_of(optimizer: Optimizer) -> OptimizerTraits:
-    """Return the properties of an optimizer, measured once for its arguments and groups.
+    """Return the properties of an optimizer, measured once for its class, arguments and groups.
 
     One that cannot step small tensors on the CPU, for example without a closure, has those of its
     base class.
     """
     if optimizer not in _traits:
-        set_traits(optimizer, _measure(optimizer))
+        kwargs = optimizer_recipes.constructor_kwargs(optimizer)
+        groups = _distinct_groups(optimizer)
+        known = _measured.setdefault(type(optimizer), {})
+        if (key := repr((kwargs, groups))) not in known:
+            known[key] = _measure(type(optimizer), kwargs, groups)
+        set_traits(optimizer, known[key])
     return _traits[optimizer]
 
 
@@ -96,13 +103,13 @@ def why_not_reshardable(optimizer: Optimizer) -> str:
     )
 
 
-def _measure(optimizer: Optimizer) -> OptimizerTraits:
-    cls = type(optimizer)
+def _measure(
+    cls: type[Optimizer], kwargs: Mapping[str, Any], groups: Sequence[GroupOptions]
+) -> OptimizerTraits:
     if cls.__name__ in _COMPILED:
         return OptimizerTraits(is_reshardable=True, is_elementwise=True)
     with _isolated():
-        kwargs = optimizer_recipes.constructor_kwargs(optimizer)
-        found = _measure_steps(cls, kwargs, _distinct_groups(optimizer))
+        found = _measure_steps(cls, kwargs, groups)
         for base in cls.__mro__[1:]:
             if found is not None or base is Optimizer:
                 break
@@ -159,6 +166,7 @@ def _gradient(number: int) -> torch.Tensor:
     return gradient
 
 
+@functools.cache
 def _random_values(seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     size = sum(map(math.prod, _SHAPES))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 71_010,
+    "lines in nbdist/": 71_018,
     "files in nbdist/": 256,
     "functions per 1,000 code lines": 80,
     "lines in tests/ and benchmarks/": 51_477,
