@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from nbdist.planner.model_spec import ModelSpec, WeightShape
 
-FLATTENING = ("fsdp1", "zero1", "zero2", "zero3")
-"""Strategies whose optimizers step parts of flattened parameters."""
+_FLATTENING = tuple(name for name, row in STRATEGIES.items() if row.steps_flat_parameters)
 
 OptimizerImplementation = Literal["foreach", "fused", "loop"]
 
@@ -180,7 +179,7 @@ _ROWS = (
         state_bytes_per_element=4,
         implementation="loop",
         loop_copies=3,
-        cannot_step=FLATTENING,
+        cannot_step=_FLATTENING,
     ),
 )
 
@@ -261,7 +260,7 @@ def refusal_of_class(cls: type, backend: str) -> str:
         name for base in bases & _CLASSES.keys() for name in OPTIMIZERS[_CLASSES[base]].cannot_step
     }
     if bases & {"LAMB", "Lamb", "FusedLAMB"}:  # it takes the norm of each parameter
-        refused = set(FLATTENING)
+        refused = set(_FLATTENING)
     if "LBFGS" in bases:
         # It keeps the parameters that FSDP2 replaces, and takes the dot products of its shards.
         refused = STRATEGIES.keys() - {"ddp"}
@@ -304,7 +303,7 @@ def optimizer_from_torch(
             name=class_name,
             state_bytes_per_element=described["state_bytes_per_element"],
             implementation="loop",
-            cannot_step=FLATTENING if described["is_elementwise"] is False else (),
+            cannot_step=_FLATTENING if described.get("is_elementwise") is False else (),
         )
     if class_name not in _CLASSES:
         raise PlanError(

@@ -277,6 +277,11 @@ class Strategy:
         return (self.engine, self.level) == ("fsdp", 1)
 
     @property
+    def steps_flat_parameters(self) -> bool:
+        """True if optimizers step parts of flattened parameters, as under FSDP1 and ZeRO."""
+        return self.is_flat or self.engine == "deepspeed"
+
+    @property
     def trainer_state_files(self) -> str:
         """Pattern of the files in a Trainer's checkpoint that only this engine reads."""
         if self.engine == "deepspeed":

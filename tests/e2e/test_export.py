@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nbdist import CellError, CheckpointError, OptionError, PayloadError, Session
+from nbdist import CellError, CellInterrupted, CheckpointError, OptionError, PayloadError, Session
 from tests import engines
 from tests.e2e.cells import MODELS
 
@@ -249,6 +249,18 @@ def test_torch_save_writes_whole_tensors_or_refuses(
     trained.run(f"if rank == 0: torch.save({{'model': weights}}, {file!r})")
     trained.run("expected = dict(before.state_dict())")
     assert_same(torch.load(file)["model"], trained.pull("expected"))
+
+
+def test_a_save_by_the_main_process_only_ends_with_what_to_do(
+    trained: Session, tmp_path: Path
+) -> None:
+    trained.switch("fsdp2")
+    trained.run(BUILD.format("gpt2"))
+    saved = f"accelerator.unwrap_model(model).save_pretrained({str(tmp_path)!r})"
+    with pytest.raises(CellInterrupted, match=r"rank 1 has finished the cell\. All ranks must run"):
+        trained.run(f"if accelerator.is_main_process: {saved}")
+    trained.run(saved)
+    assert (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.nightly

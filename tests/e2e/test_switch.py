@@ -19,6 +19,31 @@ pytestmark = pytest.mark.timeout(600)
 DEFINITIONS = MODEL
 
 
+OF_A_FUNCTION = """
+import gc
+from accelerate import Accelerator
+
+def main():
+    accelerator = Accelerator()
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    first, second, optimizer = accelerator.prepare(first, second, optimizer)
+    accelerator.register_save_state_pre_hook(lambda *_: (accelerator, first, second))  # a cycle
+
+gc.disable()
+main()
+gc.enable()
+"""
+
+
+def test_models_of_a_function_that_has_returned_do_not_stop_a_switch(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run("bare = model = optimizer = schedule = loader = batches = None")
+    trained.run(OF_A_FUNCTION)
+    trained.switch("fsdp2")
+    assert trained.backend == "fsdp2"
+
+
 def all_pairs(names: list[str]) -> Iterator[str]:
     """A walk over each ordered pair of names once, beginning at the first."""
     left = {one: [other for other in names if other != one] for one in names}

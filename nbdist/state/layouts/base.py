@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from nbdist.errors import SwitchError
-from nbdist.state import collectives, optimizer_recipes, optimizer_traits
+from nbdist.state import collectives, optimizer_properties, optimizer_recipes
 from nbdist.state.shards import Shard, ShardPiece
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Layout(ABC):
             if place.optimizer_tensor is None:
                 continue
             optimizer, _ = self._steppers[id(place.optimizer_tensor)]
-            if not optimizer_traits.traits_of(optimizer).is_reshardable:
+            if not optimizer_properties.properties_of(optimizer).is_reshardable:
                 continue
             state = optimizer.state[place.optimizer_tensor]
             for name, dtype in names.get(place.name, {}).items():
@@ -235,7 +235,7 @@ class Layout(ABC):
             optimizer
             for optimizer in self.optimizers
             if num_stored == len(self.optimizers)
-            or not optimizer_traits.traits_of(optimizer).is_reshardable
+            or not optimizer_properties.properties_of(optimizer).is_reshardable
         )
 
     # -- for subclasses
@@ -271,7 +271,7 @@ class Layout(ABC):
             optimizer.state[place.optimizer_tensor]
             for optimizer in self.optimizers
             if place.optimizer_tensor in optimizer.state
-            and optimizer_traits.traits_of(optimizer).is_reshardable
+            and optimizer_properties.properties_of(optimizer).is_reshardable
         ]
         return states[0] if states else {}
 

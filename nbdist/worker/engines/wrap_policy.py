@@ -11,8 +11,7 @@ from accelerate.utils.other import is_compiled_module
 from torch import nn
 
 from nbdist.errors import OptionError
-from nbdist.planner.optimizers import FLATTENING
-from nbdist.state import optimizer_traits
+from nbdist.state import optimizer_properties
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -147,8 +146,9 @@ def warn_of_half_weights(model: nn.Module, options: Options | None, precision: s
 
 def warn_of_flattened_parameters(optimizer: Optimizer, options: Options | None) -> None:
     """Warn if the engine flattens parameters whose shape or norm the optimizer uses."""
-    traits = optimizer_traits.traits_of(optimizer)  # also before the engine changes its groups
-    if options is not None and options.backend in FLATTENING and traits.is_elementwise is False:
+    # measured under every backend, before the engine changes the groups
+    is_elementwise = optimizer_properties.properties_of(optimizer).is_elementwise
+    if options and options.strategy.steps_flat_parameters and is_elementwise is False:
         warnings.warn(
             f"{type(optimizer).__name__} updates an element from others of its parameter, and"
             f" {options.backend} gives it parts of flattened parameters, so it trains differently"

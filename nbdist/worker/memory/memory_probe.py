@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from nbdist.hardware import discovery
 from nbdist.planner.measurement_store import record_device_memory
 from nbdist.planner.tracing.memory_tracker import OTHER_PART, MemoryTracker
-from nbdist.state import optimizer_traits
+from nbdist.state import optimizer_properties
 from nbdist.state.layouts.base import innermost_optimizer
 from nbdist.worker.memory import tensor_categories
 from nbdist.worker.optimizer_step_gate import optimizer_step_gate
@@ -222,11 +222,11 @@ def get_measurements() -> dict[str, Any] | None:
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the class, the memory-relevant defaults and the state of an optimizer."""
     defaults = {key: optimizer.defaults[key] for key in _DEFAULTS if key in optimizer.defaults}
-    traits = optimizer_traits.traits_of(optimizer)
+    properties = optimizer_properties.properties_of(optimizer)
     return {
         "class": type(optimizer).__name__,
-        "state_bytes_per_element": traits.state_bytes_per_element,
-        "is_elementwise": traits.is_elementwise,
+        "state_bytes_per_element": properties.state_bytes_per_element,
+        "is_elementwise": properties.is_elementwise,
         **defaults,
     }
 

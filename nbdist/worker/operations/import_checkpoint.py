@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.checkpoint.name_validation import list_first, printable
 from nbdist.errors import CheckpointError
 from nbdist.protocol.operations import RankImportReport
-from nbdist.state import hf_export_plan, importers, optimizer_traits, reshard, shards
+from nbdist.state import hf_export_plan, importers, optimizer_properties, reshard, shards
 from nbdist.state.tensor_index import check_shapes
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
 from nbdist.worker.training.model_recipe import ModelRecipe
@@ -68,7 +68,7 @@ def import_checkpoint(request: ImportCheckpointRequest, context: RankContext) ->
             if key.startswith("optim.")
         }
         for owned in prepared.live_optimizers if optimizer_state else ():
-            if reason := optimizer_traits.why_not_reshardable(owned.inner_optimizer):
+            if reason := optimizer_properties.why_not_reshardable(owned.inner_optimizer):
                 raise CheckpointError(f"{reason}. Load with --weights-only (weights_only=True).")
     with phase("keeping"):
         counts = state.layout.scalar_state()

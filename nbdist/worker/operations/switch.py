@@ -28,14 +28,14 @@ from nbdist.errors import SwitchError
 from nbdist.hardware import discovery
 from nbdist.launcher import offload_setup
 from nbdist.number_formatting import format_bytes
-from nbdist.planner.optimizers import FLATTENING, refusal_of_class
+from nbdist.planner.optimizers import refusal_of_class
 from nbdist.protocol.operations import RankSwitchReport
 from nbdist.state import (
     collectives,
     layouts,
     meta_model,
+    optimizer_properties,
     optimizer_recipes,
-    optimizer_traits,
     shards,
     tensor_digest,
 )
@@ -300,7 +300,6 @@ def check_models(
     Raises:
         SwitchError: a model cannot be switched. The message has the reason and the remedy.
     """
-    gc.collect()  # models of functions that have returned, on all ranks alike
     release_models.release_unused_models()
     hardware = accelerator_patch.current_config().hardware
     notes: list[str] = []
@@ -399,7 +398,7 @@ def check_host_memory(needed: int) -> None:
 def _check_optimizer(
     owned: PreparedOptimizer, prepared: PreparedModel, new_options: Options
 ) -> None:
-    refusal = optimizer_traits.why_not_reshardable(owned.inner_optimizer)
+    refusal = optimizer_properties.why_not_reshardable(owned.inner_optimizer)
     if refusal:
         raise SwitchError(
             f"{refusal}. Keep this backend and number of ranks, or use --reset-optimizer to switch"
@@ -432,15 +431,15 @@ def _check_foreign_state(owned: PreparedOptimizer, layout: Layout, new_options: 
             is_own = isinstance(value, torch.Tensor) and value.shape == stepped.shape
             if is_own and value.is_floating_point() and value.dtype != stepped.dtype:
                 problem = f"keeps {name} in {value.dtype} for parameters in {stepped.dtype}"
-    backends = accelerator_patch.current_config().options.backend, new_options.backend
-    if backends[1] in FLATTENING and backends[0] not in FLATTENING:
+    current = accelerator_patch.current_config().options.strategy
+    if new_options.strategy.steps_flat_parameters and not current.steps_flat_parameters:
         trained = {name for name, value in layout.named_parameters() if value.requires_grad}
         states = layout.optimizer_state(owned=False)
         for names in owned.recipe.param_group_names:
             # One flat tensor of state begins with zeros for them, perhaps not their first values.
             without = [name for name in names if name in trained and name not in states]
             if without and states.keys() & {*names}:
-                problem = f"has no state of {without[0]} yet, and {backends[1]} keeps all in one"
+                problem = f"has no state of {without[0]} yet, which {new_options.backend} needs"
     if problem:
         raise SwitchError(
             f"{type(optimizer).__name__} {problem}: a switch would change it. Keep this backend and"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist.errors import SwitchError
 from nbdist.state import (
     meta_model,
+    optimizer_properties,
     optimizer_recipes,
-    optimizer_traits,
     reshard,
     shards,
     tensor_digest,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from nbdist.state.layouts.base import ScalarState
     from nbdist.state.meta_model import MetaModel
+    from nbdist.state.optimizer_properties import OptimizerProperties
     from nbdist.state.optimizer_recipes import OptimizerRecipe
-    from nbdist.state.optimizer_traits import OptimizerTraits
     from nbdist.state.shards import Shard, ShardMap
     from nbdist.worker.training.prepared_models import PreparedModel
 
@@ -48,7 +48,7 @@ class ModelRecipe:
     buffers: dict[str, torch.Tensor]
     """This rank's buffers by name, in host memory."""
     optimizers: list[tuple[OptimizerRecipe, list[optimizer_recipes.GroupOptions]]]
-    traits: list[OptimizerTraits]
+    properties: list[OptimizerProperties]
     """Per optimizer."""
     extra_attributes: list[dict[str, Any]]
     """Per optimizer, attributes that are not constructor arguments: hooks, counters."""
@@ -98,7 +98,7 @@ class ModelRecipe:
                 (owned.recipe, optimizer_recipes.group_options(owned.inner_optimizer))
                 for owned in prepared.live_optimizers
             ],
-            traits=[optimizer_traits.traits_of(raw) for raw in raws],
+            properties=[optimizer_properties.properties_of(raw) for raw in raws],
             extra_attributes=[
                 optimizer_recipes.extra_state(raw)
                 | (optimizer_recipes.step_hooks(raw) if hooks else {})
@@ -134,9 +134,9 @@ class ModelRecipe:
             optimizer_recipes.build_optimizer(recipe, named, groups)
             for recipe, groups in self.optimizers
         ]
-        for raw, habits, traits in zip(raws, self.extra_attributes, self.traits, strict=True):
+        for raw, habits, known in zip(raws, self.extra_attributes, self.properties, strict=True):
             vars(raw).update(habits)
-            optimizer_traits.set_traits(raw, traits)
+            optimizer_properties.set_properties(raw, known)
         return model, raws
 
     def load_state(self, prepared: PreparedModel) -> int:

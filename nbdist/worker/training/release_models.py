@@ -72,13 +72,15 @@ def release_unused_models() -> None:
     global _is_pending  # noqa: PLW0603 - of this rank
     with defer_interrupt():
         lists = engine_registries()
-        engines = []
+        engines: list[tuple[weakref.ref[Any], type, weakref.ref[Any]]] = []
         for accelerator in list(accelerators.values()):
             lists += [getattr(accelerator, name) for name in _KEPT]
             wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
             if wrapped is not None:  # the engine that `backward()` uses
-                engines.append((accelerator, type(wrapped), weakref.ref(wrapped.engine)))
+                engine_reference = weakref.ref(wrapped.engine)
+                engines.append((weakref.ref(accelerator), type(wrapped), engine_reference))
                 accelerator.deepspeed_engine_wrapped = wrapped = None
+            del accelerator  # one of a function that has returned may be in a cycle with its models
         references = [[weakref.ref(item) for item in prepared] for prepared in lists]
         for prepared in lists:
             _release_with_optimizers(prepared)
@@ -87,9 +89,10 @@ def release_unused_models() -> None:
         # In place: a scheduler may hold the list object of its Accelerator's optimizers.
         for prepared, before in zip(lists, references, strict=True):
             prepared += [item for reference in before if (item := reference()) is not None]
-        for accelerator, wrapper, engine_reference in engines:
-            if (engine := engine_reference()) is not None:
-                accelerator.deepspeed_engine_wrapped = wrapper(engine)
+        for owner_reference, wrapper, engine_reference in engines:
+            owner, engine = owner_reference(), engine_reference()
+            if owner is not None and engine is not None:
+                owner.deepspeed_engine_wrapped = wrapper(engine)
         _is_pending = any(lists)
 
 

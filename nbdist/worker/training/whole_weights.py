@@ -1,8 +1,9 @@
 """Whole weights of sharded models: `nbdist.full_parameters`, and functions that expect them.
 
 ``save_from_all_ranks`` is for `save_pretrained()`, ``refuse_shards`` for `torch.save()`,
-``refuse_empty_tensors`` for `state_dict()`, and ``load_whole_tensors`` for `load_state_dict()`.
-``add_advice`` is for all other uses, which fail in torch.
+``refuse_shards_in_safetensors`` for safetensors, ``refuse_empty_tensors`` for `state_dict()`, and
+``load_whole_tensors`` for `load_state_dict()`. ``add_advice`` is for all other uses, which fail in
+torch.
 """
 
 from __future__ import annotations

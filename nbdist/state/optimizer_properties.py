@@ -41,8 +41,6 @@ _IGNORED = frozenset({"capturable", "foreach", "fused", "initial_lr", "lr", "lr_
 """Options that choose a kernel for a device, or scale the update of a group."""
 _LR = 0.01
 """For an optimizer that begins with 0."""
-_MAX_GROUPS = 8
-"""Groups with other options beyond these are not measured."""
 _SHAPES = ((40, 24), (50,), (136, 130))
 """No preconditioner has the shape of its parameter. Libraries quantize or factor the state of the
 last one (bitsandbytes 0.50: from 4,096 elements; some Adafactors: both dimensions from 128)."""
@@ -53,7 +51,7 @@ _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerTraits:
+class OptimizerProperties:
     """Properties of an optimizer."""
 
     is_reshardable: bool
@@ -66,36 +64,38 @@ class OptimizerTraits:
     """Bytes of state per element of fp32 parameters; None if unknown."""
 
 
-_UNKNOWN = OptimizerTraits(is_reshardable=False, is_elementwise=None)
-_traits: weakref.WeakKeyDictionary[Optimizer, OptimizerTraits] = weakref.WeakKeyDictionary()
-_measured: weakref.WeakKeyDictionary[type, dict[str, OptimizerTraits]] = weakref.WeakKeyDictionary()
+_UNKNOWN = OptimizerProperties(is_reshardable=False, is_elementwise=None)
+_properties: weakref.WeakKeyDictionary[Optimizer, OptimizerProperties] = weakref.WeakKeyDictionary()
+_measured: weakref.WeakKeyDictionary[type, dict[str, OptimizerProperties]] = (
+    weakref.WeakKeyDictionary()
+)
 """Class -> text of arguments and groups -> properties."""
 
 
-def traits_of(optimizer: Optimizer) -> OptimizerTraits:
+def properties_of(optimizer: Optimizer) -> OptimizerProperties:
     """Return the properties of an optimizer, measured once for its class, arguments and groups.
 
     One that cannot step small tensors on the CPU, for example without a closure, has those of its
     base class.
     """
-    if optimizer not in _traits:
+    if optimizer not in _properties:
         kwargs = optimizer_recipes.constructor_kwargs(optimizer)
         groups = _distinct_groups(optimizer)
         known = _measured.setdefault(type(optimizer), {})
         if (key := repr((kwargs, groups))) not in known:
             known[key] = _measure(type(optimizer), kwargs, groups)
-        set_traits(optimizer, known[key])
-    return _traits[optimizer]
+        set_properties(optimizer, known[key])
+    return _properties[optimizer]
 
 
-def set_traits(optimizer: Optimizer, known: OptimizerTraits) -> None:
+def set_properties(optimizer: Optimizer, known: OptimizerProperties) -> None:
     """Set the properties of an optimizer that replaces one with these."""
-    _traits[optimizer] = known
+    _properties[optimizer] = known
 
 
 def why_not_reshardable(optimizer: Optimizer) -> str:
     """Return why the state of an optimizer cannot be resharded; empty if it can."""
-    if traits_of(optimizer).is_reshardable:
+    if properties_of(optimizer).is_reshardable:
         return ""
     return (
         f"{type(optimizer).__name__} is not known to update parameters element-wise, with state of"
@@ -105,9 +105,9 @@ def why_not_reshardable(optimizer: Optimizer) -> str:
 
 def _measure(
     cls: type[Optimizer], kwargs: Mapping[str, Any], groups: Sequence[GroupOptions]
-) -> OptimizerTraits:
+) -> OptimizerProperties:
     if cls.__name__ in _COMPILED:
-        return OptimizerTraits(is_reshardable=True, is_elementwise=True)
+        return OptimizerProperties(is_reshardable=True, is_elementwise=True)
     with _isolated():
         found = _measure_steps(cls, kwargs, groups)
         for base in cls.__mro__[1:]:
@@ -120,7 +120,7 @@ def _measure(
 
 def _distinct_groups(optimizer: Optimizer) -> list[GroupOptions]:
     groups = map(_without_ignored, optimizer_recipes.group_options(optimizer))
-    return [*{repr(group): group for group in groups}.values()][:_MAX_GROUPS]
+    return [*{repr(group): group for group in groups}.values()]
 
 
 def _without_ignored(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _without_ignored(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure_steps(
     cls: type[Optimizer], kwargs: Mapping[str, Any], groups: Sequence[GroupOptions]
-) -> OptimizerTraits | None:
+) -> OptimizerProperties | None:
     """Return the properties that steps of small tensors show; None if it cannot step them."""
     options = _without_ignored(kwargs)
     if isinstance(lr := kwargs.get("lr"), (int, float, torch.Tensor)):
@@ -142,7 +142,7 @@ def _measure_steps(
         half = small.update().shape[1] // 2
         # two ranks of ZeRO or FSDP1, which flatten parameters
         is_elementwise = small.is_equal(train(((half,),)), train(((half,),), first=half))
-        return OptimizerTraits(
+        return OptimizerProperties(
             is_reshardable=is_elementwise
             and training.is_equal(train(shapes, replaces_optimizer=True)),
             is_elementwise=is_elementwise,

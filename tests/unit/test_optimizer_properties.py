@@ -13,7 +13,7 @@ import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nbdist.planner.optimizers import optimizer_from_torch
-from nbdist.state.optimizer_traits import traits_of
+from nbdist.state.optimizer_properties import properties_of
 from nbdist.worker.memory.memory_probe import describe_optimizer
 
 
@@ -80,8 +80,8 @@ ELEMENTWISE = [
 
 @pytest.mark.parametrize("cls", ELEMENTWISE, ids=lambda cls: cls.__name__)
 def test_state_of_element_wise_optimizers_is_reshardable(cls: Any) -> None:
-    traits = traits_of(create(cls))
-    assert (traits.is_reshardable, traits.is_elementwise) == (True, True)
+    properties = properties_of(create(cls))
+    assert (properties.is_reshardable, properties.is_elementwise) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_state_of_element_wise_optimizers_is_reshardable(cls: Any) -> None:
     ],
 )
 def test_other_optimizers(cls: Any, expected: tuple[bool, bool | None]) -> None:
-    traits = traits_of(create(cls))
-    assert (traits.is_reshardable, traits.is_elementwise) == expected
+    properties = properties_of(create(cls))
+    assert (properties.is_reshardable, properties.is_elementwise) == expected
 
 
 def test_an_optimizer_that_cannot_be_made_again_is_taken_for_its_base_class() -> None:
-    traits = traits_of(create(Unstored, speed=0.1))
-    assert (traits.is_reshardable, traits.is_elementwise) == (True, None)
+    properties = properties_of(create(Unstored, speed=0.1))
+    assert (properties.is_reshardable, properties.is_elementwise) == (True, None)
 
 
 @pytest.mark.parametrize(
     "options", [{"fused": True}, {"foreach": True}, {"capturable": True}, {"lr": 0.0}]
 )
 def test_kernels_and_a_warmup_change_nothing(options: dict[str, Any]) -> None:
-    assert traits_of(create(torch.optim.AdamW, **options)).is_reshardable
+    assert properties_of(create(torch.optim.AdamW, **options)).is_reshardable
 
 
 def test_options_of_all_groups_count() -> None:
@@ -126,8 +126,8 @@ def test_options_of_all_groups_count() -> None:
         {"params": [each], "decays": decays}
         for each, decays in zip(weights, (False, True), strict=True)
     ]
-    assert traits_of(Decaying(groups[:1])).is_elementwise
-    assert not traits_of(Decaying(groups)).is_elementwise
+    assert properties_of(Decaying(groups[:1])).is_elementwise
+    assert not properties_of(Decaying(groups)).is_elementwise
 
 
 def test_measuring_leaves_no_trace(
@@ -143,7 +143,7 @@ def test_measuring_leaves_no_trace(
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
     optimizer = create(Talking)
     before = torch.random.get_rng_state()
-    traits_of(optimizer)
+    properties_of(optimizer)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert (seen, dict(optimizer.state)) == ([], {})
     assert (capsys.readouterr().out, len(recwarn)) == ("", 0)
