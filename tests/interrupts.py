@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,18 +28,25 @@ def press() -> None:
 
 @contextmanager
 def meanwhile(call: Callable[[], object]) -> Iterator[None]:
-    """Run a function on a thread of its own; raise its error, and press Stop after one."""
+    """Run a function on a thread of its own; raise its error, and end the block after one."""
+    guard, ended = Lock(), Event()
 
     def call_or_stop() -> None:
         try:
             call()
         except BaseException:
-            press()
+            with guard:  # after the block, Stop would end pytest
+                if not ended.is_set():
+                    press()
             raise
 
     with ThreadPoolExecutor() as pool:
         called = pool.submit(call_or_stop)
-        yield
+        try:
+            yield
+        finally:
+            with guard:
+                ended.set()
     called.result()
 
 

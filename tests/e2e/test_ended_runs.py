@@ -119,8 +119,7 @@ def test_sigterm_to_one_rank_saves_all_and_the_next_session_resumes(
     session.restart()
     session.run(PREPARE)
     assert session.resume().step == saved.step
-    session.set_deadline(str(int(time.time()) + 14))
-    said = train_until_ended(session, lambda: None)
+    said = train_until_ended(session, lambda: session.set_deadline(str(int(time.time()) + 9)))
     assert "Ended by the deadline" in said
     capsys.readouterr()
     session.replay()
