@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_options_of_all_groups_count() -> None:
     assert not properties_of(Decaying(groups)).is_elementwise
 
 
+def num_tensors() -> int:
+    gc.collect()
+    return sum(type(one) in (torch.Tensor, torch.nn.Parameter) for one in gc.get_objects())
+
+
 def test_measuring_leaves_no_trace(
     capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -142,8 +148,9 @@ def test_measuring_leaves_no_trace(
     seen = []
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
     optimizer = create(Talking)
-    before = torch.random.get_rng_state()
+    before, tensors = torch.random.get_rng_state(), num_tensors()
     properties_of(optimizer)
+    assert num_tensors() == tensors
     assert torch.equal(torch.random.get_rng_state(), before)
     assert (seen, dict(optimizer.state)) == ([], {})
     assert (capsys.readouterr().out, len(recwarn)) == ("", 0)
