@@ -16,7 +16,7 @@ import pytest
 from nbdist import paths
 from tests.faults import fault_table
 from tests.processes import runs
-from tests.reused_launcher import reusing_provider
+from tests.reused_launcher import environment, reusing_provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ def eventually(happened: Callable[[], object], *, within_s: float) -> None:
 
 
 def remains() -> set[str]:
-    """What a session could leave: processes, sockets, threads, folders, shared memory."""
+    """What a test could leave: processes, sockets, threads, folders, shared memory, variables."""
     own, kept = (
         psutil.Process(),
         reusing_provider.kept.belongings if reusing_provider.kept else set(),
@@ -90,7 +90,9 @@ def remains() -> set[str]:
         if path not in kept and _ours(path)
     }
     shared = {f"file {path}" for path in SHARED.glob("torch_*") if _of_the_dead(path)}
-    return processes | zombies | listening | threads | folders | shared
+    # with others, no session of a later module could take over a launcher
+    variables = {f"variable {name}={value}" for name, value in environment().items()}
+    return processes | zombies | listening | threads | folders | shared | variables
 
 
 def _name(process: psutil.Process) -> str:

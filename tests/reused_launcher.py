@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 ENDED_S = 15.0
 
 
-SET_BY_LIBRARIES = {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
-"""Of the pytest process, by accelerate and torch while they run."""
+SET_BY_LIBRARIES = {
+    "PYDEVD_USE_FRAME_EVAL",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+"""Of the pytest process, by debugpy, accelerate and torch while they run."""
 
 
 def environment() -> dict[str, str]:
