@@ -69,10 +69,7 @@ def eventually(happened: Callable[[], object], *, within_s: float) -> None:
 
 def remains() -> set[str]:
     """What a test could leave: processes, sockets, threads, folders, shared memory, variables."""
-    own, kept = (
-        psutil.Process(),
-        reusing_provider.kept.belongings if reusing_provider.kept else set(),
-    )
+    own, kept = psutil.Process(), reusing_provider.belongings
     children = [one for one in own.children(recursive=True) if one.pid not in kept]
     processes = {f"process {p.pid} {_name(p)}" for p in children if runs(p.pid)}
     zombies = {f"zombie {p.pid}" for p in own.children() if not runs(p.pid)}

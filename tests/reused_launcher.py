@@ -1,4 +1,4 @@
-"""One warm launcher for most sessions of a pytest process: its imports take longer than a test."""
+"""Warm launchers for most sessions of a pytest process: their imports take longer than a test."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     Listener = Callable[[messages.LauncherMessage], None]
 
 ENDED_S = 15.0
+MAX_KEPT = 2
+"""A test may start a session beside the one of its module."""
 
 
 SET_BY_LIBRARIES = {
@@ -117,13 +119,18 @@ class ReusedLauncher(Launcher):
 
 
 class ReusingLauncherProvider(LocalLauncherProvider):
-    """Gives the launcher that an earlier session has used, where nothing has changed since."""
+    """Gives a launcher that an earlier session has used, where nothing has changed since."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: ReusedLauncher | None = None
+        self._kept: list[ReusedLauncher] = []
         self._usual = environment()
         self._ending = False
+
+    @property
+    def belongings(self) -> set[object]:
+        """Processes, folders and threads of the launchers that are kept."""
+        return {belonging for kept in self._kept for belonging in kept.belongings}
 
     def acquire_launchers(
         self,
@@ -132,30 +139,30 @@ class ReusingLauncherProvider(LocalLauncherProvider):
         progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
         python: RankPython = rank_python.OWN,
     ) -> Launcher:
-        """Hand over the kept launcher where it is of this kind, or a new one."""
-        kept, wanted = self.kept, (kind, python, environment())
-        if kept is not None and (kept.kind, kept.python, kept.made_under) == wanted:
-            self.kept = None
-            return kept
+        """Hand over a kept launcher of this kind, or a new one."""
+        wanted = (kind, python, environment())
+        for kept in self._kept:
+            if (kept.kind, kept.python, kept.made_under) == wanted:
+                self._kept.remove(kept)
+                return kept
         python.check()
         return ReusedLauncher(kind, python, self)
 
     def keep(self, launcher: ReusedLauncher) -> bool:
         """Keep a launcher that no session needs.
 
-        Returns False where one is kept already, and for one that few tests could use.
+        Returns False where enough are kept already, and for one that few tests could use.
         """
         if launcher.python != rank_python.OWN or launcher.made_under != self._usual:
             return False
-        if not self._ending and self.kept is None and launcher.emptied():
+        if not self._ending and len(self._kept) < MAX_KEPT and launcher.emptied():
             launcher.import_all()
-            self.kept = launcher
-        return self.kept is launcher
+            self._kept.append(launcher)
+        return launcher in self._kept
 
     def end(self) -> None:
-        kept, self.kept = self.kept, None
-        if kept is not None:
-            Launcher.close(kept)
+        while self._kept:
+            Launcher.close(self._kept.pop())
 
     def close(self) -> None:
         self._ending = True

@@ -137,7 +137,9 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
         assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
 
 
-def test_variables_random_numbers_and_groups_stay_as_they_were(ranks: Session) -> None:
+def test_variables_random_numbers_groups_and_the_disk_stay_as_they_were(
+    ranks: Session, tmp_path: Path
+) -> None:
     ranks.run(
         "import numpy, random\n"
         "names = set(globals()) | {'names', 'state'}\n"
@@ -149,11 +151,12 @@ def test_variables_random_numbers_and_groups_stay_as_they_were(ranks: Session) -
         "            torch.is_grad_enabled(), torch.get_default_dtype()]\n"
         "before = state()\n"
     )
-    ranks.calibrate()
+    ranks.calibrate(disk=tmp_path)
     after = ranks.run("state() == before, sorted(set(globals()) - names - {'before'})").values
     for same, others in after.values():
         assert same
         assert not [name for name in others if not name.startswith("_")]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly
@@ -175,11 +178,6 @@ def test_a_folder_that_only_the_ranks_miss_is_refused_on_all_of_them(
     with pytest.raises(SessionError, match="No such file or directory"):
         ranks.calibrate(disk=tmp_path / "missing")
     assert one(ranks, "1 + 1") == 2, "and the ranks are in step"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_left_on_the_disk(ranks: Session, tmp_path: Path) -> None:
-    ranks.calibrate(disk=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

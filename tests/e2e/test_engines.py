@@ -19,8 +19,8 @@ from tests.nightly import nightly
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-STEPS = 30
-TRAINER_STEPS = 10
+STEPS = 15
+TRAINER_STEPS = 8
 MODEL = textwrap.dedent(
     """
     from tests.models import gpt2

@@ -78,6 +78,9 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
     device = memory_probe.current_probe.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU rank"
     results: dict[str, Any] = {"device": name}
+    if request.disk is not None:  # first: the folder may be missing on one node
+        context.on_phase(f"disk of {request.disk}")
+        results["disk"] = _measure_disk(Path(request.disk).expanduser())
     reserved_before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     try:
         with torch.no_grad():
@@ -96,9 +99,6 @@ def calibrate(request: CalibrateRequest, context: RankContext) -> RankCalibrateR
             torch.cuda.empty_cache()
         shards.empty_pinned_cache()
         memory_probe.trim_malloc()
-    if request.disk is not None:
-        context.on_phase(f"disk of {request.disk}")
-        results["disk"] = _measure_disk(Path(request.disk).expanduser())
     return RankCalibrateReport(figures=results)
 
 
