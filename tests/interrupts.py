@@ -7,7 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event, Lock
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,15 +29,14 @@ def press() -> None:
 @contextmanager
 def meanwhile(call: Callable[[], object]) -> Iterator[None]:
     """Run a function on a thread of its own; raise its error, and end the block after one."""
-    guard, ended = Lock(), Event()
+    ended = Event()
 
     def call_or_stop() -> None:
         try:
             call()
         except BaseException:
-            with guard:  # after the block, Stop would end pytest
-                if not ended.is_set():
-                    press()
+            if not ended.is_set():  # after the block, Stop would end pytest
+                press()
             raise
 
     with ThreadPoolExecutor() as pool:
@@ -45,8 +44,7 @@ def meanwhile(call: Callable[[], object]) -> Iterator[None]:
         try:
             yield
         finally:
-            with guard:
-                ended.set()
+            ended.set()
     called.result()
 
 

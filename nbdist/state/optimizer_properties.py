@@ -166,7 +166,6 @@ def _gradient(number: int) -> torch.Tensor:
     return gradient
 
 
-@functools.cache
 def _random_values(seed: int) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
     size = sum(map(math.prod, _SHAPES))
@@ -184,7 +183,6 @@ def _isolated() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the global one
-        stack.callback(_random_values.cache_clear)  # 1.3 MiB
         stack.enter_context(torch.inference_mode(mode=False))
         if "torch._dynamo" in sys.modules:  # it takes seconds to import
             stack.enter_context(torch.compiler.set_stance("force_eager"))

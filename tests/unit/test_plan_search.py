@@ -392,7 +392,7 @@ def test_the_smallest_number_of_devices_that_fits_is_named() -> None:
 
 
 def test_where_nothing_helps_it_says_so() -> None:
-    plan = nbdist.plan("10000b", devices="1x11GB", seq_len=100_000)
+    plan = nbdist.plan("405b", devices="1x11GB", seq_len=100_000)
     assert plan.advice == (search.NO_CHANGE_FITS,)
     assert f"what would help:\n  {search.NO_CHANGE_FITS}" in str(plan)
 
