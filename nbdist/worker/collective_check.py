@@ -126,7 +126,7 @@ class CollectiveLog:
         """
         self.rank = rank
         self._folder = folder
-        path = folder / f"board{rank}"
+        path = folder / f"collectives{rank}"
         path.write_bytes(bytes(MAX_GROUPS * _SLOT_BYTES))
         path.chmod(0o600)
         self._pages: dict[int, mmap.mmap] = {}
@@ -208,7 +208,7 @@ class CollectiveLog:
 
     def _rank_page(self, rank: int) -> mmap.mmap:
         if rank not in self._pages:
-            with (self._folder / f"board{rank}").open("r+b") as file:
+            with (self._folder / f"collectives{rank}").open("r+b") as file:
                 self._pages[rank] = mmap.mmap(file.fileno(), 0)
         return self._pages[rank]
 
@@ -237,16 +237,16 @@ class CollectiveBarrier:
     """Barrier before each collective that checks that all ranks call the same one."""
 
     def __init__(self, log: CollectiveLog) -> None:
-        self._board = log
-        self._era = 0
+        self._log = log
+        self._num_resets = 0
         """Number of times the groups were recreated; torch then reuses group names."""
         self._abandoned = False
         self.pending: PendingCollective | None = None
 
     def reset(self) -> None:
         """Reset the log after the process groups were recreated."""
-        self._era += 1
-        self._board.clear()
+        self._num_resets += 1
+        self._log.clear()
         self._abandoned = False
 
     def abort(self) -> None:
@@ -262,47 +262,47 @@ class CollectiveBarrier:
         members = distributed_c10d.get_process_group_ranks(group)
         if len(members) < 2:  # noqa: PLR2004 - a group of one rank
             return
-        name = f"{self._era}:{group.group_name}"
-        number = self._board.append(name, call)
+        name = f"{self._num_resets}:{group.group_name}"
+        number = self._log.append(name, call)
         if not number:
             return
-        others = [rank for rank in members if rank != self._board.rank]
+        others = [rank for rank in members if rank != self._log.rank]
         try:
             if wait:
                 self._wait(name, number, call, others)
             is_mismatch = self._is_mismatch(name, number, call, others)
         except BaseException:  # interrupted
-            self._board.withdraw(name, number)
+            self._log.withdraw(name, number)
             raise
         finally:
             self.pending = None
         if is_mismatch:
-            calls = {rank: self._board.call_at(rank, name, number) for rank in others}
-            raise CollectiveMismatch(describe_mismatch(calls | {self._board.rank: call}))
+            calls = {rank: self._log.call_at(rank, name, number) for rank in others}
+            raise CollectiveMismatch(describe_mismatch(calls | {self._log.rank: call}))
 
     def _wait(self, name: str, number: int, call: LoggedCollective, others: Sequence[int]) -> None:
         """Return when all ranks have logged the call, or some time after a mismatch."""
-        start_time, nap, misfit_at = time.monotonic(), MIN_SLEEP_S, 0.0
+        start_time, sleep_s, mismatch_at = time.monotonic(), MIN_SLEEP_S, 0.0
         missing = tuple(others)
-        while missing := tuple(r for r in missing if not self._board.has_reached(r, name, number)):
+        while missing := tuple(r for r in missing if not self._log.has_reached(r, name, number)):
             now = time.monotonic()
             if self._abandoned:
                 raise RuntimeError(ABORTED_MESSAGE)
-            if not misfit_at and self._is_mismatch(name, number, call, others):
-                misfit_at = now
-            if misfit_at and now - misfit_at > MISMATCH_WAIT_S:
+            if not mismatch_at and self._is_mismatch(name, number, call, others):
+                mismatch_at = now
+            if mismatch_at and now - mismatch_at > MISMATCH_WAIT_S:
                 return
             if now - start_time < SPIN_S:
                 time.sleep(0)
                 continue
             self.pending = PendingCollective(call.description, missing, start_time)
-            time.sleep(nap)
-            nap = min(nap * 1.5, MAX_SLEEP_S)
+            time.sleep(sleep_s)
+            sleep_s = min(sleep_s * 1.5, MAX_SLEEP_S)
 
     def _is_mismatch(
         self, name: str, number: int, call: LoggedCollective, others: Sequence[int]
     ) -> bool:
-        calls = (self._board.call_at(rank, name, number) for rank in others)
+        calls = (self._log.call_at(rank, name, number) for rank in others)
         return any(other and other.key != call.key for other in calls)
 
 
@@ -316,7 +316,7 @@ def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:
     ]
     return (
         f"{', '.join(parts)}: these collectives do not match. Nothing was sent and the process"
-        " group is still usable. Make all ranks call the same collective."
+        " group is still usable. All ranks must run this line, also if it saves a sharded model."
     )
 
 
