@@ -10,6 +10,8 @@ CUDA_INDEX ?= https://pypi.org/simple
 
 # With two ranks on a small machine, one thread each is fastest: more threads compete for the cores.
 export OMP_NUM_THREADS ?= 1
+# Otherwise each process of the tests compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo check test wide nightly pythons faults nodes pictures docs gpu-rehearsal bench wheel \

@@ -64,7 +64,8 @@ def of_page(path: Path) -> list[Example]:
 def of_docstrings() -> list[Example]:
     found = []
     for path in sorted((ROOT / "nbdist").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "Example" in source else ():
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 text = ast.get_docstring(node) or ""
                 for section in _SECTION.findall(text + "\n"):

@@ -30,20 +30,21 @@ MAX_KEPT = 2
 """A test may start a session beside the one of its module."""
 
 
-SET_BY_LIBRARIES = {
+IGNORED = {
     "PYDEVD_USE_FRAME_EVAL",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
+    "XDG_CACHE_HOME",
 }
-"""Of the pytest process, by debugpy, accelerate and torch while they run."""
+"""Set by debugpy, accelerate and torch while they run, and by tests of the planner."""
 
 
 def environment() -> dict[str, str]:
-    """What a launcher's process has been started with, but for pytest's and libraries' own."""
+    """What a launcher's process has been started with, but for what does not concern it."""
     return {
         name: value
         for name, value in remove_launch_variables(os.environ).items()
-        if not name.startswith("PYTEST_") and name not in SET_BY_LIBRARIES
+        if not name.startswith("PYTEST_") and name not in IGNORED
     }
 
 

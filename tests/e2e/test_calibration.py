@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def ranks() -> Iterator[Session]:
     with Session(nproc=2, precision="bf16") as session:
         session.run(FRESH)
+        session.run(f"import os; os.environ['XDG_CACHE_HOME'] = {os.environ['XDG_CACHE_HOME']!r}")
         yield session
 
 
@@ -207,6 +209,7 @@ def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
     assert "compute speed" in str(planner.plan_model(ranks)).partition("measured here")[0]
 
 
+@pytest.mark.nightly
 def test_one_rank_alone_has_no_link_to_measure() -> None:
     with Session(nproc=1) as alone:
         figures = alone.calibrate().figures[0]

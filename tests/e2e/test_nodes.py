@@ -661,6 +661,7 @@ def unlike(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Unlike:  # noqa: AR
     return cluster
 
 
+@pytest.mark.nightly
 def test_cpu_ranks_are_planned_with_the_least_that_a_node_has(unlike: Unlike) -> None:
     with Session(2, on="ray", nodes=2) as session:
         assert unlike.distribution == RankDistribution("cpu", 2, 1)

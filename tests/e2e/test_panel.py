@@ -419,6 +419,7 @@ def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None
     assert page.cell(TRAIN_NOTHING) == "ok"
 
 
+@pytest.mark.nightly
 def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) -> None:
     assert page.cell(SETUP) == "ok"  # the ranks are new ones by now
     subshell = page.kernel.subshell()

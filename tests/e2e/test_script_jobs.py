@@ -150,6 +150,7 @@ def test_a_folder_that_is_not_empty_is_refused(session: Session, tmp_path: Path)
     assert (tmp_path / "notes.txt").exists()
 
 
+@pytest.mark.nightly
 def test_what_a_job_does_without_nbdist_is_set_or_named(session: Session, tmp_path: Path) -> None:
     session.switch("fsdp2")
     session.run("saves = 'trainer.save_model()'")

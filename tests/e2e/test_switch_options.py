@@ -186,12 +186,10 @@ TORCHS_OWN = textwrap.dedent(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "build",
-    [
-        pytest.param("lambda: gpt2(0.1)", id="transformers"),
-        pytest.param("Plain", id="torch", marks=pytest.mark.nightly),
-    ],
+    [pytest.param("lambda: gpt2(0.1)", id="transformers"), pytest.param("Plain", id="torch")],
 )
 def test_activation_checkpointing_comes_and_goes(trained: Session, build: str) -> None:
     trained.run(TORCHS_OWN)

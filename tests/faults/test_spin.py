@@ -201,6 +201,7 @@ def test_a_request_that_fails_on_one_rank_while_another_spins_is_freed_without_a
     assert "rank 1 spins" in told[0]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_computes_in_c_keeps_its_process_group_when_it_is_stopped(
     session: Session, library: Path, tmp_path: Path
 ) -> None:
