@@ -240,6 +240,7 @@ loss.item()
 """
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_is_prepared_saved_and_exported(ranks: Session, tmp_path: Path) -> None:
     expected = one(ranks, COMPILED.format(net="net"))
     ranks.run("del net, steps, loss")

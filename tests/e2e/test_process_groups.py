@@ -62,7 +62,7 @@ def renew(session: Session) -> str:
     return collective_request.rebuild_models(workers(session), groups=True)
 
 
-@pytest.fixture(scope="module", params=engines.each())
+@pytest.fixture(scope="module", params=engines.each("zero3"))
 def trained(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two CPU ranks under one engine, with something to train."""
     with nbdist.Session(nproc=2, backend=request.param) as running:

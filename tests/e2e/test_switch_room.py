@@ -64,6 +64,7 @@ def test_a_step_that_may_not_fit_is_a_note(session: Session) -> None:
     assert session.switch("zero3").notes == ()
 
 
+@pytest.mark.nightly
 def test_one_rank_less_needs_room_for_all_of_it(session: Session) -> None:
     session.run(WITH.format(free=STATE_BYTES * 3 // 10), output="none")  # twice as much for one
     with pytest.raises(SwitchError, match="under zero3: a rank needs"):

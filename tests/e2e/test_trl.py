@@ -10,7 +10,6 @@ import pytest
 
 from nbdist import CellError, Session
 from tests import engines
-from tests.nightly import nightly
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +113,8 @@ def norms(adapter, num_forwards):
 """
 
 
-@pytest.mark.parametrize("adapter", ["lora", nightly("")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("adapter", ["lora", ""])
 @pytest.mark.parametrize("session", engines.each("zero3"), indirect=True)
 def test_forwards_between_two_trainings_change_no_gradient(session: Session, adapter: str) -> None:
     session.run(TWICE)

@@ -198,6 +198,7 @@ def test_the_kernel_shows_a_panel_only_when_asked() -> None:
             assert "panel" not in rooms_of(imported_at_import(path)), path
 
 
+@pytest.mark.nightly
 def test_benchmarks_start() -> None:
     """Each group is imported; a renamed module does not show before that."""
     benchmarks = ROOT.parent / "benchmarks"
