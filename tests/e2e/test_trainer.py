@@ -76,8 +76,10 @@ def test_a_second_trainer_resumes_where_the_first_was_stopped(
     assert one(ranks, RESUMED) == pytest.approx(one(ranks, "logged(whole)"), abs=1e-6)
     folders = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert folders == {"checkpoint-6", "checkpoint-8"}
+    ranks.run("del whole")
     backend = ranks.backend
-    ranks.switch("ddp" if backend != "ddp" else "zero2")
+    ranks.switch("ddp" if backend != "ddp" else "zero2", reset_optimizer=True)
+    assert ranks.save("resumed", folder=tmp_path / "saved").wait(60).step == 8
     with pytest.raises(CellError, match=rf"was saved under {backend[:4]}.*, but the session uses"):
         ranks.run(RESUMED)
     other = tmp_path / "checkpoint-8" / ranks.options.strategy.trainer_state_files.replace("*", "8")
@@ -178,7 +180,7 @@ def test_a_trainer_resumes_from_a_save_of_the_session_under_any_backend(
         ranks.run(CONTINUED.format(folder=folder, name="trainer"))
     report = ranks.load("stopped", folder=tmp_path)
     assert "use trainer.train(resume_from_checkpoint=" in str(report)
-    ranks.run("del whole")
+    ranks.run("del whole; trainer.train()")
     backend = ranks.backend
     for reader in (backend, "ddp" if backend != "ddp" else "zero2"):
         ranks.switch(reader)

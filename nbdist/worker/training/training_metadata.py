@@ -218,6 +218,8 @@ def compare_steps(optimizer: Any, global_step: int) -> None:
     for prepared in prepared_models.all_models():
         accelerator = prepared.accelerator()
         if accelerator and any(each.wrapper() is optimizer for each in prepared.optimizers):
+            # those before a checkpoint of the Trainer, from which it resumes, were not counted
+            prepared.num_steps = max(prepared.num_steps, global_step)
             _uncounted[accelerator] = prepared.num_steps - global_step
 
 
