@@ -127,6 +127,7 @@ def test_report_and_send_arrive(session: Session) -> None:
     assert session.sent_values["weights"] in ([0], [1], [2])
 
 
+@pytest.mark.nightly
 def test_fifty_megabytes_go_there_and_back(session: Session) -> None:
     given = np.random.default_rng(0).integers(0, 255, 50_000_000, dtype=np.uint8)
     session.push(given=given)

@@ -214,11 +214,10 @@ def register_trainer(trainer: Any) -> None:
 
 
 def compare_steps(optimizer: Any, global_step: int) -> None:
-    """Compare the steps of a prepared optimizer with those of its Trainer, between two steps."""
+    """Compare a prepared optimizer's steps with its Trainer's, and count those before a resume."""
     for prepared in prepared_models.all_models():
         accelerator = prepared.accelerator()
         if accelerator and any(each.wrapper() is optimizer for each in prepared.optimizers):
-            # those before a checkpoint of the Trainer, from which it resumes, were not counted
             prepared.num_steps = max(prepared.num_steps, global_step)
             _uncounted[accelerator] = prepared.num_steps - global_step
 
