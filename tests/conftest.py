@@ -87,7 +87,7 @@ def remains() -> set[str]:
         if path not in kept and _ours(path)
     }
     shared = {f"file {path}" for path in SHARED.glob("torch_*") if _of_the_dead(path)}
-    # with others, no session of a later module could take over a launcher
+    # with more variables, later sessions could not take over a launcher
     variables = {f"variable {name}={value}" for name, value in environment().items()}
     return processes | zombies | listening | threads | folders | shared | variables
 

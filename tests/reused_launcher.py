@@ -30,21 +30,20 @@ MAX_KEPT = 2
 """A test may start a session beside the one of its module."""
 
 
-IGNORED = {
+SET_BY_LIBRARIES = {
     "PYDEVD_USE_FRAME_EVAL",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
-    "XDG_CACHE_HOME",
 }
-"""Set by debugpy, accelerate and torch while they run, and by tests of the planner."""
+"""Of the pytest process, by debugpy, accelerate and torch while they run."""
 
 
 def environment() -> dict[str, str]:
-    """What a launcher's process has been started with, but for what does not concern it."""
+    """What a launcher's process has been started with, but for pytest's and libraries' own."""
     return {
         name: value
         for name, value in remove_launch_variables(os.environ).items()
-        if not name.startswith("PYTEST_") and name not in IGNORED
+        if not name.startswith("PYTEST_") and name not in SET_BY_LIBRARIES
     }
 
 

@@ -316,7 +316,7 @@ def describe_mismatch(calls: dict[int, LoggedCollective | None]) -> str:
     ]
     return (
         f"{', '.join(parts)}: these collectives do not match. Nothing was sent and the process"
-        " group is still usable. All ranks must run this line, also if it saves a sharded model."
+        " group is still usable. Make all ranks call the same collective, also in a sharded save."
     )
 
 

@@ -62,18 +62,13 @@ train(2)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing was measured before, and nothing stays for others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Session]:
-    with Session(nproc=2, precision="bf16") as session:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    """Two ranks and their kernel, where nothing was measured before."""
+    with Session(nproc=2, precision="bf16") as session, pytest.MonkeyPatch.context() as patch:
         session.run(FRESH)
+        # after the start: no other launcher is needed
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         session.run(f"import os; os.environ['XDG_CACHE_HOME'] = {os.environ['XDG_CACHE_HOME']!r}")
         yield session
 
@@ -210,6 +205,7 @@ def test_a_profile_teaches_the_planner_this_loop(ranks: Session) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("own_cache")
 def test_one_rank_alone_has_no_link_to_measure() -> None:
     with Session(nproc=1) as alone:
         figures = alone.calibrate().figures[0]

@@ -10,7 +10,7 @@ BUDGET = {
     "lines in nbdist/": 71_025,
     "files in nbdist/": 256,
     "functions per 1,000 code lines": 80,
-    "lines in tests/ and benchmarks/": 51_566,
+    "lines in tests/ and benchmarks/": 51_561,
 }
 """Largest value of each figure. Lower a limit when the package has shrunk; raise none without a
 reason in docs/decisions/."""

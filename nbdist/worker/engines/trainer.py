@@ -492,7 +492,7 @@ def metrics_callback(reporter: Reporter) -> type:
             self.offset = max(0, reporter.next_step - 1 - state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ARG002
-            training_metadata.compare_steps(given["optimizer"], state.global_step)
+            training_metadata.update_step_counts(given["optimizer"], state.global_step)
 
         def on_log(
             self,

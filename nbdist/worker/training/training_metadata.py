@@ -213,7 +213,7 @@ def register_trainer(trainer: Any) -> None:
     _trainers[trainer.accelerator] = weakref.ref(trainer)
 
 
-def compare_steps(optimizer: Any, global_step: int) -> None:
+def update_step_counts(optimizer: Any, global_step: int) -> None:
     """Compare a prepared optimizer's steps with its Trainer's, and count those before a resume."""
     for prepared in prepared_models.all_models():
         accelerator = prepared.accelerator()
