@@ -333,7 +333,7 @@ class CommandQueue:
 
     def _run_command(self, command: PanelCommand) -> None:
         self.doing, self._busy_since = command, time.monotonic()
-        replaces = False
+        can_replace = False
         try:
             if command.name == "plan":
                 text = self._plan()
@@ -348,17 +348,17 @@ class CommandQueue:
                 with self._lock:  # a background cell started first
                     self._waiting.appendleft(command)
                 return
-            text, ok, replaces = str(error), False, isinstance(error, NotEmptyError)
+            text, ok, can_replace = str(error), False, isinstance(error, NotEmptyError)
         except Exception as error:  # a bug of nbdist: report it and continue
             log.exception("%s failed", command.text)
             text, ok = f"{type(error).__name__}: {error}", False
         finally:
             self.doing = self._busy_since = None
-        self._answer(make_answer(command.id, text, ok=ok, replaces=replaces))
+        self._answer(make_answer(command.id, text, ok=ok, can_replace=can_replace))
 
 
-def make_answer(identity: str, text: str, *, ok: bool, replaces: bool = False) -> CommandAnswer:
+def make_answer(identity: str, text: str, *, ok: bool, can_replace: bool = False) -> CommandAnswer:
     """Return the answer to the command with this id."""
     return CommandAnswer(
-        kind="answer", id=identity, ok=ok, text=replace_invalid_chars(text), replaces=replaces
+        kind="answer", id=identity, ok=ok, text=replace_invalid_chars(text), can_replace=can_replace
     )

@@ -306,12 +306,12 @@ class PanelController:
         if points := self._new_points.pop_ready():
             self._points_since_reset += max(map(len, points.values()))
             series, buffer = pack_points(points)
-            self._send_message(CurvePointsMessage(kind="rows", series=series), [buffer])
+            self._send_message(CurvePointsMessage(kind="points", series=series), [buffer])
         if self._notice is not None and time.time() - self._notice["time"] > NOTICE_DURATION_S:
             self._notice = None
         now = self._view.snapshot(queue=self._driver.waiting_commands, notice=self._notice)
         if changed := snapshot.changed_keys(self._before, now):
-            self._send_message(PanelStateUpdate(kind="picture", changed=changed))
+            self._send_message(PanelStateUpdate(kind="state", changed=changed))
         self._before = now
         latest = self._view.devices.latest_snapshot
         if latest is not None and latest.time != self._sampled:
@@ -328,7 +328,7 @@ class PanelController:
                 DeviceSamplesMessage(kind="samples", time=latest.time, devices=samples)
             )
         if time.monotonic() - self._sent_at >= HEARTBEAT_INTERVAL_S:
-            self._send_message(HeartbeatMessage(kind="beat", time=time.time()))
+            self._send_message(HeartbeatMessage(kind="heartbeat", time=time.time()))
 
     def _send_reset(self) -> None:
         metrics = self._session.metrics
@@ -340,7 +340,7 @@ class PanelController:
         self._send_message(
             ResetMessage(
                 kind="reset",
-                picture=self._before,
+                state=self._before,
                 series=series,
                 samples=sample_history(self._view.devices),
             ),

@@ -123,16 +123,16 @@ def _strategy_row(
     plan: Plan, row: PlanRow, options: Options, *, current: bool, recommended: bool
 ) -> StrategyRow:
     # the button of a row that is not the current one
-    does, arguments = "", {}
+    effect, arguments = "", {}
     if not current and _is_switchable(row):
         new = {name: getattr(row.options, name) for name in result.VARIANT_OPTIONS}
         changed = {name: value for name, value in new.items() if value != getattr(options, name)}
         arguments = {"backend": row.backend, **changed}
-        does = describe_switch(options, replace(options, **arguments), fits=row.fits)
+        effect = describe_switch(options, replace(options, **arguments), fits=row.fits)
     return StrategyRow(
         id=_id(row.options),
         backend=row.backend,
-        words=row.variant,
+        label=row.variant,
         device_bytes=row.device_bytes,
         capacity_bytes=plan.question.cluster.smallest_device.free_bytes,
         parts=_parts(row.memory),
@@ -142,7 +142,7 @@ def _strategy_row(
         tokens_per_s=row.tokens_per_s or None,
         why=row.why,
         command=row.command,
-        does=does,
+        effect=effect,
         arguments=arguments,
     )
 

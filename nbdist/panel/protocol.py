@@ -5,12 +5,12 @@
 Kernel -> front end, custom messages of the widget's model:
 
     reset     complete state; the reply to hello. Buffer: the points of all curves, concatenated
-    picture   top-level keys of the state that have changed, with their complete values
-    rows      new points. Buffer: for each curve in turn `points` triples
+    state     top-level keys of the state that have changed, with their complete values
+    points    new points. Buffer: for each curve in turn `points` triples
     samples   once per second: current readings of the devices
     answer    reply to a command, by its id
     log       the last log lines of a rank
-    beat      sent when nothing else was sent for ``HEARTBEAT_INTERVAL_S``
+    heartbeat sent when nothing else was sent for ``HEARTBEAT_INTERVAL_S``
 
 Front end -> kernel:
 
@@ -92,11 +92,11 @@ class HeaderView(TypedDict):
     """The other options of the strategy, as text."""
     place: str
     state: SessionState
-    words: str
-    """Description of the state: "running cell 4"."""
-    since: float | None
+    description: str
+    """The state in words: "running cell 4"."""
+    state_since: float | None
     """Unix time in seconds."""
-    started: float | None
+    started_at: float | None
     kernel_id: str | None
     """Id of this kernel in Jupyter's REST API; None if unknown."""
     version: str
@@ -106,7 +106,7 @@ class NodeView(TypedDict):
     """One node of a cluster. Empty list if all ranks are on the notebook's machine."""
 
     name: str
-    words: str
+    description: str
     """Its devices: "4 x NVIDIA A100 80GB, NVLink", "2 CPU ranks, 16 cores"."""
     host_bytes: int
     """Memory of the machine or container. The next field is the part in use by any process."""
@@ -130,8 +130,7 @@ class DeviceView(TypedDict):
     peak_bytes: int | None
     """Peak of `used_bytes` since the session started."""
     others_bytes: int
-    holders: list[str]
-    """Other processes on the device."""
+    other_processes: list[str]
     utilization: float | None
     """Share of the time, from 0 to 1. For a CPU rank: share of the machine's cores."""
     power_w: float | None
@@ -150,7 +149,7 @@ class StrategyRow(TypedDict):
 
     id: str
     backend: str
-    words: str
+    label: str
     device_bytes: int
     capacity_bytes: int
     parts: list[MemoryPart]
@@ -161,7 +160,7 @@ class StrategyRow(TypedDict):
     why: str
     command: str
     """The command to paste."""
-    does: str
+    effect: str
     """Description of the switch; empty for the current strategy."""
     arguments: dict[str, Any]
     """Arguments of the switch command; empty if a button cannot perform it."""
@@ -204,7 +203,7 @@ class AdviceView(TypedDict):
     """The predicted gain and the reason."""
     command: str
     """The command to paste."""
-    does: str
+    effect: str
     """Description of the switch; empty if a button cannot perform it."""
     arguments: dict[str, Any]
     """Arguments of the switch command; empty if a button cannot perform it."""
@@ -216,14 +215,14 @@ class ProfileView(TypedDict):
     verdict: str
     facts: str
     """Facts about all ranks together: steps, tokens/s, MFU."""
-    gained: str
+    outcome: str
     """Measured gain of the last advice that was followed."""
     ranks: list[ProfiledRank]
     advice: list[AdviceView]
     notes: list[str]
     time: float | None
     """Unix time in seconds at which it ended."""
-    refused: str
+    unavailable_reason: str
     """Why no profile can be started now; empty if one can."""
 
 
@@ -235,10 +234,10 @@ class RankView(TypedDict):
     device: str
     node: str
     state: Literal["starting", "ready", "running", "waiting", "dead", "ended"]
-    line: str
-    written: int
+    last_line: str
+    num_chars: int
     """Number of printed characters. A page whose log is behind requests it again."""
-    where: str
+    current_line: str
 
 
 class CheckpointView(TypedDict):
@@ -248,20 +247,20 @@ class CheckpointView(TypedDict):
     step: int | None
     size_bytes: int
     backend: str
-    saved: float
+    saved_at: float
     """Unix time in seconds."""
     seconds: float | None
     path: str
     state: Literal["done", "running", "failed"]
-    problem: str
+    error: str
 
 
 class ProgressView(TypedDict):
     """Progress of a long operation."""
 
     text: str
-    share: float | None
-    since: float
+    fraction_done: float | None
+    started_at: float
 
 
 class QueuedCommand(TypedDict):
@@ -338,7 +337,7 @@ class ResetMessage(TypedDict):
     """The complete state."""
 
     kind: Literal["reset"]
-    picture: PanelState
+    state: PanelState
     series: list[CurveSlice]
     samples: SampleHistory
 
@@ -346,14 +345,14 @@ class ResetMessage(TypedDict):
 class PanelStateUpdate(TypedDict):
     """Changed parts of the state."""
 
-    kind: Literal["picture"]
+    kind: Literal["state"]
     changed: Annotated[dict[str, Any], "Partial<PanelState>"]
 
 
 class CurvePointsMessage(TypedDict):
     """New points."""
 
-    kind: Literal["rows"]
+    kind: Literal["points"]
     series: list[CurveSlice]
 
 
@@ -372,7 +371,7 @@ class CommandAnswer(TypedDict):
     id: str
     ok: bool
     text: str
-    replaces: bool
+    can_replace: bool
     """True if the target exists: the same command with `overwrite` replaces it."""
 
 
@@ -388,7 +387,7 @@ class LogMessage(TypedDict):
 class HeartbeatMessage(TypedDict):
     """Heartbeat of the kernel."""
 
-    kind: Literal["beat"]
+    kind: Literal["heartbeat"]
     time: float
 
 

@@ -71,7 +71,7 @@ MAX_COLLECTIVES = 3
 """Maximum number of collectives that are listed per rank."""
 MAX_TEXT_CHARS = 1000
 EMPTY_PROFILE_VIEW = ProfileView(
-    verdict="", facts="", gained="", ranks=[], advice=[], notes=[], time=None, refused=""
+    verdict="", facts="", outcome="", ranks=[], advice=[], notes=[], time=None, unavailable_reason=""
 )
 _KERNEL_ID = re.compile(r"kernel-(.+)\.json")
 
@@ -119,7 +119,7 @@ def take_snapshot(
 def header_view(session: Session) -> HeaderView:
     """Return the header line."""
     options = session.options
-    state, words, since = _state(session)
+    state, description, state_since = _state(session)
     shown = {options.backend, f"precision {options.precision}", f"offload {options.offload}"}
     others = [option for option in options.describe().split(", ") if option not in shown]
     others += ["auto: not decided yet"] if session.undecided else []
@@ -131,9 +131,9 @@ def header_view(session: Session) -> HeaderView:
         options=", ".join(others),
         place=session.place,
         state=state,
-        words=words,
-        since=since,
-        started=session.started_at,
+        description=description,
+        state_since=state_since,
+        started_at=session.started_at,
         kernel_id=jupyter_kernel_id(),
         version=__version__,
     )
@@ -206,7 +206,7 @@ def _devices(devices: DeviceSampler, predicted: PlanView, *, ended: bool) -> lis
             used_bytes=reading.used_bytes,
             peak_bytes=devices.peak_bytes.get(index) or None,
             others_bytes=reading.others_bytes,
-            holders=list(reading.holders),
+            other_processes=list(reading.holders),
             utilization=reading.utilization,
             power_w=reading.power_w,
             power_limit_w=reading.power_limit_w,
@@ -227,7 +227,7 @@ def _nodes(devices: DeviceSampler, *, ended: bool) -> list[NodeView]:
     return [
         NodeView(
             name=node.name,
-            words=node.describe(),
+            description=node.describe(),
             host_bytes=node.machine.memory_bytes,
             host_used_bytes=node.machine.memory_bytes - usage[node.name].host_free_bytes
             if node.name in usage
@@ -280,11 +280,11 @@ def _ranks(session: Session) -> list[RankView]:
                 device=member["device"] if member else "",
                 node=nodes.get(rank, ""),
                 state=state,
-                line=truncate(strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS)
+                last_line=truncate(strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS)
                 if log
                 else "",
-                written=log.written if log else 0,
-                where=_position_text(answer) if answer and state in {"running", "waiting"} else "",
+                num_chars=log.written if log else 0,
+                current_line=_position_text(answer) if answer and state in {"running", "waiting"} else "",
             )
         )
     return views
@@ -312,11 +312,11 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
             step=checkpoint.step,
             size_bytes=checkpoint.size_bytes,
             backend=checkpoint.backend,
-            saved=checkpoint.created.timestamp(),
+            saved_at=checkpoint.created.timestamp(),
             seconds=checkpoint.seconds,
             path=str(checkpoint.path),
             state="done",
-            problem="",
+            error="",
         )
         for checkpoint in known[-MAX_CHECKPOINTS:]
     ]
@@ -334,11 +334,11 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
                 step=None,
                 size_bytes=0,
                 backend=session.backend,
-                saved=save.started_at,
+                saved_at=save.started_at,
                 seconds=None,
                 path=str(save.root / save.name),
                 state=state,  # type: ignore[typeddict-item]
-                problem=save.error,
+                error=save.error,
             )
             for save in saves
         ]
@@ -348,14 +348,14 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
 def _progress(session: Session) -> ProgressView | None:
     work = session.operation.progress
     if work is not None:
-        return ProgressView(text=work.text, share=work.fraction_done, since=work.started_at)
+        return ProgressView(text=work.text, fraction_done=work.fraction_done, started_at=work.started_at)
     for save in session.saves_running():
         share = parse_fraction_done(save.how_far)
-        return ProgressView(text=save.how_far, share=share, since=save.started_at)
+        return ProgressView(text=save.how_far, fraction_done=share, started_at=save.started_at)
     profiling = session.profiling
     if profiling is not None:
         return ProgressView(
-            text=profiling.text, share=profiling.fraction_done, since=profiling.requested_at
+            text=profiling.text, fraction_done=profiling.fraction_done, started_at=profiling.requested_at
         )
     return None
 
@@ -399,7 +399,7 @@ class ProfileViewCache:
                 log.exception("the profile could not be shown")
                 verdict = f"Cannot show the profile ({type(error).__name__}: {error})."
                 self._view = ProfileView(**{**EMPTY_PROFILE_VIEW, "verdict": verdict})
-        return ProfileView(**{**self._view, "refused": session.why_no_profile()})
+        return ProfileView(**{**self._view, "unavailable_reason": session.why_no_profile()})
 
 
 def view_from_profile(profile: Profile, options: Options) -> ProfileView:
@@ -417,7 +417,7 @@ def view_from_profile(profile: Profile, options: Options) -> ProfileView:
     return ProfileView(
         verdict=_text(profile.verdict),
         facts=_text(", ".join(_profile_facts(profile))),
-        gained=_text(profile.advice_outcome),
+        outcome=_text(profile.advice_outcome),
         ranks=[
             ProfiledRank(
                 rank=int(rank.rank),
@@ -436,7 +436,7 @@ def view_from_profile(profile: Profile, options: Options) -> ProfileView:
         advice=[_advice(advice, options) for advice in profile.advice],
         notes=[_text(note) for note in notes],
         time=max((rank.ends[-1] for rank in profile.ranks if rank.ends), default=None),
-        refused="",
+        unavailable_reason="",
     )
 
 
@@ -495,6 +495,6 @@ def _advice(advice: Advice, now: Options) -> AdviceView:
         title=_text(advice.title),
         text=_text(f"{advice.gain_text}. {advice.why}"),
         command=_text(advice.line),
-        does=plan_view.describe_switch(now, replace(now, **arguments)) if arguments else "",
+        effect=plan_view.describe_switch(now, replace(now, **arguments)) if arguments else "",
         arguments=arguments,
     )

@@ -162,16 +162,16 @@ def header_lines(state: PanelState, now: float) -> list[str]:
     strategy = [head["backend"], precision_label(head["precision"])]
     strategy += [f"offload {head['offload']}"] if head["offload"] != "none" else []
     strategy += [head["options"]] if head["options"] else []
-    words = head["words"]
-    if head["since"] is not None:
-        words += f" since {format_clock(now - head['since'])}"
-    if head["started"] is not None:
-        words += f"; session {format_clock(now - head['started'])} old"
+    description = head["description"]
+    if head["state_since"] is not None:
+        description += f" since {format_clock(now - head['state_since'])}"
+    if head["started_at"] is not None:
+        description += f"; session {format_clock(now - head['started_at'])} old"
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    shown = [f"{', '.join(strategy)} on {head['place']}", words]
+    shown = [f"{', '.join(strategy)} on {head['place']}", description]
     shown += [f"as of {stamp}; nbdist {head['version']}"]
     if progress is not None:
-        share = "" if progress["share"] is None else f", {progress['share']:.0%}"
+        share = "" if progress["fraction_done"] is None else f", {progress['fraction_done']:.0%}"
         shown.append(f"{progress['text']}{share}")
     shown += [f"queued: {waiting['text']}" for waiting in state["queue"]]
     if notice is not None:
@@ -201,7 +201,7 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> list[B
     headings = {}
     for node in nodes:
         used, total = format_bytes(node["host_used_bytes"]), format_bytes(node["host_bytes"])
-        headings[node["name"]] = f"{node['name']}: {node['words']}, host memory {used} of {total}"
+        headings[node["name"]] = f"{node['name']}: {node['description']}, host memory {used} of {total}"
     key = legend(
         MEMORY_COLORS,
         _parts(device["predicted"] for device in devices),
@@ -219,8 +219,8 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> list[B
     notes = []
     for device in devices:
         notes += [f"{device['name']}: {device['note']}"] if device["note"] else []
-        if device["holders"]:
-            held, holders = format_bytes(device["others_bytes"]), ", ".join(device["holders"])
+        if device["other_processes"]:
+            held, holders = format_bytes(device["others_bytes"]), ", ".join(device["other_processes"])
             notes.append(f"{device['name']}: {held} are held by {holders}")
     return [table, Rich(key, ""), *notes]
 
@@ -300,7 +300,7 @@ def _strategies(strategies: StrategiesView) -> list[Block]:
 
 
 def _strategy(row: StrategyRow, top: int) -> list[str | Rich]:
-    labels = [row["words"]]
+    labels = [row["label"]]
     labels += ["current"] if row["current"] else []
     labels += ["recommended"] if row["recommended"] else []
     size = format_bytes(row["device_bytes"])
@@ -308,7 +308,7 @@ def _strategy(row: StrategyRow, top: int) -> list[str | Rich]:
         row["parts"],
         row["device_bytes"],
         top,
-        label=f"{row['words']}: {size}",
+        label=f"{row['label']}: {size}",
         overlays={"limit": row["capacity_bytes"]},
     )
     is_complete = row["fits"] or row["why"].startswith("does not fit")
@@ -343,7 +343,7 @@ def profile_blocks(profile: ProfileView) -> list[Block]:
     return [
         Rich(element("div", element("b", profile["verdict"])), profile["verdict"]),
         profile["facts"],
-        profile["gained"],
+        profile["outcome"],
         *(bars if ranks else []),
         _list(map(_advice, profile["advice"])),
         *profile["notes"],
@@ -508,21 +508,21 @@ def _ranks(ranks: Sequence[RankView]) -> list[Block]:
         texts += [headings[node]] if node else []
         for rank in group:
             pid = "" if rank["pid"] is None else f", pid {rank['pid']}"
-            where = f", {rank['where']}" if rank["where"] else ""
-            line = f": {rank['line']}" if rank["line"] else ""
+            where = f", {rank['current_line']}" if rank["current_line"] else ""
+            line = f": {rank['last_line']}" if rank["last_line"] else ""
             texts.append(f"rank {rank['rank']} ({rank['state']}{pid}{where}){line}")
     summary = element("summary", f"{len(ranks)} ranks")
     return [Rich(element("details", summary, table.html), "\n".join(texts))]
 
 
 def _rank(rank: RankView) -> list[str | Rich]:
-    line = rank["line"]
+    line = rank["last_line"]
     return [
         str(rank["rank"]),
         rank["state"],
         "-" if rank["pid"] is None else str(rank["pid"]),
         rank["device"],
-        rank["where"],
+        rank["current_line"],
         Rich(element("code", line), line) if line else "",
     ]
 
@@ -533,14 +533,14 @@ def _checkpoints(checkpoints: Sequence[CheckpointView], now: float) -> list[Bloc
     rows = []
     for checkpoint in reversed(checkpoints[-MAX_ROWS:]):
         state = checkpoint["state"]
-        notes = {"failed": f"failed: {checkpoint['problem']}", "running": "being written"}
+        notes = {"failed": f"failed: {checkpoint['error']}", "running": "being written"}
         rows.append(
             [
                 checkpoint["name"],
                 "-" if checkpoint["step"] is None else str(checkpoint["step"]),
                 format_bytes(checkpoint["size_bytes"] if state == "done" else None),
                 checkpoint["backend"],
-                f"{format_age(now - checkpoint['saved'])} ago",
+                f"{format_age(now - checkpoint['saved_at'])} ago",
                 notes.get(state, ""),
             ]
         )

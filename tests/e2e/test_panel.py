@@ -53,7 +53,7 @@ class Page:
         self.frozen: dict[str, Any] = {}
         self.lines: list[str] = []
         """What is displayed below cells, as text."""
-        self.picture: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
         self.rows: dict[str, dict[float, float]] = {}
         self.statuses: dict[str, str] = {}
         self.methods: set[str] = set()
@@ -62,7 +62,7 @@ class Page:
         self.until(lambda: self.model and request in self.statuses)
         assert self.statuses[request] == "ok"
         self.send({"kind": "hello"})
-        self.until(lambda: self.picture)
+        self.until(lambda: self.state)
 
     def send(self, content: dict[str, Any], *, subshell: str | None = None) -> None:
         """Send a message to the panel; JupyterLab does so on a subshell."""
@@ -94,7 +94,7 @@ class Page:
     def until(self, happened: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not happened():
-            assert time.monotonic() < deadline, self.picture
+            assert time.monotonic() < deadline, self.state
             self._read()
 
     def _read(self) -> None:
@@ -126,9 +126,9 @@ class Page:
     def _take(self, message: dict[str, Any], buffers: list[Any]) -> None:
         self.messages.append((message, buffers))
         if message["kind"] == "reset":
-            self.picture, self.rows = message["picture"], {}
-        elif message["kind"] == "picture":
-            self.picture.update(message["changed"])
+            self.state, self.rows = message["state"], {}
+        elif message["kind"] == "state":
+            self.state.update(message["changed"])
         if "series" in message:
             numbers = iter(struct.iter_unpack("<ddd", bytes(buffers[0])))
             for one in message["series"]:
@@ -165,12 +165,12 @@ def test_a_displayed_panel_says_the_same_without_widgets(page: Page) -> None:
     assert "<script" not in page.shown["text/html"]
 
 
-def test_rows_and_pictures_arrive(page: Page) -> None:
+def test_points_and_states_arrive(page: Page) -> None:
     assert page.cell(TRAIN) == "ok"
     page.until(lambda: len(page.rows.get("loss", {})) == 5)
-    page.until(lambda: "trained" in page.picture["ranks"][1]["line"])
-    assert [rank["state"] for rank in page.picture["ranks"]] == ["ready", "ready"]
-    page.until(lambda: page.picture["devices"][0]["used_bytes"])
+    page.until(lambda: "trained" in page.state["ranks"][1]["last_line"])
+    assert [rank["state"] for rank in page.state["ranks"]] == ["ready", "ready"]
+    page.until(lambda: page.state["devices"][0]["used_bytes"])
     mine = page.kernel.run(
         "nbdist_losses = __import__('nbdist').session().metrics['loss']\nprint(nbdist_losses)"
     ).text
@@ -180,17 +180,17 @@ def test_rows_and_pictures_arrive(page: Page) -> None:
 
 
 def test_the_plan_appears_by_itself(page: Page) -> None:
-    page.until(lambda: page.picture["strategies"]["rows"])
-    rows = page.picture["strategies"]["rows"]
+    page.until(lambda: page.state["strategies"]["rows"])
+    rows = page.state["strategies"]["rows"]
     assert [row["backend"] for row in rows if row["current"]] == ["ddp"]
     assert sum(row["recommended"] for row in rows) == 1
     assert {"ddp", "fsdp2", "zero3"} <= {row["backend"] for row in rows}
-    assert page.picture["devices"][0]["predicted"]
+    assert page.state["devices"][0]["predicted"]
 
 
 def test_what_a_long_cell_prepares_is_planned_while_it_runs(page: Page) -> None:
     def parameters() -> int:
-        parts = page.picture["devices"][0]["predicted"]
+        parts = page.state["devices"][0]["predicted"]
         return sum(one["bytes"] for one in parts if one["part"] == "parameters")
 
     before = parameters()
@@ -198,9 +198,9 @@ def test_what_a_long_cell_prepares_is_planned_while_it_runs(page: Page) -> None:
     wider = SETUP.replace(" -n 2", " --background").replace("hidden_size=32", "hidden_size=512")
     assert page.cell(f"{wider}\nimport time; time.sleep(60)") == "ok"
     page.until(lambda: parameters() > 10 * before)
-    assert page.picture["header"]["state"] == "running"
+    assert page.state["header"]["state"] == "running"
     assert page.answer(page.command("interrupt"))["ok"]
-    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    page.until(lambda: page.state["header"]["state"] == "interrupted")
     assert page.cell(SETUP) == "ok"
 
 
@@ -214,7 +214,7 @@ def test_not_more_than_five_messages_a_second(page: Page) -> None:
     )
     kinds = [message["kind"] for message, _ in page.messages[before:]]
     assert len(kinds) / (time.monotonic() - begin) <= 5.5
-    assert "rows" in kinds
+    assert "points" in kinds
 
 
 def test_save_from_the_panel(page: Page) -> None:
@@ -223,11 +223,11 @@ def test_save_from_the_panel(page: Page) -> None:
     page.until(
         lambda: [
             one
-            for one in page.picture["checkpoints"]
+            for one in page.state["checkpoints"]
             if one["name"] == "from-panel" and one["state"] == "done"
         ]
     )
-    page.until(lambda: [mark for mark in page.picture["marks"] if mark["kind"] == "save"])
+    page.until(lambda: [mark for mark in page.state["marks"] if mark["kind"] == "save"])
     again = page.answer(page.command("save", name="from-panel"))
     assert not again["ok"]
     assert "overwrite" in again["text"]
@@ -256,7 +256,7 @@ def test_an_internal_error_is_reported_and_the_next_command_runs(page: Page) -> 
     page.kernel.run("import nbdist\nnbdist.session().save = lambda **_: 1 / 0")
     answer = page.answer(page.command("save", name="broken"))
     assert (answer["ok"], answer["text"]) == (False, "ZeroDivisionError: division by zero")
-    page.until(lambda: page.picture["notice"] and "division" in page.picture["notice"]["text"])
+    page.until(lambda: page.state["notice"] and "division" in page.state["notice"]["text"])
     page.kernel.run("del nbdist.session().save")
     assert "Error" not in page.answer(page.command("plan"))["text"]
     assert page.cell(TRAIN_NOTHING) == "ok"
@@ -267,7 +267,7 @@ def test_an_export_into_a_folder_with_files_can_replace_them(page: Page, tmp_pat
     folder.mkdir()
     (folder / "notes.txt").write_text("mine")
     refused = page.answer(page.command("export", folder=str(folder)))
-    assert (refused["ok"], refused["replaces"]) == (False, True)
+    assert (refused["ok"], refused["can_replace"]) == (False, True)
     assert page.answer(page.command("export", folder=str(folder), overwrite=True))["ok"]
     assert (folder / "model.safetensors").is_file()
     assert (folder / "notes.txt").read_text() == "mine"
@@ -279,9 +279,9 @@ def test_another_number_of_ranks_is_planned_with_the_batch_of_before(page: Page)
     for nproc in (1, 2):
         assert page.answer(page.command("switch", nproc=nproc))["ok"]
         words = f"{nproc} CPU rank"
-        page.until(lambda words=words: words in page.picture["strategies"]["note"])
-        assert "micro-batch 2 x 16" in page.picture["strategies"]["note"]
-        assert [row["backend"] for row in page.picture["strategies"]["rows"] if row["current"]]
+        page.until(lambda words=words: words in page.state["strategies"]["note"])
+        assert "micro-batch 2 x 16" in page.state["strategies"]["note"]
+        assert [row["backend"] for row in page.state["strategies"]["rows"] if row["current"]]
 
 
 def test_a_command_waits_for_the_running_cell(page: Page, tmp_path: Path) -> None:
@@ -291,21 +291,21 @@ def test_a_command_waits_for_the_running_cell(page: Page, tmp_path: Path) -> Non
         f"while not Path({str(go)!r}).exists(): threading.Event().wait(0.01)"
     )
     assert page.cell(waiting) == "ok"
-    page.until(lambda: page.picture["header"]["state"] == "running")
+    page.until(lambda: page.state["header"]["state"] == "running")
     identity = page.command("switch", backend="zero1")
-    page.until(lambda: [one for one in page.picture["queue"] if one["id"] == identity])
-    assert page.picture["header"]["state"] == "running"
+    page.until(lambda: [one for one in page.state["queue"] if one["id"] == identity])
+    assert page.state["header"]["state"] == "running"
     unwanted = page.command("save", name="unwanted")
-    page.until(lambda: [one for one in page.picture["queue"] if one["id"] == unwanted])
+    page.until(lambda: [one for one in page.state["queue"] if one["id"] == unwanted])
     assert page.answer(page.command("cancel", command=unwanted))["ok"]
-    page.until(lambda: [one["id"] for one in page.picture["queue"]] == [identity])
+    page.until(lambda: [one["id"] for one in page.state["queue"]] == [identity])
     go.touch()
-    page.until(lambda: page.picture["header"]["state"] == "switching")
+    page.until(lambda: page.state["header"]["state"] == "switching")
     assert page.answer(identity)["ok"]
-    page.until(lambda: page.picture["header"]["backend"] == "zero1")
-    assert page.picture["queue"] == []
-    page.until(lambda: [mark for mark in page.picture["marks"] if mark["kind"] == "switch"])
-    page.until(lambda: [r for r in page.picture["strategies"]["rows"] if r["current"]])
+    page.until(lambda: page.state["header"]["backend"] == "zero1")
+    assert page.state["queue"] == []
+    page.until(lambda: [mark for mark in page.state["marks"] if mark["kind"] == "switch"])
+    page.until(lambda: [r for r in page.state["strategies"]["rows"] if r["current"]])
     assert page.cell(TRAIN) == "ok"
 
 
@@ -314,49 +314,49 @@ def test_interrupt_does_not_wait_and_says_where_ranks_are(page: Page) -> None:
         "%%distribute --background\nimport time\nif rank == 0:\n    time.sleep(60)\n"
         "accelerator.wait_for_everyone()"
     )
-    page.until(lambda: "sleep(60)" in page.picture["ranks"][0]["where"])
-    page.until(lambda: "barrier" in page.picture["ranks"][1]["where"])
-    assert page.picture["ranks"][1]["state"] == "waiting"
+    page.until(lambda: "sleep(60)" in page.state["ranks"][0]["current_line"])
+    page.until(lambda: "barrier" in page.state["ranks"][1]["current_line"])
+    assert page.state["ranks"][1]["state"] == "waiting"
     page.command("interrupt")
-    page.until(lambda: page.picture["ranks"][0]["state"] == "ready")
+    page.until(lambda: page.state["ranks"][0]["state"] == "ready")
     page.command("restart")
-    page.until(lambda: page.picture["strategies"]["rows"] == [])
-    page.until(lambda: page.picture["header"]["state"] == "ready")
-    page.until(lambda: [mark["kind"] for mark in page.picture["marks"]] == ["restart"])
+    page.until(lambda: page.state["strategies"]["rows"] == [])
+    page.until(lambda: page.state["header"]["state"] == "ready")
+    page.until(lambda: [mark["kind"] for mark in page.state["marks"]] == ["restart"])
     assert page.rows == {}
 
 
 def test_buttons_work_while_a_cell_blocks(page: Page) -> None:
     subshell = page.kernel.subshell()
     blocked = page.kernel.send("%%distribute\nx = 1\nimport time\ntime.sleep(80)")
-    page.until(lambda: page.picture["header"]["state"] == "running")
-    page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
+    page.until(lambda: page.state["header"]["state"] == "running")
+    page.until(lambda: "sleep(80)" in page.state["ranks"][0]["current_line"])
     assert page.answer(page.command("interrupt", subshell))["ok"]
     page.until(lambda: blocked in page.statuses)
     assert page.statuses[blocked] == "error"
-    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    page.until(lambda: page.state["header"]["state"] == "interrupted")
     assert page.cell("%%distribute\nassert x == 1") == "ok"
 
 
 def test_a_restart_ends_a_cell_that_blocks(page: Page) -> None:
     subshell = page.kernel.subshell()
     stuck = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
-    # a picture of before may say "running" of the last cell
-    page.until(lambda: "sleep(80)" in page.picture["ranks"][0]["where"])
+    # an earlier state may say "running" of the last cell
+    page.until(lambda: "sleep(80)" in page.state["ranks"][0]["current_line"])
     identity = page.command("restart", subshell)
     page.until(lambda: stuck in page.statuses)
     assert page.statuses[stuck] == "error"
     assert page.answer(identity)["ok"]
-    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: page.state["header"]["state"] == "ready")
 
 
 def test_the_notebooks_own_stop_leaves_a_panel_that_works(page: Page) -> None:
     """The REST interrupt of a page whose messages nobody reads is this signal."""
     blocked = page.kernel.send("%%distribute\ny = 2\nimport time\ntime.sleep(80)")
-    page.until(lambda: "sleep(80)" in page.picture["ranks"][1]["where"])
+    page.until(lambda: "sleep(80)" in page.state["ranks"][1]["current_line"])
     page.kernel.manager.interrupt_kernel()
     page.until(lambda: blocked in page.statuses)
-    page.until(lambda: page.picture["header"]["state"] == "interrupted")
+    page.until(lambda: page.state["header"]["state"] == "interrupted")
     page.until(lambda: page.answer(page.command("plan"))["id"])
     assert page.cell("%%distribute\nassert y == 2") == "ok"
 
@@ -366,29 +366,29 @@ def test_a_session_shows_itself_as_its_panel(page: Page) -> None:
     assert page.cell("import nbdist; nbdist.session()") == "ok"
     assert page.model == model  # one panel, seen in two places
     assert page.cell(TRAIN_NOTHING) == "ok"
-    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: page.state["header"]["state"] == "ready")
 
 
 def test_a_dead_rank_is_named_and_new_ones_are_a_button_away(page: Page) -> None:
     assert page.cell("%%distribute\nimport os, signal\nif rank == 1:\n"
                      "    os.kill(os.getpid(), signal.SIGKILL)\n"
                      "accelerator.wait_for_everyone()") == "error"  # fmt: skip
-    page.until(lambda: page.picture["header"]["state"] == "dead")
-    assert "rank 1" in page.picture["header"]["words"]
-    assert {rank["state"] for rank in page.picture["ranks"]} == {"dead"}
+    page.until(lambda: page.state["header"]["state"] == "dead")
+    assert "rank 1" in page.state["header"]["description"]
+    assert {rank["state"] for rank in page.state["ranks"]} == {"dead"}
     refused = page.answer(page.command("save", name="dead"))
     assert not refused["ok"]
     assert "rank 1" in refused["text"]
     assert page.answer(page.command("restart"))["ok"]
-    page.until(lambda: page.picture["header"]["state"] == "ready")
-    page.until(lambda: [rank["state"] for rank in page.picture["ranks"]] == ["ready", "ready"])
+    page.until(lambda: page.state["header"]["state"] == "ready")
+    page.until(lambda: [rank["state"] for rank in page.state["ranks"]] == ["ready", "ready"])
 
 
 def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
-    page.until(lambda: [rank["pid"] for rank in page.picture["ranks"] if rank["pid"]])
-    psutil.Process(page.picture["ranks"][1]["pid"]).suspend()
+    page.until(lambda: [rank["pid"] for rank in page.state["ranks"] if rank["pid"]])
+    psutil.Process(page.state["ranks"][1]["pid"]).suspend()
     saving = page.command("save", name="hangs")
-    page.until(lambda: page.picture["header"]["state"] == "saving")
+    page.until(lambda: page.state["header"]["state"] == "saving")
     stopped = page.answer(page.command("interrupt"))
     assert "Interrupting" in stopped["text"]
     since = time.monotonic()
@@ -396,16 +396,16 @@ def test_ranks_that_hang_in_a_command_can_be_restarted(page: Page) -> None:
     restart = page.command("restart")
     assert not page.answer(saving)["ok"]
     assert page.answer(restart)["ok"]
-    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: page.state["header"]["state"] == "ready")
     assert page.cell(TRAIN_NOTHING) == "ok"
 
 
 def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None:
-    page.until(lambda: [rank["pid"] for rank in page.picture["ranks"] if rank["pid"]])
-    psutil.Process(page.picture["ranks"][1]["pid"]).suspend()
+    page.until(lambda: [rank["pid"] for rank in page.state["ranks"] if rank["pid"]])
+    psutil.Process(page.state["ranks"][1]["pid"]).suspend()
     subshell = page.kernel.subshell()
     saving = page.command("save", subshell, name="hangs")
-    page.until(lambda: page.picture["header"]["state"] == "saving")
+    page.until(lambda: page.state["header"]["state"] == "saving")
     waits = page.kernel.send("%%distribute\nimport time\ntime.sleep(80)")
     page.until(
         lambda: [line for line in page.lines if "waiting for a command of the panel" in line]
@@ -415,7 +415,7 @@ def test_a_restart_also_ends_a_cell_that_waits_for_a_command(page: Page) -> None
     assert page.statuses[waits] == "error"
     assert not page.answer(saving)["ok"]
     assert page.answer(restart)["ok"]
-    page.until(lambda: page.picture["header"]["state"] == "ready")
+    page.until(lambda: page.state["header"]["state"] == "ready")
     assert page.cell(TRAIN_NOTHING) == "ok"
 
 
@@ -425,26 +425,26 @@ def test_a_cell_that_blocks_is_profiled_and_commands_for_later_wait(page: Page) 
     subshell = page.kernel.subshell()
     slow = TRAIN.replace("range(5)", "range(300)").replace("report", "time.sleep(0.3); report")
     asked = page.kernel.send(slow.replace("\n", "\nimport time\n", 1))
-    page.until(lambda: "sleep(0.3)" in page.picture["ranks"][0]["where"])
+    page.until(lambda: "sleep(0.3)" in page.state["ranks"][0]["current_line"])
     later = page.command("plan", subshell)
     answer = page.answer(page.command("profile", subshell))
     assert answer["ok"], answer
-    page.until(lambda: "profiling: step" in (page.picture["progress"] or {}).get("text", ""))
-    assert "in progress" in page.picture["profile"]["refused"]
+    page.until(lambda: "profiling: step" in (page.state["progress"] or {}).get("text", ""))
+    assert "in progress" in page.state["profile"]["unavailable_reason"]
     again = page.answer(page.command("profile", subshell))
     assert (again["ok"], "in progress" in again["text"]) == (False, True)
-    page.until(lambda: page.picture["profile"]["verdict"])
-    profile = page.picture["profile"]
+    page.until(lambda: page.state["profile"]["verdict"])
+    profile = page.state["profile"]
     assert [one["rank"] for one in profile["ranks"]] == [0, 1]
     for one in profile["ranks"]:
         whole = sum(part["seconds"] for part in one["parts"])
         assert whole == pytest.approx(one["step_s"], rel=0.03)
-    assert page.picture["header"]["state"] == "running"
-    assert [one["text"] for one in page.picture["queue"]] == ["plan"]
+    assert page.state["header"]["state"] == "running"
+    assert [one["text"] for one in page.state["queue"]] == ["plan"]
     assert page.answer(page.command("interrupt", subshell))["ok"]
     page.until(lambda: asked in page.statuses)
     assert page.answer(later)
-    page.until(lambda: page.picture["profile"]["refused"] == "")
+    page.until(lambda: page.state["profile"]["unavailable_reason"] == "")
 
 
 @pytest.mark.fault("G3")
@@ -462,7 +462,7 @@ def test_the_end_of_the_session_freezes_the_panel(page: Page) -> None:
     )
     # but for the launcher that warms up
     assert left.text.strip() in {"[]", "['nbdist-link', 'nbdist-log']"}
-    page.send({"kind": "hello"})  # a page that is reloaded now gets the last picture
+    page.send({"kind": "hello"})  # a page that is reloaded now gets the last state
     page.until(lambda: page.messages[-1][0]["kind"] == "reset")
-    assert page.messages[-1][0]["picture"]["header"]["state"] == "stopped"
+    assert page.messages[-1][0]["state"]["header"]["state"] == "stopped"
     assert page.cell("%nbdist panel --face html") == "ok"

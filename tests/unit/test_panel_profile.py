@@ -83,7 +83,7 @@ def test_a_profile_becomes_a_plain_view_with_everything_in_it() -> None:
     )
     assert found["advice"][0]["title"].startswith("num_workers=")
     assert "DataLoader(" in found["advice"][0]["command"]
-    assert (found["advice"][0]["arguments"], found["advice"][0]["does"]) == ({}, "")
+    assert (found["advice"][0]["arguments"], found["advice"][0]["effect"]) == ({}, "")
 
 
 def test_advice_that_is_a_switch_can_be_pressed() -> None:
@@ -91,7 +91,7 @@ def test_advice_that_is_a_switch_can_be_pressed() -> None:
     (found,) = view_from_profile(made, DDP)["advice"]
     assert set(found) == set(get_type_hints(AdviceView))
     assert found["arguments"] == {"backend": "zero2", "accumulate": 4}
-    assert "from ddp to zero2, accumulate 4" in found["does"]
+    assert "from ddp to zero2, accumulate 4" in found["effect"]
     assert found["text"] == f"{made.advice[0].gain_text}. It moves less."
     message = {"kind": "command", "id": "1", "name": "switch", "arguments": found["arguments"]}
     assert isinstance(parse_message(message), PanelCommand)
@@ -110,7 +110,7 @@ def test_advice_that_is_a_switch_can_be_pressed() -> None:
 )
 def test_advice_that_no_button_can_do_is_a_line_to_paste(changes: dict[str, Any]) -> None:
     (found,) = view_from_profile(advised(switch_to(**changes)), DDP)["advice"]
-    assert (found["arguments"], found["does"]) == ({}, "")
+    assert (found["arguments"], found["effect"]) == ({}, "")
     assert found["command"] == "%nbdist switch zero2"
 
 
@@ -123,7 +123,7 @@ def test_a_view_is_made_once_and_again_after_a_switch() -> None:
     made = profile()
     session: Any = SimpleNamespace(profiles=[], options=DDP, why_no_profile=lambda: "stopped.")
     kept = ProfileViewCache()
-    assert kept.current_view(session) == {**EMPTY_PROFILE_VIEW, "refused": "stopped."}
+    assert kept.current_view(session) == {**EMPTY_PROFILE_VIEW, "unavailable_reason": "stopped."}
     session.profiles = [made]
     first = kept.current_view(session)
     assert first["verdict"] == made.verdict
@@ -175,7 +175,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
 def test_the_window_that_is_open_is_the_progress(session: Session) -> None:
     found = PanelData(session).snapshot()
     assert found["progress"] is not None
-    assert (found["progress"]["text"], found["progress"]["share"]) == ("profiling: step 4", 0.4)
+    assert (found["progress"]["text"], found["progress"]["fraction_done"]) == ("profiling: step 4", 0.4)
     assert found["profile"]["verdict"] == f"input-bound: {EVIL}"
 
 

@@ -60,10 +60,10 @@ def cell_of(session: Session, *, count: int = 4) -> Cell:
     return cell
 
 
-# ---------------------------------------------------------------------------- picture
+# ---------------------------------------------------------------------------- snapshot
 
 
-def test_a_picture_is_plain_and_complete(session: Session) -> None:
+def test_a_snapshot_is_plain_and_complete(session: Session) -> None:
     found = drawn(session)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert set(found) == set(get_type_hints(PanelState))
@@ -79,16 +79,16 @@ def test_a_picture_is_plain_and_complete(session: Session) -> None:
 def test_a_running_cell_has_its_number_and_its_time(session: Session) -> None:
     cell = cell_of(session)
     head = drawn(session)["header"]
-    assert (head["state"], head["words"], head["since"]) == (
+    assert (head["state"], head["description"], head["state_since"]) == (
         "running",
         "running cell 4",
         cell.started_at,
     )
     cell.interrupted_at = time.time()
-    assert drawn(session)["header"]["words"] == "stopping cell 4"
+    assert drawn(session)["header"]["description"] == "stopping cell 4"
     cell.interrupted_at -= 10
     silent = "cell 4: ranks 0, 1 do not respond to Stop; Restart ends the ranks"
-    assert drawn(session)["header"]["words"] == silent
+    assert drawn(session)["header"]["description"] == silent
     cell.failure = RankDied("the ranks were restarted")
     assert not cell.is_interrupted
 
@@ -111,7 +111,7 @@ def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
     assert found["header"]["state"] == "exporting"
     assert found["progress"] is not None
     assert found["progress"]["text"] == "export: writing, 42%"
-    assert found["progress"]["share"] == 0.42
+    assert found["progress"]["fraction_done"] == 0.42
     assert drawn(session)["progress"] is None
 
 
@@ -175,7 +175,7 @@ def test_a_plan_becomes_rows(plan: Any) -> None:
         assert {one["part"] for one in row["parts"]} <= set(MEMORY_PARTS)
         if not row["current"] and "--fsdp-config" not in row["command"]:
             assert row["arguments"]["backend"] == row["backend"]
-            assert "Weights, optimizer state and variables are kept" in row["does"]
+            assert "Weights, optimizer state and variables are kept" in row["effect"]
     assert sum(row["recommended"] for row in rows) == (plan.best is not None)
 
 
@@ -224,40 +224,40 @@ def curve(steps: Iterable[float], values: Iterable[float]) -> Any:
 
 
 def evil(session: Session) -> tuple[PanelState, dict[str, Any]]:
-    """A picture with markup in everything that a user names."""
+    """A state with markup in everything that a user names."""
     session.state = "ready"
     found: Any = drawn(
         session, notice=snapshot.make_notice("error", EVIL), queue=[{"id": "1", "text": EVIL}]
     )
     found["header"]["options"] = EVIL
-    found["header"]["words"] = EVIL
+    found["header"]["description"] = EVIL
     found["checkpoints"] = [
         {
             "name": EVIL,
             "step": 1,
             "size_bytes": 5,
             "backend": EVIL,
-            "saved": 0.0,
+            "saved_at": 0.0,
             "seconds": 1.0,
             "path": EVIL,
             "state": "failed",
-            "problem": EVIL,
+            "error": EVIL,
         }
     ]
-    found["nodes"] = [{"name": EVIL, "words": EVIL, "host_bytes": 5, "host_used_bytes": 1}]
+    found["nodes"] = [{"name": EVIL, "description": EVIL, "host_bytes": 5, "host_used_bytes": 1}]
     for one in (*found["ranks"], *found["devices"]):
         one["node"] = EVIL
     for rank in found["ranks"]:
-        rank |= {"line": EVIL, "where": EVIL, "device": EVIL}
+        rank |= {"last_line": EVIL, "current_line": EVIL, "device": EVIL}
     for device in found["devices"]:
-        device |= {"name": EVIL, "holders": [EVIL], "note": EVIL, "others_bytes": 5}
+        device |= {"name": EVIL, "other_processes": [EVIL], "note": EVIL, "others_bytes": 5}
     found["marks"] = [{"step": 1, "time": 1.0, "kind": "save", "text": EVIL}]
     found["strategies"] = {
         "rows": [
             {
                 "id": "x",
                 "backend": EVIL,
-                "words": EVIL,
+                "label": EVIL,
                 "device_bytes": 5,
                 "capacity_bytes": 10,
                 "parts": [{"part": EVIL, "bytes": 5}],
@@ -267,7 +267,7 @@ def evil(session: Session) -> tuple[PanelState, dict[str, Any]]:
                 "tokens_per_s": 5.0,
                 "why": EVIL,
                 "command": EVIL,
-                "does": EVIL,
+                "effect": EVIL,
                 "arguments": {},
             }
         ],
@@ -286,20 +286,20 @@ def full(session: Session, plan: Any) -> tuple[PanelState, dict[str, Any]]:
     found: Any = view.snapshot(
         queue=[{"id": "1", "text": "save later"}], notice=snapshot.make_notice("error", "no room.")
     )
-    found["progress"] = {"text": "export: writing", "share": 0.42, "since": 1.0}
+    found["progress"] = {"text": "export: writing", "fraction_done": 0.42, "started_at": 1.0}
     found["devices"][0] |= {
         "name": "NVIDIA A100", "kind": "cuda", "used_bytes": 7 * GIB, "peak_bytes": 9 * GIB,
-        "others_bytes": 2 * GIB, "holders": ["python (pid 4711)"], "note": "told apart",
+        "others_bytes": 2 * GIB, "other_processes": ["python (pid 4711)"], "note": "told apart",
         "utilization": 0.87, "power_w": 312.4, "power_limit_w": 400.0, "temperature_c": 61.0,
         "pcie_tx": 3.0 * GIB, "pcie_rx": 1.5 * GIB, "nvlink_tx": 50.0 * GIB,
         "nvlink_rx": 49.0 * GIB,
     }  # fmt: skip
-    found["ranks"][1] |= {"pid": 4712, "line": "epoch 1", "where": "In[3] line 7: step()"}
-    done = {"step": 5, "size_bytes": 3 * GIB, "backend": "zero3", "saved": time.time() - 130,
-            "seconds": 1.0, "path": "/x", "problem": ""}  # fmt: skip
+    found["ranks"][1] |= {"pid": 4712, "last_line": "epoch 1", "current_line": "In[3] line 7: step()"}
+    done = {"step": 5, "size_bytes": 3 * GIB, "backend": "zero3", "saved_at": time.time() - 130,
+            "seconds": 1.0, "path": "/x", "error": ""}  # fmt: skip
     found["checkpoints"] = [
         {**done, "name": "base", "state": "done"},
-        {**done, "name": "broken", "state": "failed", "problem": "the disk is full"},
+        {**done, "name": "broken", "state": "failed", "error": "the disk is full"},
     ]
     points = curve([0, 1], [2, 1.25])
     return found, {"accuracy": points, "tokens/s": points, "loss": points}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUDGET = {
-    "lines in nbdist/": 71_025,
-    "files in nbdist/": 256,
+    "lines in nbdist/": 71_060,
+    "files in nbdist/": 257,
     "functions per 1,000 code lines": 80,
     "lines in tests/ and benchmarks/": 51_561,
 }

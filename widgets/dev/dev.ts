@@ -46,20 +46,20 @@ class Replayed {
   }
 
   private reset(): void {
-    const { picture, series, steps } = this.scene;
+    const { state, series, steps } = this.scene;
     const values: number[] = [];
     const parts = Object.entries(series).map(([name, value]) => {
       for (let step = 1; step <= steps; step += 1) values.push(step, NOW - (steps - step) * 0.6, value(step));
       return { name, points: steps };
     });
     const seconds = Array.from({ length: 180 }, (_, at) => at);
-    const devices = picture.devices.map((device, index) => ({
+    const devices = state.devices.map((device, index) => ({
       memory_bytes: seconds.map((s) => (device.used_bytes ?? 0) * (0.8 + 0.2 * Math.abs(Math.sin(s / 3 + index)))),
       utilization: seconds.map((s) => (s > 80 && s < 95 ? 0.02 : 0.9 + 0.1 * Math.sin(s * 1.7 + index))),
       power_w: seconds.map((s) => (device.power_w === null ? null : s > 80 && s < 95 ? 140 : 620 + 40 * Math.sin(s + index))),
     }));
-    this.tell({ kind: "reset", picture, series: parts, samples: { times: seconds.map((s) => NOW - 180 + s), devices } }, values);
-    setInterval(() => this.tell({ kind: "beat", time: Date.now() / 1000 }), 2000);
+    this.tell({ kind: "reset", state, series: parts, samples: { times: seconds.map((s) => NOW - 180 + s), devices } }, values);
+    setInterval(() => this.tell({ kind: "heartbeat", time: Date.now() / 1000 }), 2000);
     if (asked.has("live")) this.live();
   }
 
@@ -69,7 +69,7 @@ class Replayed {
       step += 1;
       const names = Object.entries(this.scene.series);
       const values = names.flatMap(([, value]) => [step, Date.now() / 1000, value(step)]);
-      this.tell({ kind: "rows", series: names.map(([name]) => ({ name, points: 1 })) }, values);
+      this.tell({ kind: "points", series: names.map(([name]) => ({ name, points: 1 })) }, values);
     }, 200);
   }
 }
@@ -79,19 +79,19 @@ async function bench(): Promise<void> {
   const charts = [0, 1, 2, 3].map((index) => new Chart(`series ${index}`, "bench"));
   holder.className = "nbdist";
   holder.append(...charts.map((chart) => chart.root));
-  const choice = { shown: null, x: "step" as const, log: false, smoothing: 0 };
-  const points = charts.map((_, index) => {
-    const made = new Points();
-    for (let at = 0; at < 5000; at += 1) made.add(at, at, 2 + Math.exp(-at / 900) + 0.1 * Math.sin(at * (index + 12.9)));
-    return made;
+  const options = { shown: null, x: "step" as const, log: false, smoothing: 0 };
+  const curves = charts.map((_, index) => {
+    const points = new Points();
+    for (let at = 0; at < 5000; at += 1) points.add(at, at, 2 + Math.exp(-at / 900) + 0.1 * Math.sin(at * (index + 12.9)));
+    return points;
   });
   const took: number[] = [];
   for (let turn = 0; turn < 60; turn += 1) {
     await new Promise(requestAnimationFrame);
     const from = performance.now();
-    points.forEach((one, at) => {
+    curves.forEach((one, at) => {
       one.value[4999] = 2 + Math.random();
-      charts[at]!.show({ columns: columns(one, choice, 0), choice, marks: [], start: 0 });
+      charts[at]!.show({ columns: columns(one, options, 0), options, marks: [], start: 0 });
     });
     await Promise.resolve().then(() => Promise.resolve()); // uPlot draws in a microtask
     took.push(performance.now() - from);

@@ -7,7 +7,7 @@ const GIB = 2 ** 30;
 export const NOW = Date.now() / 1000;
 
 export interface Scene {
-  picture: PanelState;
+  state: PanelState;
   /** Name -> value of a step. */
   series: Record<string, (step: number) => number>;
   steps: number;
@@ -17,7 +17,7 @@ const header = (changed: Partial<HeaderView>): HeaderView => ({
   ...EMPTY.header,
   kernel_id: "7f1c",
   version: "0.1.0",
-  started: NOW - 3723,
+  started_at: NOW - 3723,
   ...changed,
 });
 
@@ -33,20 +33,20 @@ function gpu(index: number, changed: Partial<DeviceView> = {}): DeviceView {
   return {
     name: `GPU ${index} · NVIDIA H100 80GB HBM3`, node: "", kind: "cuda", ranks: [index], capacity_bytes: 79.6 * GIB,
     predicted, predicted_bytes: sum(predicted), stated_error: 0.05,
-    used_bytes: (46 + index * 0.7) * GIB, peak_bytes: (56.2 + index * 0.4) * GIB, others_bytes: 0, holders: [],
+    used_bytes: (46 + index * 0.7) * GIB, peak_bytes: (56.2 + index * 0.4) * GIB, others_bytes: 0, other_processes: [],
     utilization: 0.97 - 0.02 * index, power_w: 640 - 9 * index, power_limit_w: 700, temperature_c: 61 + index,
     pcie_tx: 1.2e9, pcie_rx: 0.8e9, nvlink_tx: 112e9, nvlink_rx: 109e9, note: "", ...changed,
   };
 }
 
-function row(id: string, words: string, sizes: Record<string, number>, changed: Partial<StrategyRow> = {}): StrategyRow {
+function row(id: string, label: string, sizes: Record<string, number>, changed: Partial<StrategyRow> = {}): StrategyRow {
   const parts = gib(sizes);
   const device_bytes = sum(parts);
-  const backend = words.split(",")[0]!;
+  const backend = label.split(",")[0]!;
   return {
-    id, backend, words, parts, device_bytes, capacity_bytes: 79.6 * GIB, fits: device_bytes < 79.6 * GIB,
+    id, backend, label, parts, device_bytes, capacity_bytes: 79.6 * GIB, fits: device_bytes < 79.6 * GIB,
     current: false, recommended: false, tokens_per_s: null, why: "", command: `%nbdist switch ${backend}`,
-    does: `Switches to ${words}: moves 55.9 GiB of state between the ranks, about 9 s.`, arguments: { backend }, ...changed,
+    effect: `Switches to ${label}: moves 55.9 GiB of state between the ranks, about 9 s.`, arguments: { backend }, ...changed,
   };
 }
 const ROWS = [
@@ -61,7 +61,7 @@ const ROWS = [
 function ranks(number: number, device: (rank: number) => string): RankView[] {
   return Array.from({ length: number }, (_, rank) => ({
     rank, pid: 41_230 + rank, device: device(rank), node: "", state: "running" as const,
-    line: `step 1840 loss 2.14${rank} lr 2.0e-05`, written: 4000, where: "",
+    last_line: `step 1840 loss 2.14${rank} lr 2.0e-05`, num_chars: 4000, current_line: "",
   }));
 }
 const marks: EventMarkView[] = [
@@ -82,30 +82,30 @@ function profiled(rank: number, milliseconds: Record<string, number>, changed: P
 const PROFILE: ProfileView = {
   verdict: "communication-bound: 41 % of the step waits for all_gather; NVLink",
   facts: "10 steps of 212 ms, p50 211 ms, p90 221 ms, 92.4k tokens/s, MFU 31 % of 989 TFLOP/s",
-  gained: "fsdp2: predicted 35 % faster, measured 31 %",
+  outcome: "fsdp2: predicted 35 % faster, measured 31 %",
   ranks: Array.from({ length: 8 }, (_, rank) =>
     profiled(rank, { data: 4, copies: 1.5, forward: 38, backward: 66, optimizer: 6, communication: 74, waiting: rank === 5 ? 0 : 12, offload: 2, python: rank === 5 ? 15 : 3, idle: 5 }, { straggler: rank === 5 })),
   advice: [
-    { title: "zero2", text: "about 52 % faster (38 to 66 %). The planner predicts that exposed communication takes 12 ms of a step instead of 74 ms, and that it fits.", command: "%nbdist switch zero2", does: "Switches the running ranks from fsdp2 to zero2: weights, optimizer state and variables are kept.", arguments: { backend: "zero2" } },
-    { title: "num_workers=4", text: "about 6 % faster (4 to 8 %). Batches are loaded by the main thread, and each step waits 13 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4, persistent_workers=True)", does: "", arguments: {} },
+    { title: "zero2", text: "about 52 % faster (38 to 66 %). The planner predicts that exposed communication takes 12 ms of a step instead of 74 ms, and that it fits.", command: "%nbdist switch zero2", effect: "Switches the running ranks from fsdp2 to zero2: weights, optimizer state and variables are kept.", arguments: { backend: "zero2" } },
+    { title: "num_workers=4", text: "about 6 % faster (4 to 8 %). Batches are loaded by the main thread, and each step waits 13 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4, persistent_workers=True)", effect: "", arguments: {} },
   ],
-  notes: ["The collectives of the ranks could not be matched, so waiting for a slower rank counts as communication."], time: NOW - 75, refused: "",
+  notes: ["The collectives of the ranks could not be matched, so waiting for a slower rank counts as communication."], time: NOW - 75, unavailable_reason: "",
 };
 
 export const SCENES: Record<string, () => Scene> = {
   gpu: () => ({
-    picture: {
-      header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", words: "running cell 4", since: NOW - 42 }),
+    state: {
+      header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", offload: "none", options: "clip 1.0", place: "8 x NVIDIA H100 80GB", state: "running", description: "running cell 4", state_since: NOW - 42 }),
       nodes: [],
-      devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "the peak is 11% above the prediction, whose stated error is 5%: %nbdist plan --check shows which part" } : index === 7 ? { others_bytes: 6.2 * GIB, holders: ["python (pid 9120, 6.2 GiB)"] } : {})),
+      devices: Array.from({ length: 8 }, (_, index) => gpu(index, index === 5 ? { peak_bytes: 64.4 * GIB, note: "the peak is 11% above the prediction, whose stated error is 5%: %nbdist plan --check shows which part" } : index === 7 ? { others_bytes: 6.2 * GIB, other_processes: ["python (pid 9120, 6.2 GiB)"] } : {})),
       profile: PROFILE,
       strategies: { rows: ROWS, note: "Qwen2.5-7B on 8 x NVIDIA H100 80GB: micro-batch 4 x 2048, adamw, bf16; closed form." },
-      ranks: ranks(8, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 3 ? { ...rank, state: "waiting" as const, where: "In[4] line 7: accelerator.backward(loss) · all_reduce" } : rank)),
+      ranks: ranks(8, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 3 ? { ...rank, state: "waiting" as const, current_line: "In[4] line 7: accelerator.backward(loss) · all_reduce" } : rank)),
       checkpoints: [
-        { name: "step-1500", step: 1500, size_bytes: 85.2 * GIB, backend: "fsdp2", saved: NOW - 300, seconds: 12.4, path: "/data/run/step-1500", state: "done", problem: "" },
-        { name: "base", step: 420, size_bytes: 85.2 * GIB, backend: "ddp", saved: NOW - 9000, seconds: 31.8, path: "/data/run/base", state: "done", problem: "" },
+        { name: "step-1500", step: 1500, size_bytes: 85.2 * GIB, backend: "fsdp2", saved_at: NOW - 300, seconds: 12.4, path: "/data/run/step-1500", state: "done", error: "" },
+        { name: "base", step: 420, size_bytes: 85.2 * GIB, backend: "ddp", saved_at: NOW - 9000, seconds: 31.8, path: "/data/run/base", state: "done", error: "" },
       ],
-      progress: { text: "writing checkpoint step-1840, 37%", share: 0.37, since: NOW - 6 },
+      progress: { text: "writing checkpoint step-1840, 37%", fraction_done: 0.37, started_at: NOW - 6 },
       queue: [{ id: "1", text: "switch to zero3" }],
       marks, notice: null,
     },
@@ -113,9 +113,9 @@ export const SCENES: Record<string, () => Scene> = {
     steps: 1840,
   }),
   cpu: () => ({
-    picture: {
+    state: {
       ...EMPTY,
-      header: header({ backend: "ddp", world_size: 2, precision: "no", offload: "none", place: "2 CPU ranks (no GPU found)", state: "ready", words: "ready", started: NOW - 95 }),
+      header: header({ backend: "ddp", world_size: 2, precision: "no", offload: "none", place: "2 CPU ranks (no GPU found)", state: "ready", description: "ready", started_at: NOW - 95 }),
       devices: [0, 1].map((rank) => ({
         ...gpu(rank), name: `CPU rank ${rank}`, kind: "cpu" as const, ranks: [rank], capacity_bytes: 15.6 * GIB, predicted: gib({ parameters: 0.1, gradients: 0.1, optimizer: 0.2, activations: 0.5 }), predicted_bytes: 0.9 * GIB,
         used_bytes: 0.84 * GIB, peak_bytes: 0.91 * GIB, utilization: 0.49, power_w: null, power_limit_w: null, temperature_c: null,
@@ -124,8 +124,8 @@ export const SCENES: Record<string, () => Scene> = {
       profile: {
         ...EMPTY.profile, verdict: "input-bound: 83 % of the step waits for the next batch (num_workers=0)", facts: "7 steps of 242 ms, p50 241 ms, p90 247 ms", time: NOW - 8,
         ranks: [0, 1].map((rank) => profiled(rank, { data: 201, forward: 12, backward: 19, optimizer: 3, communication: 4, python: 2, idle: 0.4 }, { figures: "" })),
-        advice: [{ title: "num_workers=4", text: "about 4.9 times as fast (3.8 to 5.4). Batches are loaded by the main thread, and each step waits 201 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4)", does: "", arguments: {} }],
-        refused: "a profile is under way: its verdict comes in a few seconds.",
+        advice: [{ title: "num_workers=4", text: "about 4.9 times as fast (3.8 to 5.4). Batches are loaded by the main thread, and each step waits 201 ms for them. 4 workers load them while the ranks compute.", command: "DataLoader(..., num_workers=4)", effect: "", arguments: {} }],
+        unavailable_reason: "a profile is under way: its verdict comes in a few seconds.",
       },
       strategies: { rows: [], note: "No plan: memory of CPU ranks is not predicted." },
       ranks: ranks(2, () => "cpu").map((rank) => ({ ...rank, state: "ready" as const })),
@@ -137,32 +137,32 @@ export const SCENES: Record<string, () => Scene> = {
   nodes: () => {
     const scene = SCENES.gpu!();
     const of = (rank: number): string => (rank < 4 ? "alpha" : "beta");
-    const words = "4 x NVIDIA H100 80GB HBM3, NVLink, 96 cores";
+    const description = "4 x NVIDIA H100 80GB HBM3, NVLink, 96 cores";
     return {
       ...scene,
-      picture: {
-        ...scene.picture,
-        header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", options: "clip 1.0", place: "8 GPU ranks on 2 nodes", state: "running", words: "running cell 4", since: NOW - 42 }),
+      state: {
+        ...scene.state,
+        header: header({ backend: "fsdp2", world_size: 8, precision: "bf16", options: "clip 1.0", place: "8 GPU ranks on 2 nodes", state: "running", description: "running cell 4", state_since: NOW - 42 }),
         nodes: [
-          { name: "alpha", words, host_bytes: 1007 * GIB, host_used_bytes: 214.3 * GIB },
-          { name: "beta", words, host_bytes: 1007 * GIB, host_used_bytes: null },
+          { name: "alpha", description, host_bytes: 1007 * GIB, host_used_bytes: 214.3 * GIB },
+          { name: "beta", description, host_bytes: 1007 * GIB, host_used_bytes: null },
         ],
-        devices: scene.picture.devices.map((device, rank) => ({
+        devices: scene.state.devices.map((device, rank) => ({
           ...device, name: "NVIDIA H100 80GB HBM3", node: of(rank), ...(rank < 4 ? {} : { used_bytes: null, utilization: null, power_w: null, temperature_c: null, pcie_tx: null, pcie_rx: null, nvlink_tx: null, nvlink_rx: null }),
         })),
         ranks: ranks(8, (rank) => `cuda:${rank % 4}`).map((rank) => ({ ...rank, node: of(rank.rank) })),
       },
     };
   },
-  empty: () => ({ picture: { ...EMPTY, header: header({ place: "4 x NVIDIA A100 80GB, NVLink", started: null }) }, series: {}, steps: 0 }),
+  empty: () => ({ state: { ...EMPTY, header: header({ place: "4 x NVIDIA A100 80GB, NVLink", started_at: null }) }, series: {}, steps: 0 }),
   dead: () => {
     const scene = SCENES.gpu!();
     return {
       ...scene,
-      picture: {
-        ...scene.picture, devices: scene.picture.devices.slice(0, 1), queue: [], progress: null,
-        header: header({ backend: "fsdp2", world_size: 2, precision: "bf16", place: "2 x NVIDIA H100 80GB", state: "dead", words: "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg; all ranks were ended and their variables are lost. Use %nbdist restart to start new ranks.", since: NOW - 15 }),
-        ranks: ranks(2, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 1 ? { ...rank, state: "dead" as const, line: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." } : { ...rank, state: "waiting" as const, where: "In[4] line 9: optimizer.step() · all_gather" })),
+      state: {
+        ...scene.state, devices: scene.state.devices.slice(0, 1), queue: [], progress: null,
+        header: header({ backend: "fsdp2", world_size: 2, precision: "bf16", place: "2 x NVIDIA H100 80GB", state: "dead", description: "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg; all ranks were ended and their variables are lost. Use %nbdist restart to start new ranks.", state_since: NOW - 15 }),
+        ranks: ranks(2, (rank) => `cuda:${rank}`).map((rank) => (rank.rank === 1 ? { ...rank, state: "dead" as const, last_line: "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." } : { ...rank, state: "waiting" as const, current_line: "In[4] line 9: optimizer.step() · all_gather" })),
         notice: { kind: "error", text: "rank 1 ended with signal 9 (SIGKILL): maybe the OOM killer: see dmesg; all ranks were ended and their variables are lost. Use %nbdist restart to start new ranks.\nThe last checkpoint is 'step-1500' at step 1500: use %nbdist restart, run the cell that calls prepare(), then %nbdist load step-1500.", time: NOW - 15 },
       },
     };
@@ -174,23 +174,23 @@ export const SCENES: Record<string, () => Scene> = {
     const names = Array.from({ length: 196 }, (_, index) => `layer.${index}.grad_norm`);
     return {
       ...scene,
-      picture: {
-        ...scene.picture,
-        header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", words: `interrupted in ${evil}`, since: NOW - 90_000 }),
-        nodes: [{ name: evil, words: long, host_bytes: 5, host_used_bytes: 1e15 }],
+      state: {
+        ...scene.state,
+        header: header({ backend: evil, world_size: 1, precision: long, options: evil, state: "interrupted", description: `interrupted in ${evil}`, state_since: NOW - 90_000 }),
+        nodes: [{ name: evil, description: long, host_bytes: 5, host_used_bytes: 1e15 }],
         devices: [gpu(0, { name: long, node: evil, ranks: [0], note: evil, capacity_bytes: null, predicted: [...gib({ "<b>new part</b>": 3, other: 2 })], others_bytes: 1e15 })],
         profile: {
-          verdict: `${evil} ${long}`, facts: long, gained: evil, time: NOW + 1e6, notes: [evil, long], refused: evil,
+          verdict: `${evil} ${long}`, facts: long, outcome: evil, time: NOW + 1e6, notes: [evil, long], unavailable_reason: evil,
           ranks: [profiled(0, { [evil]: 1e9, data: 1, nothing: 0 }, { figures: evil, straggler: true }), profiled(4095, {}), profiled(3, { [long]: 5, constructor: 3 })],
-          advice: [{ title: evil, text: long, command: `%nbdist ${long}`, does: evil, arguments: { backend: evil } }, { title: "", text: long, command: "", does: "", arguments: {} }],
+          advice: [{ title: evil, text: long, command: `%nbdist ${long}`, effect: evil, arguments: { backend: evil } }, { title: "", text: long, command: "", effect: "", arguments: {} }],
         },
         strategies: { rows: [...ROWS, row("7", long, { parameters: 4000 })], note: evil },
-        ranks: [{ rank: 0, pid: 1, device: long, node: evil, state: "running", line: `${evil} ${long}`, written: 9, where: long }],
+        ranks: [{ rank: 0, pid: 1, device: long, node: evil, state: "running", last_line: `${evil} ${long}`, num_chars: 9, current_line: long }],
         checkpoints: [
-          { name: evil, step: 12, size_bytes: 12, backend: evil, saved: NOW + 1e6, seconds: 0, path: evil, state: "failed", problem: `disk full: ${long}` },
-          { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved: 0, seconds: null, path: long, state: "running", problem: "" },
+          { name: evil, step: 12, size_bytes: 12, backend: evil, saved_at: NOW + 1e6, seconds: 0, path: evil, state: "failed", error: `disk full: ${long}` },
+          { name: long, step: null, size_bytes: 1e15, backend: "zero3", saved_at: 0, seconds: null, path: long, state: "running", error: "" },
         ],
-        progress: { text: long, share: null, since: NOW },
+        progress: { text: long, fraction_done: null, started_at: NOW },
         notice: { kind: "error", text: evil, time: NOW },
       },
       series: { loss: (step) => (step % 50 < 10 ? Infinity : loss(step)), [evil]: () => NaN, [long]: () => 1, flat: () => 0, ...Object.fromEntries(names.map((name, at) => [name, (step: number) => noise(step, at)])) },

@@ -1,7 +1,7 @@
 // Columns that a chart draws for a series: sorted, smoothed, with values that cannot be drawn kept apart.
 
 import type { Points } from "./points.ts";
-import type { Choice } from "./store.ts";
+import type { CurveOptions } from "./store.ts";
 
 export type Columns = [
   x: number[],
@@ -12,7 +12,7 @@ export type Columns = [
 ];
 
 /** Return the columns for uPlot; on a time axis, x is in seconds since `start`. */
-export function columns(points: Points, choice: Choice, start: number): Columns {
+export function columns(points: Points, choice: CurveOptions, start: number): Columns {
   const odd: Columns[3] = new Map();
   const xs: number[] = new Array<number>(points.length);
   const ys: (number | null)[] = new Array<number | null>(points.length);

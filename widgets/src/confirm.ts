@@ -2,58 +2,58 @@
 
 import { h } from "./dom.ts";
 
-export interface Confirmed {
+export interface Confirmation {
   /** The consequence of the action. */
-  says: string;
+  message: string;
   label: string;
-  does: () => void;
+  onConfirm: () => void;
   /** Called when the confirmation is closed, confirmed or not. */
-  over: () => void;
+  onClose: () => void;
 }
 
 /** Return the confirmation as an element; Escape cancels it. Give it the focus with `focus()`. */
-export function confirmation({ says, label, does, over }: Confirmed): HTMLElement {
-  const yes = h("button", { class: "nbd-primary", onclick: () => (over(), does()) }, label);
-  const no = h("button", { onclick: over }, "Cancel");
-  const escape = (event: KeyboardEvent): void => {
+export function confirmation({ message, label, onConfirm, onClose }: Confirmation): HTMLElement {
+  const confirm = h("button", { class: "nbd-primary", onclick: () => (onClose(), onConfirm()) }, label);
+  const cancel = h("button", { onclick: onClose }, "Cancel");
+  const onKey = (event: KeyboardEvent): void => {
     if (event.key !== "Escape") return;
     event.stopPropagation();
-    over();
+    onClose();
   };
   return h(
     "div",
-    { class: "nbd-confirm", role: "group", "aria-label": label, onkeydown: escape },
-    h("span", { class: "nbd-grow" }, says),
-    yes,
-    no,
+    { class: "nbd-confirm", role: "group", "aria-label": label, onkeydown: onKey },
+    h("span", { class: "nbd-grow" }, message),
+    confirm,
+    cancel,
   );
 }
 
 /** Container for one confirmation at a time; returns the focus to the button that opened it. */
-export class Question {
-  readonly root = h("div", { class: "nbd-question" });
-  private asker: HTMLElement | null = null;
+export class ConfirmationArea {
+  readonly root = h("div", { class: "nbd-confirmationArea" });
+  private opener: HTMLElement | null = null;
 
-  get open(): boolean {
+  get isOpen(): boolean {
     return this.root.childElementCount > 0;
   }
 
-  ask(asker: HTMLElement, says: string, label: string, does: () => void): void {
-    this.put(asker, confirmation({ says, label, does, over: () => this.close() }));
+  confirm(opener: HTMLElement, message: string, label: string, onConfirm: () => void): void {
+    this.open(opener, confirmation({ message, label, onConfirm, onClose: () => this.close() }));
     this.root.querySelector("button")?.focus();
   }
 
-  put(asker: HTMLElement, content: HTMLElement): void {
-    this.asker?.setAttribute("aria-expanded", "false");
-    this.asker = asker;
-    asker.setAttribute("aria-expanded", "true");
+  open(opener: HTMLElement, content: HTMLElement): void {
+    this.opener?.setAttribute("aria-expanded", "false");
+    this.opener = opener;
+    opener.setAttribute("aria-expanded", "true");
     this.root.replaceChildren(content);
   }
 
   close(): void {
     this.root.replaceChildren();
-    this.asker?.setAttribute("aria-expanded", "false");
-    this.asker?.focus();
-    this.asker = null;
+    this.opener?.setAttribute("aria-expanded", "false");
+    this.opener?.focus();
+    this.opener = null;
   }
 }

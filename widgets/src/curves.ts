@@ -3,36 +3,36 @@
 import { Chart } from "./chart.ts";
 import { columns } from "./columns.ts";
 import { title } from "./devices.ts";
-import { attribute, h, Keyed, say } from "./dom.ts";
+import { setAttribute, h, KeyedList, setText } from "./dom.ts";
 import { MAX_CURVES } from "./protocol.ts";
 import type { Store } from "./store.ts";
 import { watchTheme } from "./theme.ts";
 import type { View } from "./view.ts";
 
 /** Maximum number of charts shown at once. */
-const MOST = 12;
-let views = 0;
+const MAX_SHOWN = 12;
+let numViews = 0;
 
 /** Sort names: loss and tokens/s first, the others in order of arrival. */
-export function inOrder(names: Iterable<string>): string[] {
-  const place = (name: string): number => {
+export function sortNames(names: Iterable<string>): string[] {
+  const position = (name: string): number => {
     if (name === "loss") return 0;
     if (/^tokens(\/|_per_)s/.test(name)) return 1;
     return name.endsWith("loss") ? 2 : 3;
   };
-  return [...names].sort((a, b) => place(a) - place(b));
+  return [...names].sort((a, b) => position(a) - position(b));
 }
 
 export function curvesView(store: Store): View {
-  views += 1;
-  const sync = `nbdist-${views}`;
+  numViews += 1;
+  const sync = `nbdist-${numViews}`;
   const charts = h("div", { class: "nbd-charts" });
   const empty = h("p", { class: "nbd-empty" }, "No values yet: report(loss=loss) in a cell draws a curve here.");
-  const x = toggle("x axis", ["step", "time"], () => store.choice.x, (to) => store.choose({ x: to as "step" | "time" }));
-  const y = toggle("y axis", ["linear", "log"], () => (store.choice.log ? "log" : "linear"), (to) => store.choose({ log: to === "log" }));
+  const x = toggle("x axis", ["step", "time"], () => store.curveOptions.x, (to) => store.setCurveOptions({ x: to as "step" | "time" }));
+  const y = toggle("y axis", ["linear", "log"], () => (store.curveOptions.log ? "log" : "linear"), (to) => store.setCurveOptions({ log: to === "log" }));
   const smoothing = h("input", {
     type: "range", min: 0, max: 0.99, step: 0.01, "aria-label": "smoothing",
-    oninput: () => store.choose({ smoothing: Number(smoothing.value) }),
+    oninput: () => store.setCurveOptions({ smoothing: Number(smoothing.value) }),
   });
   const picker = makePicker(store);
   const tools = h(
@@ -44,32 +44,32 @@ export function curvesView(store: Store): View {
     picker.button,
   );
   const root = h("section", { class: "nbd-section", "aria-label": "curves" }, title("Curves", tools), picker.root, empty, charts);
-  const keyed = new Keyed<string, Chart>(charts, (name) => name, (name) => new Chart(name, sync), () => {}, (chart) => chart.close());
+  const keyed = new KeyedList<string, Chart>(charts, (name) => name, (name) => new Chart(name, sync), () => {}, (chart) => chart.close());
   const resized = new ResizeObserver(() => keyed.shown.forEach((chart) => chart.resize()));
   resized.observe(charts);
   const unwatch = watchTheme(() => keyed.shown.forEach((chart) => chart.redraw()));
 
   function update(): void {
-    const { choice, series } = store;
-    const names = inOrder(series.keys());
+    const { curveOptions, series } = store;
+    const names = sortNames(series.keys());
     empty.hidden = names.length > 0;
     tools.hidden = names.length === 0;
     x.update();
     y.update();
-    smoothing.value = String(choice.smoothing);
-    const shown = shownOf(store, names);
+    smoothing.value = String(curveOptions.smoothing);
+    const shown = shownNames(store, names);
     picker.update(names, shown);
     keyed.show(shown);
     let start = Infinity;
     for (const points of series.values()) if (points.length) start = Math.min(start, points.time[0]!);
     for (const [name, chart] of keyed.shown) {
       const points = series.get(name);
-      if (points) chart.show({ columns: columns(points, choice, start), choice, marks: store.picture.marks, start });
+      if (points) chart.show({ columns: columns(points, curveOptions, start), options: curveOptions, marks: store.state.marks, start });
     }
   }
   return {
     root,
-    topics: ["series", "marks", "choice"],
+    topics: ["series", "marks", "curve_options"],
     update,
     close() {
       resized.disconnect();
@@ -79,15 +79,15 @@ export function curvesView(store: Store): View {
   };
 }
 
-function shownOf(store: Store, names: string[]): string[] {
-  const chosen = store.choice.shown;
+function shownNames(store: Store, names: string[]): string[] {
+  const chosen = store.curveOptions.shown;
   return chosen ? names.filter((name) => chosen.includes(name)) : names.slice(0, 2);
 }
 
 function toggle(label: string, values: [string, string], now: () => string, choose: (to: string) => void): { root: HTMLElement; update(): void } {
   const buttons = values.map((to) => h("button", { onclick: () => choose(to) }, to));
   const root = h("span", { class: "nbd-toggle", role: "group", "aria-label": label }, ...buttons);
-  const update = (): void => buttons.forEach((button) => attribute(button, "aria-pressed", button.textContent === now() ? "true" : "false"));
+  const update = (): void => buttons.forEach((button) => setAttribute(button, "aria-pressed", button.textContent === now() ? "true" : "false"));
   return { root, update };
 }
 
@@ -96,40 +96,40 @@ function makePicker(store: Store): { root: HTMLElement; button: HTMLElement; upd
   let shown: string[] = [];
   const search = h("input", { type: "search", placeholder: "find a name", "aria-label": "find a series", oninput: () => draw() });
   const list = h("div", { class: "nbd-names", role: "group", "aria-label": "series shown", tabindex: 0 });
-  const told = h("span", { class: "nbd-muted" });
-  const root = h("div", { class: "nbd-picker" }, h("div", { class: "nbd-tools" }, search, told), list);
+  const note = h("span", { class: "nbd-muted" });
+  const root = h("div", { class: "nbd-picker" }, h("div", { class: "nbd-tools" }, search, note), list);
   const button = h("button", { "aria-expanded": "false", onclick: () => {
     root.hidden = !root.hidden;
-    attribute(button, "aria-expanded", root.hidden ? "false" : "true");
+    setAttribute(button, "aria-expanded", root.hidden ? "false" : "true");
     draw();
     if (!root.hidden) search.focus();
   } });
   root.hidden = true;
-  const keyed = new Keyed<string, { root: HTMLElement; box: HTMLInputElement }>(
+  const keyed = new KeyedList<string, { root: HTMLElement; box: HTMLInputElement }>(
     list,
     (name) => name,
     (name) => {
       const box = h("input", { type: "checkbox", onchange: () => {
-        const kept = shown.filter((one) => one !== name);
-        store.choose({ shown: box.checked ? [...kept, name] : kept });
+        const kept = shown.filter((other) => other !== name);
+        store.setCurveOptions({ shown: box.checked ? [...kept, name] : kept });
       } });
       return { root: h("label", { title: name }, box, h("span", { class: "nbd-name" }, name)), box };
     },
     ({ box }, name) => {
       box.checked = shown.includes(name);
-      box.disabled = !box.checked && shown.length >= MOST;
+      box.disabled = !box.checked && shown.length >= MAX_SHOWN;
     },
   );
   function draw(): void {
     if (root.hidden) return;
     const wanted = search.value.toLowerCase();
     keyed.show(names.filter((name) => name.toLowerCase().includes(wanted)));
-    say(told, shown.length >= MOST ? `${MOST} at most` : "");
+    setText(note, shown.length >= MAX_SHOWN ? `${MAX_SHOWN} at most` : "");
   }
   function update(all: string[], now: string[]): void {
     [names, shown] = [all, now];
     button.hidden = all.length < 2;
-    say(button, `${now.length} of ${all.length < MAX_CURVES ? "" : "the first "}${all.length} series`);
+    setText(button, `${now.length} of ${all.length < MAX_CURVES ? "" : "the first "}${all.length} series`);
     draw();
   }
   return { root, button, update };

@@ -1,12 +1,12 @@
 // Devices: predicted memory with the memory in use on top, and current readings.
 
-import { inWords, percent, Stack } from "./bar.ts";
-import { attribute, h, Keyed, say, style } from "./dom.ts";
+import { describeParts, cssPercent, MemoryBar } from "./memory_bar.ts";
+import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
 import { bytes, bytesOf, gigabytes, NOTHING, ranks } from "./format.ts";
 import { Legend } from "./legend.ts";
-import { byNode, type Placed } from "./nodes.ts";
+import { groupByNode, type NodeEntry } from "./group_by_node.ts";
 import type { DeviceView, NodeView } from "./protocol.ts";
-import { Spark } from "./spark.ts";
+import { Sparkline } from "./sparkline.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
@@ -16,14 +16,14 @@ interface Row {
 }
 
 /** Readings that not every machine provides; a column is shown if any device has it. */
-const TELLS: Readonly<Record<string, (device: DeviceView) => unknown>> = {
+const READINGS: Readonly<Record<string, (device: DeviceView) => unknown>> = {
   load: (device) => device.utilization,
   power: (device) => device.power_w,
   heat: (device) => device.temperature_c,
   pcie: (device) => device.pcie_tx ?? device.pcie_rx,
   nvlink: (device) => device.nvlink_tx ?? device.nvlink_rx,
 };
-const HEADS: Readonly<Record<string, string>> = {
+const COLUMN_TITLES: Readonly<Record<string, string>> = {
   memory: "peak",
   load: "utilization",
   power: "power",
@@ -34,36 +34,36 @@ const HEADS: Readonly<Record<string, string>> = {
 
 export function devicesView(store: Store): View {
   const rows = h("div", { class: "nbd-devices-list", role: "list" });
-  const heads = h(
+  const titles = h(
     "div",
-    { class: "nbd-device nbd-heads", "aria-hidden": "true" },
+    { class: "nbd-device nbd-titles", "aria-hidden": "true" },
     h("span", {}, "device"),
     h("span", {}, "memory"),
     h("span", { class: "nbd-used" }, "in use"),
-    h("div", { class: "nbd-now-figures" }, ...Object.entries(HEADS).map(([name, head]) => h("span", { class: `nbd-${name}` }, head))),
+    h("div", { class: "nbd-now-figures" }, ...Object.entries(COLUMN_TITLES).map(([name, head]) => h("span", { class: `nbd-${name}` }, head))),
   );
-  const grid = h("div", { class: "nbd-devices" }, heads, rows);
+  const grid = h("div", { class: "nbd-devices" }, titles, rows);
   const legend = new Legend();
   const empty = h("p", { class: "nbd-empty" }, "No device is in use yet: the first %%distribute cell starts the ranks.");
   const root = h("section", { class: "nbd-section", "aria-label": "memory and devices" }, grid, legend.root, empty);
-  const keyed = new Keyed<Placed<DeviceView>, Heading | Row>(
+  const keyed = new KeyedList<NodeEntry<DeviceView>, Heading | Row>(
     rows,
-    (one) => (one.heading === null ? `${one.index} ${one.item.name}` : `node ${one.heading}`),
-    (one) => (one.heading === null ? makeRow(store) : makeHeading()),
-    (row, one) => {
-      if (one.heading === null) (row as Row).show(one.item, one.index);
-      else (row as Heading).show(store.picture.nodes.find(({ name }) => name === one.heading));
+    (entry) => (entry.heading === null ? `${entry.index} ${entry.item.name}` : `node ${entry.heading}`),
+    (entry) => (entry.heading === null ? makeRow(store) : makeHeading()),
+    (row, entry) => {
+      if (entry.heading === null) (row as Row).show(entry.item, entry.index);
+      else (row as Heading).show(store.state.nodes.find(({ name }) => name === entry.heading));
     },
   );
 
   function update(): void {
-    const { devices } = store.picture;
+    const { devices } = store.state;
     empty.hidden = devices.length > 0;
     grid.hidden = devices.length === 0;
-    for (const [name, tells] of Object.entries(TELLS)) {
-      root.classList.toggle(`nbd-no-${name}`, devices.every((device) => tells(device) === null));
+    for (const [name, read] of Object.entries(READINGS)) {
+      root.classList.toggle(`nbd-no-${name}`, devices.every((device) => read(device) === null));
     }
-    keyed.show(byNode(devices));
+    keyed.show(groupByNode(devices));
     legend.root.hidden = devices.length === 0;
     legend.show(devices.map((device) => device.predicted), {
       live: devices.some((device) => device.used_bytes !== null),
@@ -79,34 +79,34 @@ interface Heading {
   show(node: NodeView | undefined): void;
 }
 
-/** Heading above the devices of a node. */
+/** Heading exceedsNote the devices of a node. */
 function makeHeading(): Heading {
   const name = h("span", { class: "nbd-name" });
-  const words = h("span", { class: "nbd-muted" });
+  const description = h("span", { class: "nbd-muted" });
   const memory = h("span", { class: "nbd-muted nbd-figures" });
-  const root = h("div", { class: "nbd-node", role: "listitem" }, name, words, memory);
+  const root = h("div", { class: "nbd-node", role: "listitem" }, name, description, memory);
   return {
     root,
     show(node) {
-      say(name, node?.name ?? "");
-      say(words, node?.words ?? "");
-      say(memory, node ? `host memory ${bytesOf(node.host_used_bytes, node.host_bytes)}` : "");
+      setText(name, node?.name ?? "");
+      setText(description, node?.description ?? "");
+      setText(memory, node ? `host memory ${bytesOf(node.host_used_bytes, node.host_bytes)}` : "");
     },
   };
 }
 
 function makeRow(store: Store): Row {
   const name = h("span", { class: "nbd-name" });
-  const which = h("span", { class: "nbd-muted" });
-  const stack = new Stack();
+  const rankLabel = h("span", { class: "nbd-muted" });
+  const stack = new MemoryBar();
   const live = h("div", { class: "nbd-live" });
   const others = h("div", { class: "nbd-others" });
   const peak = h("div", { class: "nbd-peak" });
   const bar = h("div", { class: "nbd-bar", role: "img" }, stack.root, others, live, peak);
   const used = h("span", { class: "nbd-cell nbd-used nbd-figures" });
-  const memory = figure("nbd-memory");
-  const load = figure("nbd-load");
-  const power = figure("nbd-power");
+  const memory = readingWithSparkline("nbd-memory");
+  const load = readingWithSparkline("nbd-load");
+  const power = readingWithSparkline("nbd-power");
   const heat = h("span", { class: "nbd-heat nbd-figures", title: "temperature" });
   const pcie = traffic("pcie", "PCIe");
   const nvlink = traffic("nvlink", "NVLink");
@@ -114,7 +114,7 @@ function makeRow(store: Store): Row {
   const root = h(
     "div",
     { class: "nbd-device", role: "listitem" },
-    h("div", { class: "nbd-label" }, name, which),
+    h("div", { class: "nbd-label" }, name, rankLabel),
     bar,
     used,
     h("div", { class: "nbd-now-figures" }, memory.root, load.root, power.root, heat, pcie.root, nvlink.root),
@@ -122,41 +122,41 @@ function makeRow(store: Store): Row {
   );
 
   function show(device: DeviceView, index: number): void {
-    say(name, device.name.replace("NVIDIA ", "")); // common to all, so the space is used for the model
+    setText(name, device.name.replace("NVIDIA ", "")); // common to all, so the space is used for the model
     name.title = device.name;
-    const held = ranks(device.ranks);
-    say(which, device.name.endsWith(held) ? "" : held);
+    const text = ranks(device.ranks);
+    setText(rankLabel, device.name.endsWith(text) ? "" : text);
     const total = device.predicted_bytes ?? device.predicted.reduce((sum, part) => sum + part.bytes, 0);
-    const taken = (device.used_bytes ?? 0) + device.others_bytes;
-    const scale = device.capacity_bytes ?? 1.1 * Math.max(total, taken, device.peak_bytes ?? 0, 1);
+    const inUse = (device.used_bytes ?? 0) + device.others_bytes;
+    const scale = device.capacity_bytes ?? 1.1 * Math.max(total, inUse, device.peak_bytes ?? 0, 1);
     stack.show(device.predicted, scale);
-    style(live, "width", percent(device.used_bytes ?? 0, scale));
-    style(others, "width", percent(device.others_bytes, scale));
-    others.title = device.holders.length ? `other processes: ${device.holders.join(", ")}` : "other processes";
+    setStyle(live, "width", cssPercent(device.used_bytes ?? 0, scale));
+    setStyle(others, "width", cssPercent(device.others_bytes, scale));
+    others.title = device.other_processes.length ? `other processes: ${device.other_processes.join(", ")}` : "other processes";
     peak.hidden = device.peak_bytes === null;
-    style(peak, "left", percent(device.peak_bytes ?? 0, scale));
+    setStyle(peak, "left", cssPercent(device.peak_bytes ?? 0, scale));
     peak.title = `peak ${bytes(device.peak_bytes)}`;
-    attribute(bar, "aria-label", told(device, total));
-    say(used, bytesOf(device.used_bytes, device.capacity_bytes));
+    setAttribute(bar, "aria-label", describe(device, total));
+    setText(used, bytesOf(device.used_bytes, device.capacity_bytes));
     used.title = device.peak_bytes === null ? "in use" : `peak ${bytes(device.peak_bytes)}`;
 
     memory.root.title = "memory over the last minutes";
-    say(memory.text, bytes(device.peak_bytes));
+    setText(memory.text, bytes(device.peak_bytes));
     load.root.title = "utilization";
-    say(load.text, device.utilization === null ? NOTHING : `${Math.round(100 * device.utilization)} %`);
+    setText(load.text, device.utilization === null ? NOTHING : `${Math.round(100 * device.utilization)} %`);
     power.root.title = device.power_limit_w ? `power, limit ${Math.round(device.power_limit_w)} W` : "power";
-    say(power.text, device.power_w === null ? NOTHING : `${Math.round(device.power_w)} W`);
-    say(heat, device.temperature_c === null ? NOTHING : `${Math.round(device.temperature_c)} °C`);
+    setText(power.text, device.power_w === null ? NOTHING : `${Math.round(device.power_w)} W`);
+    setText(heat, device.temperature_c === null ? NOTHING : `${Math.round(device.temperature_c)} °C`);
     pcie.show(device.pcie_tx, device.pcie_rx);
     nvlink.show(device.nvlink_tx, device.nvlink_rx);
 
-    const remark = device.note || above(device, total);
-    note.hidden = !remark;
-    say(note, remark);
-    sparks(device, index);
+    const noteText = device.note || exceedsNote(device, total);
+    note.hidden = !noteText;
+    setText(note, noteText);
+    showSparklines(device, index);
   }
 
-  function sparks(device: DeviceView, index: number): void {
+  function showSparklines(device: DeviceView, index: number): void {
     const column = store.samples.devices[index];
     const highest = (values: readonly (number | null)[]): number => Math.max(1, ...values.map((v) => v ?? 0));
     const sizes = column?.memory_bytes ?? [];
@@ -168,42 +168,42 @@ function makeRow(store: Store): Row {
   return { root, show };
 }
 
-function figure(name: string): { root: HTMLElement; spark: Spark; text: HTMLElement } {
-  const spark = new Spark();
+function readingWithSparkline(name: string): { root: HTMLElement; spark: Sparkline; text: HTMLElement } {
+  const spark = new Sparkline();
   const text = h("span", { class: "nbd-figures" });
   return { root: h("span", { class: name }, spark.root as unknown as globalThis.Node, text), spark, text };
 }
 
 /** Bytes per second sent and received, in GB/s; with its name if there is no column head. */
-function traffic(name: string, words: string): { root: HTMLElement; show(out: number | null, into: number | null): void } {
+function traffic(name: string, label: string): { root: HTMLElement; show(sent: number | null, received: number | null): void } {
   const figures = h("span");
   const root = h(
     "span",
-    { class: `nbd-${name} nbd-figures`, title: `${words}, sent and received` },
-    h("span", { class: "nbd-word" }, `${words} `),
+    { class: `nbd-${name} nbd-figures`, title: `${label}, sent and received` },
+    h("span", { class: "nbd-word" }, `${label} `),
     figures,
     h("span", { class: "nbd-word nbd-unit" }, " GB/s"),
   );
-  return { root, show: (out, into) => say(figures, `↑${gigabytes(out)} ↓${gigabytes(into)}`) };
+  return { root, show: (sent, received) => setText(figures, `↑${gigabytes(sent)} ↓${gigabytes(received)}`) };
 }
 
-function told(device: DeviceView, total: number): string {
-  const words = [`${device.name}: ${bytes(device.used_bytes)} in use`];
-  if (device.capacity_bytes !== null) words.push(`of ${bytes(device.capacity_bytes)}`);
-  if (device.peak_bytes !== null) words.push(`peak ${bytes(device.peak_bytes)}`);
-  if (device.others_bytes > 0) words.push(`other processes ${bytes(device.others_bytes)}`);
-  if (total > 0) words.push(`predicted ${bytes(total)}: ${inWords(device.predicted)}`);
-  return words.join(", ");
+function describe(device: DeviceView, total: number): string {
+  const parts = [`${device.name}: ${bytes(device.used_bytes)} in use`];
+  if (device.capacity_bytes !== null) parts.push(`of ${bytes(device.capacity_bytes)}`);
+  if (device.peak_bytes !== null) parts.push(`peak ${bytes(device.peak_bytes)}`);
+  if (device.others_bytes > 0) parts.push(`other processes ${bytes(device.others_bytes)}`);
+  if (total > 0) parts.push(`predicted ${bytes(total)}: ${describeParts(device.predicted)}`);
+  return parts.join(", ");
 }
 
 /** Return a note if the kernel sent none and the peak exceeds the prediction. */
-function above(device: DeviceView, total: number): string {
+function exceedsNote(device: DeviceView, total: number): string {
   const { peak_bytes: peak, stated_error: error } = device;
   if (peak === null || error === null || total <= 0 || peak <= total * (1 + error)) return "";
   const more = Math.round(100 * (peak / total - 1));
-  return `The peak of ${bytes(peak)} is ${more} % above the prediction of ${bytes(total)}.`;
+  return `The peak of ${bytes(peak)} is ${more} % exceedsNote the prediction of ${bytes(total)}.`;
 }
 
-export function title(text: string, ...beside: globalThis.Node[]): HTMLElement {
-  return h("div", { class: "nbd-title" }, h("span", {}, text), ...beside);
+export function title(text: string, ...others: globalThis.Node[]): HTMLElement {
+  return h("div", { class: "nbd-title" }, h("span", {}, text), ...others);
 }

@@ -11,25 +11,25 @@ export function h<K extends keyof HTMLElementTagNameMap>(
   attributes: Record<string, Value> = {},
   ...children: Child[]
 ): HTMLElementTagNameMap[K] {
-  const made = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") {
-      made.addEventListener(name.slice(2), value as unknown as EventListener);
+      element.addEventListener(name.slice(2), value as unknown as EventListener);
     } else {
-      attribute(made, name, value);
+      setAttribute(element, name, value);
     }
   }
   // JupyterLab would interpret "d d" typed on a focused button as "delete this cell".
-  if (FOCUSABLE.has(made.tagName) || "tabindex" in attributes) {
-    made.setAttribute("data-lm-suppress-shortcuts", "true");
+  if (FOCUSABLE.has(element.tagName) || "tabindex" in attributes) {
+    element.setAttribute("data-lm-suppress-shortcuts", "true");
   }
-  if (made instanceof HTMLButtonElement) made.type = "button";
-  for (const child of children) if (child !== null) made.append(child);
-  return made;
+  if (element instanceof HTMLButtonElement) element.type = "button";
+  for (const child of children) if (child !== null) element.append(child);
+  return element;
 }
 
 /** Set an attribute if it differs; null and false remove it, true sets it to "". */
-export function attribute(element: Element, name: string, value: string | number | boolean | null): void {
+export function setAttribute(element: Element, name: string, value: string | number | boolean | null): void {
   if (value === null || value === false) {
     element.removeAttribute(name);
     return;
@@ -39,12 +39,12 @@ export function attribute(element: Element, name: string, value: string | number
 }
 
 /** Set an element's text if it differs, so that a text selection is kept. */
-export function say(element: Element, text: string): void {
+export function setText(element: Element, text: string): void {
   if (element.textContent !== text) element.textContent = text;
 }
 
 /** Set a style property if it differs. */
-export function style(element: HTMLElement | SVGElement, name: string, value: string): void {
+export function setStyle(element: HTMLElement | SVGElement, name: string, value: string): void {
   if (element.style.getPropertyValue(name) !== value) element.style.setProperty(name, value);
 }
 
@@ -52,7 +52,7 @@ export function style(element: HTMLElement | SVGElement, name: string, value: st
  * Synchronizes the children of `parent` with a list of items: kept by key, created and removed as
  * needed. Elements persist across updates, and with them focus, selection and expanded rows.
  */
-export class Keyed<T, R extends { root: Element }> {
+export class KeyedList<T, R extends { root: Element }> {
   readonly shown = new Map<string, R>();
 
   constructor(

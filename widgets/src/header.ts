@@ -1,14 +1,14 @@
 // Panel header: current operation and duration, buttons, progress, queue, notices.
 
-import { Question } from "./confirm.ts";
-import { attribute, h, Keyed, say, style } from "./dom.ts";
+import { ConfirmationArea } from "./confirm.ts";
+import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
 import { duration } from "./format.ts";
 import { BACKENDS, type QueuedCommand } from "./protocol.ts";
-import { saveForm } from "./save.ts";
+import { saveForm } from "./save_form.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
-const WORDS: Record<string, string> = {
+const STATE_LABELS: Record<string, string> = {
   new: "not started",
   starting: "starting",
   ready: "ready",
@@ -22,9 +22,9 @@ const WORDS: Record<string, string> = {
   stopped: "stopped",
 };
 /** Success messages are shown for this long, errors until the next message. */
-const TOLD_S = 30;
+const NOTICE_S = 30;
 /** States in which there is nothing to stop. */
-const RESTS = new Set(["new", "ready", "interrupted", "dead", "stopped"]);
+const IDLE_STATES = new Set(["new", "ready", "interrupted", "dead", "stopped"]);
 
 export function headerView(store: Store): View {
   const dot = h("span", { class: "nbd-dot", "aria-hidden": "true" });
@@ -32,50 +32,50 @@ export function headerView(store: Store): View {
   const running = h("span", { class: "nbd-muted nbd-figures" });
   const setup = h("span", { class: "nbd-setup" });
   const session = h("span", { class: "nbd-muted nbd-figures" });
-  const question = new Question();
+  const confirmationArea = new ConfirmationArea();
   const stop = h("button", { class: "nbd-stop", onclick: () => store.stop() }, "Stop");
-  const restart = opener("Restart", () =>
-    question.ask(
+  const restart = openingButton("Restart", () =>
+    confirmationArea.confirm(
       restart,
       "Restart ends all ranks and starts new ones: their variables are lost.",
       "Restart ranks",
       () => store.command("restart", {}, "restart"),
     ),
   );
-  const save = opener("Save", () => {
-    const form = saveForm(store, () => question.close());
-    question.put(save, form);
+  const save = openingButton("Save", () => {
+    const form = saveForm(store, () => confirmationArea.close());
+    confirmationArea.open(save, form);
     form.querySelector("input")?.focus();
   });
-  const change = opener("Switch", () => {
-    const form = switchForm(store, question, change);
-    question.put(change, form);
+  const switchButton = openingButton("Switch", () => {
+    const form = switchForm(store, confirmationArea, switchButton);
+    confirmationArea.open(switchButton, form);
     form.querySelector("select")?.focus();
   });
   const profile = h("button", { onclick: () => {
-    const { refused } = store.picture.profile;
-    if (refused) store.say({ ok: false, text: refused });
+    const { unavailable_reason: reason } = store.state.profile;
+    if (reason) store.showAnswer({ ok: false, text: reason });
     else store.command("profile", {}, "profile");
   } }, "Profile");
-  function opener(label: string, open: () => void): HTMLButtonElement {
+  function openingButton(label: string, open: () => void): HTMLButtonElement {
     return h(
       "button",
       {
         "aria-expanded": "false",
         onclick: (event: MouseEvent) =>
           (event.currentTarget as Element).getAttribute("aria-expanded") === "true"
-            ? question.close()
+            ? confirmationArea.close()
             : open(),
       },
       label,
     );
   }
-  const words = h("span");
+  const progressText = h("span");
   const elapsed = h("span", { class: "nbd-muted nbd-figures" });
   const fill = h("div", { class: "nbd-fill" });
   const meter = h("div", { class: "nbd-progress", role: "progressbar", "aria-label": "progress" }, fill);
-  const progress = h("div", { class: "nbd-line" }, words, elapsed, meter);
-  const queue = queueView(store);
+  const progress = h("div", { class: "nbd-line" }, progressText, elapsed, meter);
+  const queueList = queueView(store);
   const replace = h("button", { onclick: () => {
     const refused = store.answer?.replacing;
     if (refused) store.replace(refused);
@@ -94,65 +94,65 @@ export function headerView(store: Store): View {
         h("div", { class: "nbd-now" }, dot, state, running),
         h("div", { class: "nbd-sub" }, setup, session),
       ),
-      h("div", { class: "nbd-buttons", role: "group", "aria-label": "session" }, stop, restart, save, change, profile),
+      h("div", { class: "nbd-buttons", role: "group", "aria-label": "session" }, stop, restart, save, switchButton, profile),
     ),
-    question.root,
+    confirmationArea.root,
     progress,
-    queue.root,
+    queueList.root,
     answer.root,
     notice.root,
   );
 
   function tick(): void {
-    const { header, progress: work } = store.picture;
+    const { header, progress: operation } = store.state;
     const now = store.now();
     const timed = !["new", "ready", "stopped"].includes(header.state);
-    say(running, timed && header.since !== null ? duration(now - header.since) : "");
-    say(session, header.started === null || header.state === "stopped" ? "" : `session ${duration(now - header.started)}`);
-    say(elapsed, work ? duration(now - work.since) : "");
+    setText(running, timed && header.state_since !== null ? duration(now - header.state_since) : "");
+    setText(session, header.started_at === null || header.state === "stopped" ? "" : `session ${duration(now - header.started_at)}`);
+    setText(elapsed, operation ? duration(now - operation.started_at) : "");
     for (const note of [answer, notice]) if (now > note.until) note.root.hidden = true;
     if (store.link !== "stale") return;
-    say(state, `no message from the kernel for ${duration(Date.now() / 1000 - store.heard)}`);
-    say(running, "");
+    setText(state, `no message from the kernel for ${duration(Date.now() / 1000 - store.lastMessageAt)}`);
+    setText(running, "");
   }
 
   function update(): void {
-    const { header, progress: work, queue: waiting, notice: told } = store.picture;
+    const { header, progress: operation, queue, notice: latest } = store.state;
     const { link } = store;
-    attribute(dot, "data-state", link === "live" ? header.state : link);
-    if (link === "gone") say(state, "the kernel is gone: run the cell again");
-    else if (link === "waiting") say(state, "waiting for the kernel");
-    else if (link === "live") say(state, header.words || (WORDS[header.state] ?? header.state));
+    setAttribute(dot, "data-state", link === "live" ? header.state : link);
+    if (link === "gone") setText(state, "the kernel is gone: run the cell again");
+    else if (link === "waiting") setText(state, "waiting for the kernel");
+    else if (link === "live") setText(state, header.description || (STATE_LABELS[header.state] ?? header.state));
     const size = header.world_size ? `${header.world_size} ${header.world_size === 1 ? "rank" : "ranks"}` : "";
     const offload = header.offload && header.offload !== "none" ? `offload ${header.offload}` : "";
     const precision = header.precision === "no" ? "fp32" : header.precision;
     const facts = [header.backend, header.place || size, precision, offload, header.options];
-    say(setup, facts.filter(Boolean).join(" · "));
-    attribute(setup, "title", setup.textContent);
+    setText(setup, facts.filter(Boolean).join(" · "));
+    setAttribute(setup, "title", setup.textContent);
 
     const gone = link === "gone" || link === "waiting";
     const idle = ["new", "stopped"].includes(header.state);
-    stop.disabled = gone || RESTS.has(header.state);
+    stop.disabled = gone || IDLE_STATES.has(header.state);
     restart.disabled = gone || idle;
-    for (const button of [save, change]) button.disabled = gone || idle || header.state === "dead";
+    for (const button of [save, switchButton]) button.disabled = gone || idle || header.state === "dead";
     // aria-disabled instead of disabled: the button stays focusable and shows the reason.
-    const { refused } = store.picture.profile;
+    const { unavailable_reason: reason } = store.state.profile;
     profile.disabled = gone;
-    attribute(profile, "aria-disabled", refused ? "true" : null);
-    attribute(profile, "title", refused || "measure where the next steps spend their time");
-    if (gone && question.open) question.close();
+    setAttribute(profile, "aria-disabled", reason ? "true" : null);
+    setAttribute(profile, "title", reason || "measure where the next steps spend their time");
+    if (gone && confirmationArea.isOpen) confirmationArea.close();
 
-    progress.hidden = work === null;
-    say(words, work?.text ?? "");
-    const share = work?.share ?? null;
-    attribute(meter, "aria-valuenow", share === null ? null : Math.round(100 * share));
-    attribute(meter, "data-unknown", share === null);
-    style(fill, "width", share === null ? "30%" : `${100 * share}%`);
-    queue.show(waiting, gone);
-    const { answer: said } = store;
-    answer.show(said && { kind: said.ok ? "info" : "error", text: said.text, time: store.answered });
-    replace.hidden = gone || !said?.replacing;
-    notice.show(told && told.text !== said?.text ? told : null);
+    progress.hidden = operation === null;
+    setText(progressText, operation?.text ?? "");
+    const fraction = operation?.fraction_done ?? null;
+    setAttribute(meter, "aria-valuenow", fraction === null ? null : Math.round(100 * fraction));
+    setAttribute(meter, "data-unknown", fraction === null);
+    setStyle(fill, "width", fraction === null ? "30%" : `${100 * fraction}%`);
+    queueList.show(queue, gone);
+    const { answer: result } = store;
+    answer.show(result && { kind: result.ok ? "info" : "error", text: result.text, time: store.answeredAt });
+    replace.hidden = gone || !result?.replacing;
+    notice.show(latest && latest.text !== result?.text ? latest : null);
     tick();
   }
   const topics = ["header", "profile", "progress", "queue", "notice", "answers", "link"] as const;
@@ -169,20 +169,20 @@ class Note {
     this.root = h("div", { class: "nbd-notice", role: "status", "aria-live": "polite" }, this.text, button);
   }
 
-  show(told: { kind: string; text: string; time: number } | null): void {
-    this.root.hidden = !told?.text;
-    this.until = told?.kind === "info" ? told.time + TOLD_S : Infinity;
-    attribute(this.root, "data-kind", told?.kind ?? null);
-    say(this.text, told?.text ?? "");
+  show(message: { kind: string; text: string; time: number } | null): void {
+    this.root.hidden = !message?.text;
+    this.until = message?.kind === "info" ? message.time + NOTICE_S : Infinity;
+    setAttribute(this.root, "data-kind", message?.kind ?? null);
+    setText(this.text, message?.text ?? "");
   }
 }
 
 /** Commands that wait for the cell, each with a Cancel button; otherwise the requested ones. */
-function queueView(store: Store): { root: HTMLElement; show(waiting: readonly QueuedCommand[], gone: boolean): void } {
-  const told = h("span");
+function queueView(store: Store): { root: HTMLElement; show(queued: readonly QueuedCommand[], gone: boolean): void } {
+  const title = h("span");
   const list = h("span", { class: "nbd-queue", role: "list" });
-  const root = h("div", { class: "nbd-line nbd-muted" }, told, list);
-  const keyed = new Keyed<QueuedCommand, { root: HTMLElement; button: HTMLButtonElement }>(
+  const root = h("div", { class: "nbd-line nbd-muted" }, title, list);
+  const keyed = new KeyedList<QueuedCommand, { root: HTMLElement; button: HTMLButtonElement }>(
     list,
     ({ id }) => id,
     ({ id, text }) => {
@@ -191,24 +191,24 @@ function queueView(store: Store): { root: HTMLElement; show(waiting: readonly Qu
     },
     () => {},
   );
-  function show(waiting: readonly QueuedCommand[], gone: boolean): void {
-    const asked = [...store.asked.values()].map(({ words }) => `requested: ${words}`);
-    say(told, waiting.length ? "Waiting for the cell:" : asked.join(" · "));
-    keyed.show(waiting);
-    list.hidden = waiting.length === 0;
+  function show(queued: readonly QueuedCommand[], gone: boolean): void {
+    const requested = [...store.pending.values()].map(({ label }) => `requested: ${label}`);
+    setText(title, queued.length ? "Waiting for the cell:" : requested.join(" · "));
+    keyed.show(queued);
+    list.hidden = queued.length === 0;
     for (const { button } of keyed.shown.values()) button.disabled = gone;
-    root.hidden = waiting.length + asked.length === 0;
+    root.hidden = queued.length + requested.length === 0;
   }
   return { root, show };
 }
 
 /** Form to switch to any backend and options, even without a plan or a matching row. */
-function switchForm(store: Store, question: Question, asker: HTMLElement): HTMLElement {
-  const { header, strategies } = store.picture;
+function switchForm(store: Store, confirmationArea: ConfirmationArea, button: HTMLElement): HTMLElement {
+  const { header, strategies } = store.state;
   const named = new Set([...strategies.rows.map((row) => row.backend), ...BACKENDS]);
-  const backend = choice("backend", [...named].filter(Boolean), header.backend);
-  const offload = choice("offload", ["none", "cpu"], header.offload || "none");
-  const recompute = choice("activation checkpointing", ["as now", "on", "off"], "as now");
+  const backend = labelledSelect("backend", [...named].filter(Boolean), header.backend);
+  const offload = labelledSelect("offload", ["none", "cpu"], header.offload || "none");
+  const recompute = labelledSelect("activation checkpointing", ["as now", "on", "off"], "as now");
   const go = h("button", {
     class: "nbd-primary",
     onclick: () => {
@@ -217,23 +217,23 @@ function switchForm(store: Store, question: Question, asker: HTMLElement): HTMLE
       if (recompute.select.value !== "as now") {
         args.activation_checkpointing = recompute.select.value === "on";
       }
-      const words = [args.backend, args.offload && `offload ${offload.select.value}`].filter(Boolean);
-      question.ask(
-        asker,
-        `Switch to ${words.join(", ")}: model, optimizer state and variables are kept. ` +
+      const target = [args.backend, args.offload && `offload ${offload.select.value}`].filter(Boolean);
+      confirmationArea.confirm(
+        button,
+        `Switch to ${target.join(", ")}: model, optimizer state and variables are kept. ` +
           "Training pauses during the switch and continues with the next cell.",
         "Switch now",
         () => store.command("switch", args, `switch to ${backend.select.value}`),
       );
     },
   }, "Switch…");
-  const cancel = h("button", { onclick: () => question.close() }, "Cancel");
-  const escape = (event: KeyboardEvent): void => {
-    if (event.key === "Escape") question.close();
+  const cancel = h("button", { onclick: () => confirmationArea.close() }, "Cancel");
+  const onKey = (event: KeyboardEvent): void => {
+    if (event.key === "Escape") confirmationArea.close();
   };
   return h(
     "div",
-    { class: "nbd-confirm", role: "group", "aria-label": "switch", onkeydown: escape },
+    { class: "nbd-confirm", role: "group", "aria-label": "switch", onkeydown: onKey },
     backend.label,
     offload.label,
     recompute.label,
@@ -241,7 +241,7 @@ function switchForm(store: Store, question: Question, asker: HTMLElement): HTMLE
   );
 }
 
-function choice(label: string, values: string[], now: string): { label: HTMLElement; select: HTMLSelectElement } {
+function labelledSelect(label: string, values: string[], now: string): { label: HTMLElement; select: HTMLSelectElement } {
   const listed = now && !values.includes(now) ? [now, ...values] : values;
   const select = h("select", {}, ...listed.map((value) => h("option", { value }, value)));
   select.value = now;

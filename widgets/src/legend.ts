@@ -1,7 +1,7 @@
 // Legend of the colors and marks of bars.
 
-import { h, Keyed, style } from "./dom.ts";
-import { colour, ordered } from "./parts.ts";
+import { h, KeyedList, setStyle } from "./dom.ts";
+import { colorOf, sortParts } from "./memory_parts.ts";
 import type { MemoryPart } from "./protocol.ts";
 
 /** Marks drawn over the parts of a bar. */
@@ -15,30 +15,30 @@ export type BarMark = keyof typeof MARKS;
 
 interface Entry {
   /** Color of the swatch; null if it is a mark. */
-  colour: string | null;
+  color: string | null;
   mark: BarMark | null;
-  words: string;
+  label: string;
 }
 
 export class Legend {
   readonly root = h("div", { class: "nbd-legend" });
-  private readonly entries = new Keyed<Entry, { root: HTMLElement }>(
+  private readonly entries = new KeyedList<Entry, { root: HTMLElement }>(
     this.root,
-    ({ words }) => words,
+    ({ label }) => label,
     (entry) => {
       const swatch = h("i", { class: "nbd-swatch" });
       if (entry.mark) swatch.classList.add(`nbd-is-${entry.mark}`);
-      else style(swatch, "background-color", entry.colour ?? "");
-      return { root: h("span", {}, swatch, entry.words) };
+      else setStyle(swatch, "background-color", entry.color ?? "");
+      return { root: h("span", {}, swatch, entry.label) };
     },
     () => {},
   );
 
   /** Show every part that occurs in a bar, and the given marks. */
   show(bars: readonly (readonly MemoryPart[])[], marks: Partial<Record<BarMark, boolean>>): void {
-    const seen = new Map(bars.flatMap((bar) => ordered(bar)).map((part) => [part.part, part]));
-    const parts = ordered([...seen.values()]).map(({ part }) => ({ colour: colour(part), mark: null, words: part }));
-    const there = (Object.keys(MARKS) as BarMark[]).filter((mark) => marks[mark]);
-    this.entries.show([...parts, ...there.map((mark) => ({ colour: null, mark, words: MARKS[mark] }))]);
+    const seen = new Map(bars.flatMap((bar) => sortParts(bar)).map((part) => [part.part, part]));
+    const parts = sortParts([...seen.values()]).map(({ part }) => ({ color: colorOf(part), mark: null, label: part }));
+    const shownMarks = (Object.keys(MARKS) as BarMark[]).filter((mark) => marks[mark]);
+    this.entries.show([...parts, ...shownMarks.map((mark) => ({ color: null, mark, label: MARKS[mark] }))]);
   }
 }

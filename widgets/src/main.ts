@@ -7,7 +7,7 @@ import "./panel.css";
 import { checkpointsView } from "./checkpoints.ts";
 import { curvesView } from "./curves.ts";
 import { devicesView } from "./devices.ts";
-import { attribute, h } from "./dom.ts";
+import { setAttribute, h } from "./dom.ts";
 import { headerView } from "./header.ts";
 import { profileView } from "./profile.ts";
 import type { FrontendMessage } from "./protocol.ts";
@@ -19,8 +19,8 @@ import type { View } from "./view.ts";
 
 /** The part of anywidget's model that is used here. */
 export interface Model {
-  on(event: string, heard: (...told: unknown[]) => void): void;
-  off(event: string, heard: (...told: unknown[]) => void): void;
+  on(event: string, listener: (...args: unknown[]) => void): void;
+  off(event: string, listener: (...args: unknown[]) => void): void;
   send(message: unknown): void;
 }
 
@@ -32,9 +32,9 @@ export function show(store: Store, element: HTMLElement): () => void {
     profileView(store),
     curvesView(store),
     tabsView(store, [
-      { name: "Strategies", view: strategiesView(store), count: () => store.picture.strategies.rows.length },
-      { name: "Ranks", view: ranksView(store), count: () => store.picture.ranks.length },
-      { name: "Checkpoints", view: checkpointsView(store), count: () => store.picture.checkpoints.length },
+      { name: "Strategies", view: strategiesView(store), count: () => store.state.strategies.rows.length },
+      { name: "Ranks", view: ranksView(store), count: () => store.state.ranks.length },
+      { name: "Checkpoints", view: checkpointsView(store), count: () => store.state.checkpoints.length },
     ]),
   ];
   const root = h(
@@ -51,10 +51,10 @@ export function show(store: Store, element: HTMLElement): () => void {
     frame = 0;
     const now = new Set(changed);
     changed.clear();
-    attribute(root, "data-link", store.link);
+    setAttribute(root, "data-link", store.link);
     for (const view of views) if (view.topics.some((topic) => now.has(topic))) view.update();
   }
-  const unwatch = store.watch((topic) => {
+  const unsubscribe = store.subscribe((topic) => {
     changed.add(topic);
     frame ||= requestAnimationFrame(draw);
   });
@@ -67,7 +67,7 @@ export function show(store: Store, element: HTMLElement): () => void {
   // Charts need a width, which is known only once the element is in the page.
   changed.add("series");
   return () => {
-    unwatch();
+    unsubscribe();
     clearInterval(clock);
     cancelAnimationFrame(frame);
     for (const view of views) view.close?.();
@@ -83,16 +83,16 @@ export default function panel(): {
   return {
     initialize({ model }) {
       store = new Store((message) => model.send(message));
-      const heard = (message: unknown, buffers: unknown): void =>
+      const receive = (message: unknown, buffers: unknown): void =>
         store.receive(message as FrontendMessage, (buffers ?? []) as DataView[]);
       // Fires when the kernel was restarted and this view is no longer connected.
-      const gone = (): void => store.connect("gone");
-      model.on("msg:custom", heard);
-      model.on("comm_live_update", gone);
+      const disconnect = (): void => store.connect("gone");
+      model.on("msg:custom", receive);
+      model.on("comm_live_update", disconnect);
       store.hello();
       return () => {
-        model.off("msg:custom", heard);
-        model.off("comm_live_update", gone);
+        model.off("msg:custom", receive);
+        model.off("comm_live_update", disconnect);
       };
     },
     render: ({ el }) => show(store, el),

@@ -1,16 +1,16 @@
 // The latest profile: the verdict, a bar for each rank's step, and suggested changes.
 
-import { Question } from "./confirm.ts";
+import { ConfirmationArea } from "./confirm.ts";
 import { title } from "./devices.ts";
-import { attribute, h, Keyed, say } from "./dom.ts";
+import { setAttribute, h, KeyedList, setText } from "./dom.ts";
 import { age, seconds } from "./format.ts";
 import { STEP_COLORS, type AdviceView, type ProfiledRank, type StepPartTime } from "./protocol.ts";
 import type { Store } from "./store.ts";
-import { inWords, painted, share, TimeBar, told } from "./times.ts";
+import { describeRank, colored, formatShare, TimeBar, describePart } from "./step_times.ts";
 import type { View } from "./view.ts";
 
 /** States in which no ranks can switch. */
-const RANKLESS = new Set(["new", "dead", "stopped"]);
+const STATES_WITHOUT_RANKS = new Set(["new", "dead", "stopped"]);
 const HINT = "Point at a part of a bar, or select it with Tab and the arrow keys, to see its figures.";
 const COPIED_MS = 2000;
 
@@ -31,7 +31,7 @@ export function profileView(store: Store): View {
   const verdict = h("p", { class: "nbd-verdict" });
   const when = h("div", { class: "nbd-tools nbd-muted" });
   const facts = h("p", { class: "nbd-muted nbd-tight" });
-  const gained = h("p", { class: "nbd-gained nbd-tight" });
+  const outcome = h("p", { class: "nbd-gained nbd-tight" });
   const bars = h("div", { class: "nbd-steps", role: "list" });
   const legend = h("div", { class: "nbd-legend" });
   const reading = h("p", { class: "nbd-reading nbd-muted nbd-tight", "aria-live": "polite" });
@@ -41,27 +41,27 @@ export function profileView(store: Store): View {
     "section",
     { class: "nbd-section", "aria-label": "profile" },
     title("Profile", when),
-    verdict, facts, gained, bars, reading, legend, list, notes,
+    verdict, facts, outcome, bars, reading, legend, list, notes,
   );
   let scale = 1;
 
-  const read = (words: string): void => say(reading, words || HINT);
-  const ranks = new Keyed<ProfiledRank, RankRow>(
+  const showReading = (words: string): void => setText(reading, words || HINT);
+  const ranks = new KeyedList<ProfiledRank, RankRow>(
     bars,
     ({ rank }) => String(rank),
-    () => rankRow(read, () => scale),
+    () => rankRow(showReading, () => scale),
     (row, rank) => row.show(rank),
   );
-  const entries = new Keyed<Entry, { root: HTMLElement; words: HTMLElement }>(
+  const entries = new KeyedList<Entry, { root: HTMLElement; words: HTMLElement }>(
     legend,
     ({ part }) => part,
     ({ part }) => {
       const words = h("span");
-      return { root: h("span", {}, painted("i", part, "nbd-swatch"), words), words };
+      return { root: h("span", {}, colored("i", part, "nbd-swatch"), words), words };
     },
-    (row, { words }) => say(row.words, words),
+    (row, { words }) => setText(row.words, words),
   );
-  const pieces = new Keyed<AdviceView, AdviceRow>(
+  const adviceList = new KeyedList<AdviceView, AdviceRow>(
     list,
     ({ title, command }) => `${title} ${command}`,
     () => adviceRow(store),
@@ -69,45 +69,45 @@ export function profileView(store: Store): View {
   );
 
   function tick(): void {
-    const { time } = store.picture.profile;
-    say(when, time === null ? "" : `${age(store.now() - time)} ago`.replace("now ago", "just now"));
+    const { time } = store.state.profile;
+    setText(when, time === null ? "" : `${age(store.now() - time)} ago`.replace("now ago", "just now"));
   }
 
   function update(): void {
-    const { profile } = store.picture;
+    const { profile } = store.state;
     root.hidden = !profile.verdict;
     if (root.hidden) return;
-    say(verdict, profile.verdict);
-    for (const [element, words] of [[facts, profile.facts], [gained, profile.gained], [notes, profile.notes.join(" ")]] as const) {
-      say(element, words);
+    setText(verdict, profile.verdict);
+    for (const [element, words] of [[facts, profile.facts], [outcome, profile.outcome], [notes, profile.notes.join(" ")]] as const) {
+      setText(element, words);
       element.hidden = !words;
     }
     scale = Math.max(...profile.ranks.map(({ step_s }) => step_s), 1e-9);
     ranks.show(profile.ranks);
     entries.show(meanOf(profile.ranks));
     reading.hidden = profile.ranks.length === 0;
-    if (!bars.contains(document.activeElement)) read("");
+    if (!bars.contains(document.activeElement)) showReading("");
     list.hidden = profile.advice.length === 0;
-    pieces.show(profile.advice);
+    adviceList.show(profile.advice);
     tick();
   }
   return { root, topics: ["profile", "link", "header"], update, tick };
 }
 
-/** Return the parts of all ranks, with their share of the total step time. */
+/** Return the parts of all ranks, with their formatShare of the total step time. */
 function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
-  const whole = ranks.reduce((sum, { step_s }) => sum + step_s, 0);
+  const total = ranks.reduce((sum, { step_s }) => sum + step_s, 0);
   const sums = new Map<string, number>();
   for (const { part, seconds: taken } of ranks.flatMap(({ parts }) => parts)) {
     if (taken > 0) sums.set(part, (sums.get(part) ?? 0) + taken);
   }
   const order = Object.keys(STEP_COLORS);
-  const found = [...sums].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));
-  return found.map(([part, sum]) => ({ part, words: `${part} ${share(sum, whole)}` }));
+  const sorted = [...sums].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));
+  return sorted.map(([part, sum]) => ({ part, words: `${part} ${formatShare(sum, total)}` }));
 }
 
-function rankRow(read: (words: string) => void, scale: () => number): RankRow {
-  let now: ProfiledRank;
+function rankRow(showReading: (words: string) => void, scale: () => number): RankRow {
+  let current: ProfiledRank;
   let shown: readonly StepPartTime[] = [];
   let at = -1;
   const name = h("span", { class: "nbd-figures" });
@@ -115,14 +115,14 @@ function rankRow(read: (words: string) => void, scale: () => number): RankRow {
   const stack = new TimeBar();
   const step = h("span", { class: "nbd-figures nbd-cell" });
 
-  /** Show the figures of one part, or of the whole rank. */
+  /** Show the figures of one part, or of the total rank. */
   function go(to: number): void {
     at = Math.max(-1, Math.min(to, shown.length - 1));
     stack.mark(at);
     const part = shown[at];
-    read(part ? `rank ${now.rank}: ${told(part, now.step_s)}` : inWords(now));
+    showReading(part ? `rank ${current.rank}: ${describePart(part, current.step_s)}` : describeRank(current));
   }
-  const leave = (): void => (stack.mark((at = -1)), read(""));
+  const leave = (): void => (stack.mark((at = -1)), showReading(""));
   const bar = h(
     "div",
     {
@@ -145,51 +145,51 @@ function rankRow(read: (words: string) => void, scale: () => number): RankRow {
   return {
     root: h("div", { class: "nbd-step", role: "listitem" }, h("span", { class: "nbd-label" }, name, badge), bar, step),
     show(rank) {
-      now = rank;
+      current = rank;
       shown = rank.parts.filter((part) => part.seconds > 0);
-      say(name, `rank ${rank.rank}`);
+      setText(name, `rank ${rank.rank}`);
       badge.hidden = !rank.straggler;
       stack.show(shown, rank.step_s, scale());
-      attribute(bar, "aria-label", inWords(rank));
-      say(step, seconds(rank.step_s));
+      setAttribute(bar, "aria-label", describeRank(rank));
+      setText(step, seconds(rank.step_s));
     },
   };
 }
 
 function adviceRow(store: Store): AdviceRow {
-  let now: AdviceView;
+  let current: AdviceView;
   const text = h("span");
   const head = h("strong");
   const line = h("code");
-  const question = new Question();
-  const copy = h("button", { class: "nbd-quiet", onclick: () => void copied(line).then((word) => {
-    say(copy, word);
-    setTimeout(() => say(copy, "Copy"), COPIED_MS);
+  const confirmationArea = new ConfirmationArea();
+  const copy = h("button", { class: "nbd-quiet", onclick: () => void copyText(line).then((word) => {
+    setText(copy, word);
+    setTimeout(() => setText(copy, "Copy"), COPIED_MS);
   }) }, "Copy");
   const change = h("button", { class: "nbd-quiet", "aria-expanded": "false", onclick: () => {
-    if (question.open) return question.close();
-    const { arguments: args, command, does } = now;
-    return question.ask(change, does, "Switch to it", () => store.command("switch", args, command.replace("%nbdist ", "")));
+    if (confirmationArea.isOpen) return confirmationArea.close();
+    const { arguments: args, command, effect } = current;
+    return confirmationArea.confirm(change, effect, "Switch to it", () => store.command("switch", args, command.replace("%nbdist ", "")));
   } }, "Switch…");
   const paste = h("div", { class: "nbd-tools" }, line, copy, change);
   return {
-    root: h("div", { role: "listitem" }, h("p", { class: "nbd-tight" }, head, text), paste, question.root),
+    root: h("div", { role: "listitem" }, h("p", { class: "nbd-tight" }, head, text), paste, confirmationArea.root),
     show(advice) {
-      now = advice;
-      say(text, advice.text);
-      say(head, advice.title ? `${advice.title}: ` : "");
-      say(line, advice.command);
+      current = advice;
+      setText(text, advice.text);
+      setText(head, advice.title ? `${advice.title}: ` : "");
+      setText(line, advice.command);
       paste.hidden = !advice.command;
-      attribute(copy, "aria-label", `copy ${advice.command}`);
-      const unable = store.link === "gone" || RANKLESS.has(store.picture.header.state);
-      change.hidden = unable || !advice.does || Object.keys(advice.arguments).length === 0;
-      if (change.hidden && question.open) question.close();
+      setAttribute(copy, "aria-label", `copy ${advice.command}`);
+      const cannotSwitch = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
+      change.hidden = cannotSwitch || !advice.effect || Object.keys(advice.arguments).length === 0;
+      if (change.hidden && confirmationArea.isOpen) confirmationArea.close();
     },
   };
 }
 
 /** Copy an element's text, or select it if the page is not served over https. Returns a status text. */
-async function copied(element: HTMLElement): Promise<string> {
+async function copyText(element: HTMLElement): Promise<string> {
   try {
     await navigator.clipboard.writeText(element.textContent ?? "");
     return "Copied";

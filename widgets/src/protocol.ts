@@ -21,16 +21,16 @@ export interface HeaderView {
   options: string;
   place: string;
   state: SessionState;
-  words: string;
-  since: number | null;
-  started: number | null;
+  description: string;
+  state_since: number | null;
+  started_at: number | null;
   kernel_id: string | null;
   version: string;
 }
 
 export interface NodeView {
   name: string;
-  words: string;
+  description: string;
   host_bytes: number;
   host_used_bytes: number | null;
 }
@@ -47,7 +47,7 @@ export interface DeviceView {
   used_bytes: number | null;
   peak_bytes: number | null;
   others_bytes: number;
-  holders: string[];
+  other_processes: string[];
   utilization: number | null;
   power_w: number | null;
   power_limit_w: number | null;
@@ -62,7 +62,7 @@ export interface DeviceView {
 export interface StrategyRow {
   id: string;
   backend: string;
-  words: string;
+  label: string;
   device_bytes: number;
   capacity_bytes: number;
   parts: MemoryPart[];
@@ -72,7 +72,7 @@ export interface StrategyRow {
   tokens_per_s: number | null;
   why: string;
   command: string;
-  does: string;
+  effect: string;
   arguments: Record<string, unknown>;
 }
 
@@ -98,19 +98,19 @@ export interface AdviceView {
   title: string;
   text: string;
   command: string;
-  does: string;
+  effect: string;
   arguments: Record<string, unknown>;
 }
 
 export interface ProfileView {
   verdict: string;
   facts: string;
-  gained: string;
+  outcome: string;
   ranks: ProfiledRank[];
   advice: AdviceView[];
   notes: string[];
   time: number | null;
-  refused: string;
+  unavailable_reason: string;
 }
 
 export interface RankView {
@@ -119,9 +119,9 @@ export interface RankView {
   device: string;
   node: string;
   state: "starting" | "ready" | "running" | "waiting" | "dead" | "ended";
-  line: string;
-  written: number;
-  where: string;
+  last_line: string;
+  num_chars: number;
+  current_line: string;
 }
 
 export interface CheckpointView {
@@ -129,17 +129,17 @@ export interface CheckpointView {
   step: number | null;
   size_bytes: number;
   backend: string;
-  saved: number;
+  saved_at: number;
   seconds: number | null;
   path: string;
   state: "done" | "running" | "failed";
-  problem: string;
+  error: string;
 }
 
 export interface ProgressView {
   text: string;
-  share: number | null;
-  since: number;
+  fraction_done: number | null;
+  started_at: number;
 }
 
 export interface QueuedCommand {
@@ -198,18 +198,18 @@ export interface SampleHistory {
 
 export interface ResetMessage {
   kind: "reset";
-  picture: PanelState;
+  state: PanelState;
   series: CurveSlice[];
   samples: SampleHistory;
 }
 
 export interface PanelStateUpdate {
-  kind: "picture";
+  kind: "state";
   changed: Partial<PanelState>;
 }
 
 export interface CurvePointsMessage {
-  kind: "rows";
+  kind: "points";
   series: CurveSlice[];
 }
 
@@ -224,7 +224,7 @@ export interface CommandAnswer {
   id: string;
   ok: boolean;
   text: string;
-  replaces: boolean;
+  can_replace: boolean;
 }
 
 export interface LogMessage {
@@ -235,7 +235,7 @@ export interface LogMessage {
 }
 
 export interface HeartbeatMessage {
-  kind: "beat";
+  kind: "heartbeat";
   time: number;
 }
 

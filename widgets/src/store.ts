@@ -3,26 +3,26 @@
 import { HEARTBEAT_INTERVAL_S, MAX_SAMPLES } from "./protocol.ts";
 import type { CommandName, CurveSlice, DeviceSample, FrontendMessage, PageMessage, PanelState, SampleHistory } from "./protocol.ts";
 import { Points } from "./points.ts";
-import { interruptKernel } from "./rest.ts";
+import { interruptKernel } from "./notebook_server.ts";
 
-/** Topics that a view can watch: a key of the picture, or one of these. */
-export type Topic = keyof PanelState | "series" | "samples" | "link" | "answers" | "log" | "choice";
+/** Topics that a view can watch: a key of the state, or one of these. */
+export type Topic = keyof PanelState | "series" | "samples" | "link" | "answers" | "log" | "curve_options";
 /** live: messages arrive; stale: none for a while; gone: the kernel has closed the connection. */
 export type Link = "waiting" | "live" | "stale" | "gone";
 
-export interface Asked {
+export interface PendingCommand {
   name: CommandName;
   args: Record<string, unknown>;
-  words: string;
+  label: string;
 }
 export interface Answer {
   ok: boolean;
   text: string;
   /** Command that was refused only because its target exists, and that could replace it. */
-  replacing?: Asked;
+  replacing?: PendingCommand;
 }
 /** Display options of curves, shared by all views of the panel. */
-export interface Choice {
+export interface CurveOptions {
   shown: string[] | null;
   x: "step" | "time";
   log: boolean;
@@ -37,7 +37,7 @@ export interface Log {
 /** Three missed heartbeats, plus one second of latency. */
 export const STALE_S = 3 * HEARTBEAT_INTERVAL_S + 1;
 /** If an interrupt has no effect for this long, it is sent to the server instead. */
-export const PATIENCE_MS = 1000;
+export const INTERRUPT_TIMEOUT_MS = 1000;
 
 /** State before the first message of the kernel. */
 export const EMPTY: PanelState = {
@@ -49,16 +49,16 @@ export const EMPTY: PanelState = {
     options: "",
     place: "",
     state: "new",
-    words: "",
-    since: null,
-    started: null,
+    description: "",
+    state_since: null,
+    started_at: null,
     kernel_id: null,
     version: "",
   },
   nodes: [],
   devices: [],
   strategies: { rows: [], note: "" },
-  profile: { verdict: "", facts: "", gained: "", ranks: [], advice: [], notes: [], time: null, refused: "" },
+  profile: { verdict: "", facts: "", outcome: "", ranks: [], advice: [], notes: [], time: null, unavailable_reason: "" },
   ranks: [],
   checkpoints: [],
   progress: null,
@@ -68,90 +68,90 @@ export const EMPTY: PanelState = {
 };
 
 export class Store {
-  picture: PanelState = EMPTY;
+  state: PanelState = EMPTY;
   series = new Map<string, Points>();
   samples: SampleHistory = { times: [], devices: [] };
   link: Link = "waiting";
   answer: Answer | null = null;
   /** Time of the answer in Unix seconds of the kernel. */
-  answered = 0;
+  answeredAt = 0;
   log: Log | null = null;
-  choice: Choice = { shown: null, x: "step", log: false, smoothing: 0 };
+  curveOptions: CurveOptions = { shown: null, x: "step", log: false, smoothing: 0 };
   /** Commands sent and not yet answered, by id. */
-  asked = new Map<string, Asked>();
+  pending = new Map<string, PendingCommand>();
   /** Time of the latest message in Unix seconds of this machine. */
-  heard = Date.now() / 1000;
+  lastMessageAt = Date.now() / 1000;
   /** The kernel's clock minus this machine's, which may be a different machine. */
-  private ahead = 0;
-  private watchers = new Set<(topic: Topic) => void>();
-  private numbered = 0;
+  private clockOffset = 0;
+  private listeners = new Set<(topic: Topic) => void>();
+  private numCommands = 0;
   private readonly name = Math.random().toString(36).slice(2, 10);
 
   constructor(private readonly send: (message: PageMessage) => void) {}
 
   /** Return the Unix time of the kernel's clock. */
   now(): number {
-    return Date.now() / 1000 + this.ahead;
+    return Date.now() / 1000 + this.clockOffset;
   }
 
-  /** Call `seen` with each topic that changes. Returns a function that unsubscribes. */
-  watch(seen: (topic: Topic) => void): () => void {
-    this.watchers.add(seen);
-    return () => this.watchers.delete(seen);
+  /** Call `listener` with each topic that changes. Returns a function that unsubscribes. */
+  subscribe(listener: (topic: Topic) => void): () => void {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
   }
 
-  tell(topic: Topic): void {
-    for (const seen of this.watchers) seen(topic);
+  notify(topic: Topic): void {
+    for (const listener of this.listeners) listener(topic);
   }
 
   /** Process a message of the kernel. */
   receive(message: FrontendMessage, buffers: readonly ArrayBufferView[] = []): void {
-    this.heard = Date.now() / 1000;
+    this.lastMessageAt = Date.now() / 1000;
     this.connect("live");
     switch (message.kind) {
       case "reset":
         this.series.clear();
         this.samples = message.samples;
-        this.change(message.picture);
+        this.change(message.state);
         this.append(message.series, buffers[0]);
-        this.tell("samples");
+        this.notify("samples");
         break;
-      case "picture":
+      case "state":
         this.change(message.changed);
         break;
-      case "rows":
+      case "points":
         this.append(message.series, buffers[0]);
         break;
       case "samples":
-        this.ahead = message.time - Date.now() / 1000;
+        this.clockOffset = message.time - Date.now() / 1000;
         this.sample(message.time, message.devices);
         break;
       case "answer": {
-        const asked = this.asked.get(message.id);
-        if (!asked) return; // the command of another page's store
-        this.asked.delete(message.id);
-        this.say({ ok: message.ok, text: message.text, ...(message.replaces && { replacing: asked }) });
+        const command = this.pending.get(message.id);
+        if (!command) return; // the command of another page's store
+        this.pending.delete(message.id);
+        this.showAnswer({ ok: message.ok, text: message.text, ...(message.can_replace && { replacing: command }) });
         break;
       }
       case "log":
         this.log = { rank: message.rank, search: message.search, lines: message.lines };
-        this.tell("log");
+        this.notify("log");
         break;
-      case "beat":
-        this.ahead = message.time - Date.now() / 1000;
+      case "heartbeat":
+        this.clockOffset = message.time - Date.now() / 1000;
     }
   }
 
   /** Publish the result of a command, as topic "answers". */
-  say(answer: Answer): void {
+  showAnswer(answer: Answer): void {
     this.answer = answer;
-    this.answered = this.now();
-    this.tell("answers");
+    this.answeredAt = this.now();
+    this.notify("answers");
   }
 
   private change(changed: Partial<PanelState>): void {
-    this.picture = { ...this.picture, ...changed };
-    for (const key of Object.keys(changed)) this.tell(key as keyof PanelState);
+    this.state = { ...this.state, ...changed };
+    for (const key of Object.keys(changed)) this.notify(key as keyof PanelState);
   }
 
   /** Append the points of a message: for each curve in turn triples of step, time and value. */
@@ -166,7 +166,7 @@ export class Store {
       this.series.set(name, points);
       for (const end = at + 3 * added; at < end; at += 3) points.add(numbers[at]!, numbers[at + 1]!, numbers[at + 2]!);
     }
-    this.tell("series");
+    this.notify("series");
   }
 
   private sample(time: number, devices: DeviceSample[]): void {
@@ -180,19 +180,19 @@ export class Store {
       }
     });
     if (times.length > MAX_SAMPLES) times.shift();
-    this.tell("samples");
+    this.notify("samples");
   }
 
   /** Mark the link as stale if messages have stopped; called once a second. */
   checkLink(): void {
-    if (this.picture.header.state === "stopped") return; // no further messages follow
-    if (this.link === "live" && Date.now() / 1000 - this.heard > STALE_S) this.connect("stale");
+    if (this.state.header.state === "stopped") return; // no further messages follow
+    if (this.link === "live" && Date.now() / 1000 - this.lastMessageAt > STALE_S) this.connect("stale");
   }
 
   connect(link: Link): void {
     if (link === this.link) return;
     this.link = link;
-    this.tell("link");
+    this.notify("link");
   }
 
   /** Request the full state from the kernel. */
@@ -201,19 +201,19 @@ export class Store {
   }
 
   /** Send a command; its answer is published as topic "answers". */
-  command(name: CommandName, args: Record<string, unknown>, words: string): string {
-    this.numbered += 1;
-    const id = `${this.name}-${this.numbered}`;
-    this.asked.set(id, { name, args, words });
+  command(name: CommandName, args: Record<string, unknown>, label: string): string {
+    this.numCommands += 1;
+    const id = `${this.name}-${this.numCommands}`;
+    this.pending.set(id, { name, args, label });
     this.answer = null;
-    this.tell("answers");
+    this.notify("answers");
     this.send({ kind: "command", id, name, arguments: args });
     return id;
   }
 
   /** Repeat a command that was refused because its target exists, and replace the target. */
-  replace({ name, args, words }: Asked): void {
-    this.command(name, { ...args, overwrite: true }, words);
+  replace({ name, args, label }: PendingCommand): void {
+    this.command(name, { ...args, overwrite: true }, label);
   }
 
   /**
@@ -221,25 +221,25 @@ export class Store {
    * nothing has changed after a second, the notebook server is asked to interrupt it.
    */
   stop(interrupt = interruptKernel): void {
-    const state = this.picture.header.state;
+    const state = this.state.header.state;
     const id = this.command("interrupt", {}, "stop");
     setTimeout(() => {
-      const header = this.picture.header;
-      if (!this.asked.has(id) || header.state !== state) return;
+      const header = this.state.header;
+      if (!this.pending.has(id) || header.state !== state) return;
       void interrupt(header.kernel_id).then((answer) => {
-        this.asked.delete(id);
-        this.say(answer);
+        this.pending.delete(id);
+        this.showAnswer(answer);
       });
-    }, PATIENCE_MS);
+    }, INTERRUPT_TIMEOUT_MS);
   }
 
   /** Request the log of a rank or the launcher; it is published as topic "log". */
-  askLog(rank: number | null, search: string): void {
+  requestLog(rank: number | null, search: string): void {
     this.send({ kind: "log", rank, search });
   }
 
-  choose(changed: Partial<Choice>): void {
-    this.choice = { ...this.choice, ...changed };
-    this.tell("choice");
+  setCurveOptions(changed: Partial<CurveOptions>): void {
+    this.curveOptions = { ...this.curveOptions, ...changed };
+    this.notify("curve_options");
   }
 }

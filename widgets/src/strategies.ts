@@ -1,8 +1,8 @@
 // Rows of the plan against the memory of the device; selecting one offers to switch to it.
 
-import { inWords, percent, Stack } from "./bar.ts";
+import { describeParts, cssPercent, MemoryBar } from "./memory_bar.ts";
 import { confirmation } from "./confirm.ts";
-import { attribute, h, Keyed, say, style } from "./dom.ts";
+import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
 import { bytes, bytesOf, speed as perSecond } from "./format.ts";
 import { Legend } from "./legend.ts";
 import type { StrategyRow } from "./protocol.ts";
@@ -10,7 +10,7 @@ import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
 /** States in which no ranks can switch. */
-const RANKLESS = new Set(["new", "dead", "stopped"]);
+const STATES_WITHOUT_RANKS = new Set(["new", "dead", "stopped"]);
 
 interface Row {
   root: HTMLElement;
@@ -29,18 +29,18 @@ export function strategiesView(store: Store): View {
   let wide = false;
   let scale = 1;
 
-  const keyed = new Keyed<StrategyRow, Row>(
+  const keyed = new KeyedList<StrategyRow, Row>(
     list,
-    (row) => row.id || row.words || row.backend,
+    (row) => row.id || row.label || row.backend,
     (row) => makeRow(row.id),
-    (made, row) => made.show(row, scale),
+    (element, row) => element.show(row, scale),
   );
 
   function makeRow(id: string): Row {
     let now: StrategyRow;
     const name = h("span", { class: "nbd-name" });
     const badges = h("span", { class: "nbd-badges" });
-    const stack = new Stack();
+    const stack = new MemoryBar();
     const limit = h("div", { class: "nbd-limit" });
     const bar = h("div", { class: "nbd-bar", role: "img" }, stack.root, limit);
     const size = h("span", { class: "nbd-figures nbd-cell" });
@@ -62,42 +62,42 @@ export function strategiesView(store: Store): View {
       choose.focus();
     };
 
-    function open(ended: boolean): void {
-      const lines = [now.why, inWords(now.parts)].filter(Boolean);
+    function open(noRanks: boolean): void {
+      const lines = [now.why, describeParts(now.parts)].filter(Boolean);
       more.replaceChildren(...lines.map((line) => h("p", { class: "nbd-muted nbd-tight" }, line)));
       if (now.command) more.append(h("code", {}, now.command));
       const args = now.arguments;
-      if (ended || now.current || !Object.keys(args).length) return; // the user pastes the command above
-      const words = now.words || now.backend;
+      if (noRanks || now.current || !Object.keys(args).length) return; // the user pastes the command above
+      const label = now.label || now.backend;
       more.append(confirmation({
-        says: now.does || `Switch to ${words}: the model, its optimizer and variables are kept.`,
+        message: now.effect || `Switch to ${label}: the model, its optimizer and variables are names.`,
         label: now.fits ? "Switch to it" : "Switch anyway: it may not fit",
-        does: () => store.command("switch", args, `switch to ${words}`),
-        over: close,
+        onConfirm: () => store.command("switch", args, `switch to ${label}`),
+        onClose: close,
       }));
     }
 
-    function show(row: StrategyRow, scaled: number): void {
+    function show(row: StrategyRow, barScale: number): void {
       now = row;
-      say(name, row.words || row.backend);
+      setText(name, row.label || row.backend);
       name.title = name.textContent;
-      const said = [row.fits ? "fits" : "does not fit", row.current ? "current" : "", row.recommended ? "recommended" : ""];
-      const kept = said.filter(Boolean);
-      if (badges.dataset.said !== kept.join()) {
-        badges.dataset.said = kept.join();
-        badges.replaceChildren(...kept.map((word) => h("span", { class: "nbd-badge", "data-word": word }, word)));
+      const badgeNames = [row.fits ? "fits" : "does not fit", row.current ? "current" : "", row.recommended ? "recommended" : ""];
+      const names = badgeNames.filter(Boolean);
+      if (badges.dataset.names !== names.join()) {
+        badges.dataset.names = names.join();
+        badges.replaceChildren(...names.map((word) => h("span", { class: "nbd-badge", "data-word": word }, word)));
       }
-      stack.show(row.parts.length ? row.parts : [{ part: "other", bytes: row.device_bytes }], scaled);
-      style(limit, "left", percent(row.capacity_bytes, scaled));
-      attribute(bar, "aria-label", `${bytesOf(row.device_bytes, row.capacity_bytes)}`);
-      say(size, bytes(row.device_bytes));
-      say(speed, row.tokens_per_s ? `${perSecond(row.tokens_per_s)} tokens/s` : "");
-      attribute(choose, "aria-expanded", chosen === id ? "true" : "false");
-      const ended = store.link === "gone" || RANKLESS.has(store.picture.header.state);
-      const wanted = chosen === id ? JSON.stringify([row.why, row.command, row.does, ended]) : "";
-      if (opened !== wanted) {
-        opened = wanted;
-        if (wanted) open(ended);
+      stack.show(row.parts.length ? row.parts : [{ part: "other", bytes: row.device_bytes }], barScale);
+      setStyle(limit, "left", cssPercent(row.capacity_bytes, barScale));
+      setAttribute(bar, "aria-label", `${bytesOf(row.device_bytes, row.capacity_bytes)}`);
+      setText(size, bytes(row.device_bytes));
+      setText(speed, row.tokens_per_s ? `${perSecond(row.tokens_per_s)} tokens/s` : "");
+      setAttribute(choose, "aria-expanded", chosen === id ? "true" : "false");
+      const noRanks = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
+      const details = chosen === id ? JSON.stringify([row.why, row.command, row.effect, noRanks]) : "";
+      if (opened !== details) {
+        opened = details;
+        if (details) open(noRanks);
         else more.replaceChildren();
       }
     }
@@ -105,21 +105,21 @@ export function strategiesView(store: Store): View {
   }
 
   function update(): void {
-    const { rows, note: told } = store.picture.strategies;
-    say(note, told || (rows.length ? "Predicted memory of the rank with the highest peak." : "No plan yet: it is computed when a model is prepared."));
+    const { rows, note: planNote } = store.state.strategies;
+    setText(note, planNote || (rows.length ? "Predicted memory of the rank with the highest peak." : "No plan yet: it is computed when a model is prepared."));
     const best = rows.find((row) => row.recommended);
     reason.hidden = !best;
-    if (best) say(reason, `Recommended: ${best.words || best.backend}${best.why ? ` (${best.why})` : ""}`);
+    if (best) setText(reason, `Recommended: ${best.label || best.backend}${best.why ? ` (${best.why})` : ""}`);
     const capacity = Math.max(0, ...rows.map((row) => row.capacity_bytes));
     const largest = Math.max(1, ...rows.map((row) => row.device_bytes));
     // Limit the scale, so that a row that needs ten times the memory does not hide the others.
     scale = capacity ? Math.max(1.05 * capacity, Math.min(largest, 1.6 * capacity)) : largest;
     const few = rows.length <= 8;
     all.hidden = few;
-    say(all, wide ? "Show fewer" : `Show all ${rows.length}`);
-    say(plan, rows.length ? "Plan again" : "Plan");
-    plan.disabled = store.link === "gone" || RANKLESS.has(store.picture.header.state);
-    const shown = few || wide ? rows : shortened(rows);
+    setText(all, wide ? "Show fewer" : `Show all ${rows.length}`);
+    setText(plan, rows.length ? "Plan again" : "Plan");
+    plan.disabled = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
+    const shown = few || wide ? rows : shortList(rows);
     keyed.show(shown);
     legend.root.hidden = rows.length === 0;
     legend.show(shown.map((row) => row.parts), { limit: capacity > 0 });
@@ -128,7 +128,7 @@ export function strategiesView(store: Store): View {
 }
 
 /** Return the first row of each backend, and the current and recommended ones. */
-function shortened(rows: readonly StrategyRow[]): StrategyRow[] {
+function shortList(rows: readonly StrategyRow[]): StrategyRow[] {
   const seen = new Set<string>();
   return rows.filter((row) => {
     const first = !seen.has(row.backend);

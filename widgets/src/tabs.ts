@@ -1,14 +1,14 @@
 // Tabs for strategies, ranks and checkpoints, following the ARIA tabs pattern.
 
-import { attribute, h, say } from "./dom.ts";
+import { setAttribute, h, setText } from "./dom.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
-let made = 0;
+let numGroups = 0;
 
 export function tabsView(store: Store, parts: { name: string; view: View; count(): number }[]): View {
-  made += 1;
-  const group = `nbd-${made}`;
+  numGroups += 1;
+  const group = `nbd-${numGroups}`;
   const counts = parts.map(() => h("span", { class: "nbd-count" }));
   const buttons = parts.map((part, index) =>
     h(
@@ -40,13 +40,13 @@ export function tabsView(store: Store, parts: { name: string; view: View; count(
   );
   const bar = h("div", { class: "nbd-tabs", role: "tablist", "aria-label": "details" }, ...buttons);
   const root = h("section", { class: "nbd-section", "aria-label": "details" }, bar, ...pages);
-  let touched = false;
+  let chosenByUser = false;
 
-  function open(index: number, byHand = true): void {
-    touched ||= byHand;
+  function open(index: number, byUser = true): void {
+    chosenByUser ||= byUser;
     buttons.forEach((button, at) => {
-      attribute(button, "aria-selected", at === index ? "true" : "false");
-      attribute(button, "tabindex", at === index ? 0 : -1);
+      setAttribute(button, "aria-selected", at === index ? "true" : "false");
+      setAttribute(button, "tabindex", at === index ? 0 : -1);
       pages[at]!.hidden = at !== index;
     });
   }
@@ -58,11 +58,11 @@ export function tabsView(store: Store, parts: { name: string; view: View; count(
     update() {
       parts.forEach((part, index) => {
         part.view.update();
-        say(counts[index]!, part.count() ? String(part.count()) : "");
+        setText(counts[index]!, part.count() ? String(part.count()) : "");
       });
       // Until the user selects a tab: show ranks if one is dead or there is no plan, otherwise the plan.
-      const dead = store.picture.ranks.some((rank) => rank.state === "dead");
-      if (!touched) open(dead || !store.picture.strategies.rows.length ? 1 : 0, false);
+      const dead = store.state.ranks.some((rank) => rank.state === "dead");
+      if (!chosenByUser) open(dead || !store.state.strategies.rows.length ? 1 : 0, false);
     },
     tick: () => parts.forEach((part) => part.view.tick?.()),
     close: () => parts.forEach((part) => part.view.close?.()),

@@ -1,7 +1,7 @@
 // Reads colors for the canvas from the page, and watches for theme changes.
 
 /** Return a color of the panel's style sheet for use in a canvas. */
-export function colourOf(element: Element, variable: string): string {
+export function cssColor(element: Element, variable: string): string {
   return getComputedStyle(element).getPropertyValue(variable).trim() || "#888";
 }
 

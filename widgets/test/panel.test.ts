@@ -17,7 +17,7 @@ async function panel(scene: string): Promise<{ sent: Sent[]; store: Store; root:
   const sent: Sent[] = [];
   const store = new Store((message) => sent.push(message as Sent));
   const close = show(store, dom.window.document.body);
-  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [], samples: { times: [], devices: [] } });
+  store.receive({ kind: "reset", state: SCENES[scene]!().state, series: [], samples: { times: [], devices: [] } });
   await drawn();
   return { sent, store, root: dom.window.document.body, close };
 }
@@ -103,9 +103,9 @@ test("without rows the plan is not made again", async () => {
 test("an open row offers no switch to the current strategy", async () => {
   const { root, store, close } = await panel("gpu");
   button(root, /^zero3fits/).click();
-  const { strategies } = SCENES["gpu"]!().picture;
-  const rows = strategies.rows.map((row) => (row.words === "zero3" ? { ...row, current: true, does: "" } : { ...row, current: false }));
-  store.receive({ kind: "picture", changed: { strategies: { ...strategies, rows } } });
+  const { strategies } = SCENES["gpu"]!().state;
+  const rows = strategies.rows.map((row) => (row.label === "zero3" ? { ...row, current: true, effect: "" } : { ...row, current: false }));
+  store.receive({ kind: "state", changed: { strategies: { ...strategies, rows } } });
   await drawn();
   assert.equal([...root.querySelectorAll("button")].some((one) => one.textContent === "Switch to it"), false);
   close();
@@ -124,7 +124,7 @@ test("saving under a name that exists asks once more", async () => {
   for (const [name, further] of [["new", null], ["base", "Replace it"]] as const) {
     button(root, "Save").click();
     root.querySelector<HTMLInputElement>("input[aria-label='checkpoint name']")!.value = name;
-    const form = root.querySelector(".nbd-question")!;
+    const form = root.querySelector(".nbd-confirmationArea")!;
     button(form, "Save").click();
     if (further) button(form, further).click();
   }
@@ -142,7 +142,7 @@ test("Enter saves, and does not press the button that has the focus then", async
   const enter = new Key("keydown", { key: "Enter", bubbles: true, cancelable: true });
   assert.equal(name.dispatchEvent(enter), false);
   assert.deepEqual(sent.map((one) => one.name), ["save"]);
-  assert.equal(root.querySelector(".nbd-question")!.childElementCount, 0);
+  assert.equal(root.querySelector(".nbd-confirmationArea")!.childElementCount, 0);
   close();
 });
 
@@ -161,7 +161,7 @@ test("a command that waits can be cancelled", async () => {
   const cancel = root.querySelector<HTMLButtonElement>("[aria-label='cancel switch to zero3']")!;
   cancel.click();
   assert.deepEqual([sent[0]?.name, sent[0]?.arguments], ["cancel", { command: "1" }]);
-  store.receive({ kind: "picture", changed: { queue: [] } });
+  store.receive({ kind: "state", changed: { queue: [] } });
   await drawn();
   assert.equal(root.querySelector<HTMLElement>(".nbd-queue")!.hidden, true);
   close();
@@ -172,7 +172,7 @@ test("an export into a folder with files offers to replace them", async () => {
   const replace = button(root, "Replace it");
   assert.equal(replace.hidden, true);
   store.command("export", { folder: "out" }, "export to out");
-  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "out is not empty", replaces: true });
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "out is not empty", can_replace: true });
   await drawn();
   assert.equal(replace.hidden, false);
   replace.click();
@@ -185,32 +185,32 @@ test("an export into a folder with files offers to replace them", async () => {
 test("an open log follows a rank that prints, but not under a reader's hands", async () => {
   mock.timers.enable({ apis: ["setInterval", "Date"] });
   const { root, sent, store, close } = await panel("gpu");
-  const asked = (): number => sent.filter((one) => one.kind === "log").length;
-  const printed = (written: number): void => {
-    const ranks = store.picture.ranks.map((rank) => ({ ...rank, written }));
-    store.receive({ kind: "picture", changed: { ranks } });
+  const requests = (): number => sent.filter((one) => one.kind === "log").length;
+  const printed = (num_chars: number): void => {
+    const ranks = store.state.ranks.map((rank) => ({ ...rank, num_chars }));
+    store.receive({ kind: "state", changed: { ranks } });
     mock.timers.tick(3000);
   };
   root.querySelector<HTMLButtonElement>("[aria-label='log of rank 0']")!.click();
   store.receive({ kind: "log", rank: 0, search: "", lines: ["first"] });
   await drawn();
   printed(4000); // as many as when it was asked
-  assert.equal(asked(), 1);
+  assert.equal(requests(), 1);
   printed(4010);
-  assert.equal(asked(), 2);
+  assert.equal(requests(), 2);
   store.receive({ kind: "log", rank: 0, search: "other", lines: ["of another page"] });
   await drawn();
   const lines = root.querySelector(".nbd-log")!;
   assert.equal(lines.textContent, "first");
   root.ownerDocument.getSelection()!.selectAllChildren(lines);
   printed(4020);
-  assert.equal(asked(), 2);
+  assert.equal(requests(), 2);
   root.ownerDocument.getSelection()!.removeAllRanges();
   mock.timers.tick(3000);
-  assert.equal(asked(), 3);
+  assert.equal(requests(), 3);
   button(root, "Close").click();
   printed(4030);
-  assert.equal(asked(), 3);
+  assert.equal(requests(), 3);
   close();
   mock.timers.reset();
 });
@@ -235,8 +235,8 @@ test("a kernel that is gone disables what it can no longer do", async () => {
 test("a session that was stopped can neither be restarted nor planned, and does not age", async () => {
   const { root, store, close } = await panel("gpu");
   assert.match(root.textContent ?? "", /session \d/);
-  store.picture.header.state = "stopped";
-  store.tell("header");
+  store.state.header.state = "stopped";
+  store.notify("header");
   await drawn();
   for (const label of ["Stop", "Restart", "Save", "Switch", "Plan again"]) assert.equal(button(root, label).disabled, true, label);
   assert.doesNotMatch(root.textContent ?? "", /session \d/);

@@ -4,7 +4,7 @@ import { SCENES } from "../dev/scenes.ts";
 import { show } from "../src/main.ts";
 import { STEP_COLORS } from "../src/protocol.ts";
 import { Store } from "../src/store.ts";
-import { inWords, share } from "../src/times.ts";
+import { describeRank, formatShare } from "../src/step_times.ts";
 import { drawn, page } from "./page.ts";
 
 type Sent = { kind: string; name?: string; arguments?: unknown };
@@ -14,7 +14,7 @@ async function panel(scene: string): Promise<{ sent: Sent[]; store: Store; root:
   const sent: Sent[] = [];
   const store = new Store((message) => sent.push(message as Sent));
   const close = show(store, dom.window.document.body);
-  store.receive({ kind: "reset", picture: SCENES[scene]!().picture, series: [], samples: { times: [], devices: [] } });
+  store.receive({ kind: "reset", state: SCENES[scene]!().state, series: [], samples: { times: [], devices: [] } });
   await drawn();
   return { sent, store, root: dom.window.document.querySelector<HTMLElement>(".nbdist")!, close };
 }
@@ -64,12 +64,12 @@ test("focus, arrow keys and the pointer give the figures", async () => {
   close();
 });
 
-test("a new picture does not take away what somebody reads", async () => {
+test("a new state does not take away what somebody reads", async () => {
   const { root, store, close } = await panel("gpu");
   section(root).querySelector<HTMLElement>(".nbd-bar")!.focus();
   const reading = section(root).querySelector(".nbd-reading")!;
   const before = reading.textContent;
-  store.receive({ kind: "picture", changed: { profile: { ...store.picture.profile, refused: "not now" } } });
+  store.receive({ kind: "state", changed: { profile: { ...store.state.profile, unavailable_reason: "not now" } } });
   await drawn();
   assert.equal(reading.textContent, before);
   close();
@@ -126,8 +126,8 @@ test("the button profiles; where it cannot it tells why and asks nothing", async
 test("before the first profile there is no section; without ranks nothing is switched", async () => {
   const { root, store, close } = await panel("empty");
   assert.equal(section(root).hidden, true);
-  const { profile } = SCENES.gpu!().picture;
-  store.receive({ kind: "picture", changed: { profile } });
+  const { profile } = SCENES.gpu!().state;
+  store.receive({ kind: "state", changed: { profile } });
   await drawn();
   assert.equal(section(root).hidden, false);
   assert.equal(button(section(root), "Switch…").hidden, true);
@@ -135,6 +135,6 @@ test("before the first profile there is no section; without ranks nothing is swi
 });
 
 test("figures of no step are no numbers that frighten", () => {
-  assert.equal(share(1, 0), "0 %");
-  assert.equal(inWords({ rank: 1, step_s: 0, parts: [], straggler: false, figures: "" }), "rank 1: step 0 ms: ");
+  assert.equal(formatShare(1, 0), "0 %");
+  assert.equal(describeRank({ rank: 1, step_s: 0, parts: [], straggler: false, figures: "" }), "rank 1: step 0 ms: ");
 });

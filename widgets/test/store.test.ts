@@ -3,7 +3,7 @@ import { mock, test } from "node:test";
 import { columns } from "../src/columns.ts";
 import { Points } from "../src/points.ts";
 import type { HeaderView, ResetMessage } from "../src/protocol.ts";
-import { EMPTY, PATIENCE_MS, STALE_S, Store, type Topic } from "../src/store.ts";
+import { EMPTY, INTERRUPT_TIMEOUT_MS, STALE_S, Store, type Topic } from "../src/store.ts";
 
 type Sent = { kind: string; id: string; name?: string; arguments?: unknown };
 
@@ -11,7 +11,7 @@ function made(): { store: Store; sent: Sent[]; topics: Topic[] } {
   const sent: Sent[] = [];
   const topics: Topic[] = [];
   const store = new Store((message) => sent.push(message as Sent));
-  store.watch((topic) => topics.push(topic));
+  store.subscribe((topic) => topics.push(topic));
   return { store, sent, topics };
 }
 
@@ -31,13 +31,13 @@ function filled(...triples: [number, number, number][]): Points {
 
 test("a reset brings everything, rows are appended, another reset starts anew", () => {
   const { store } = made();
-  const picture = { ...EMPTY, header: header({ state: "running" }) };
+  const state = { ...EMPTY, header: header({ state: "running" }) };
   const series = [{ name: "loss", points: 2 }, { name: "lr", points: 1 }];
-  const reset: ResetMessage = { kind: "reset", picture, series, samples: NO_SAMPLES };
+  const reset: ResetMessage = { kind: "reset", state, series, samples: NO_SAMPLES };
   store.receive(reset, [buffer([1, 10, 3, 2, 11, 2, 1, 10, 0.5])]);
-  assert.equal(store.picture.header.state, "running");
+  assert.equal(store.state.header.state, "running");
   assert.equal(store.link, "live");
-  store.receive({ kind: "rows", series: [{ name: "loss", points: 1 }] }, [buffer([3, 12, NaN])]);
+  store.receive({ kind: "points", series: [{ name: "loss", points: 1 }] }, [buffer([3, 12, NaN])]);
   assert.deepEqual(store.series.get("loss")?.value, [3, 2, NaN]);
   assert.deepEqual(store.series.get("lr")?.value, [0.5]);
   store.receive({ ...reset, series: [] }, [buffer([])]);
@@ -66,18 +66,18 @@ test("gaps, logarithms and smoothing", () => {
 test("answers are taken once and only by who asked", () => {
   const { store, sent, topics } = made();
   store.command("save", { name: "a" }, "save a");
-  store.receive({ kind: "answer", id: "another", ok: true, text: "x", replaces: false });
+  store.receive({ kind: "answer", id: "another", ok: true, text: "x", can_replace: false });
   assert.equal(store.answer, null);
-  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "disk full", replaces: false });
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "disk full", can_replace: false });
   assert.deepEqual(store.answer, { ok: false, text: "disk full" });
-  assert.equal(store.asked.size, 0);
+  assert.equal(store.pending.size, 0);
   assert.ok(topics.includes("answers"));
 });
 
 test("what was refused because something is there can be asked again, to replace it", () => {
   const { store, sent } = made();
   store.command("export", { folder: "out" }, "export to out");
-  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "not empty", replaces: true });
+  store.receive({ kind: "answer", id: sent[0]!.id, ok: false, text: "not empty", can_replace: true });
   store.replace(store.answer!.replacing!);
   assert.deepEqual([sent[1]!.name, sent[1]!.arguments], ["export", { folder: "out", overwrite: true }]);
   assert.equal(store.answer, null);
@@ -86,12 +86,12 @@ test("what was refused because something is there can be asked again, to replace
 test("silence makes a panel stale, news make it live again", () => {
   mock.timers.enable({ apis: ["Date"], now: 1_000_000 });
   const { store } = made();
-  store.receive({ kind: "beat", time: 5000 });
+  store.receive({ kind: "heartbeat", time: 5000 });
   assert.equal(store.now(), 5000);
   mock.timers.tick(1000 * (STALE_S + 1));
   store.checkLink();
   assert.equal(store.link, "stale");
-  store.receive({ kind: "beat", time: 5008 });
+  store.receive({ kind: "heartbeat", time: 5008 });
   assert.equal(store.link, "live");
   mock.timers.reset();
 });
@@ -100,13 +100,13 @@ test("an interrupt that nobody hears goes to the server; one that is heard does 
   mock.timers.enable({ apis: ["setTimeout"] });
   for (const heard of ["nothing", "answer", "state"]) {
     const { store, sent } = made();
-    const picture = { ...EMPTY, header: header({ state: "running", kernel_id: "k-1" }) };
-    store.receive({ kind: "reset", picture, series: [], samples: NO_SAMPLES });
+    const state = { ...EMPTY, header: header({ state: "running", kernel_id: "k-1" }) };
+    store.receive({ kind: "reset", state, series: [], samples: NO_SAMPLES });
     const asked: (string | null)[] = [];
     store.stop((id) => (asked.push(id), Promise.resolve({ ok: true, text: "done" })));
-    if (heard === "answer") store.receive({ kind: "answer", id: sent[0]!.id, ok: true, text: "", replaces: false });
-    if (heard === "state") store.receive({ kind: "picture", changed: { header: header({ state: "interrupted" }) } });
-    mock.timers.tick(PATIENCE_MS + 1);
+    if (heard === "answer") store.receive({ kind: "answer", id: sent[0]!.id, ok: true, text: "", can_replace: false });
+    if (heard === "state") store.receive({ kind: "state", changed: { header: header({ state: "interrupted" }) } });
+    mock.timers.tick(INTERRUPT_TIMEOUT_MS + 1);
     await Promise.resolve();
     assert.deepEqual(asked, heard === "nothing" ? ["k-1"] : [], heard);
     if (heard === "nothing") assert.equal(store.answer?.text, "done");
@@ -117,7 +117,7 @@ test("an interrupt that nobody hears goes to the server; one that is heard does 
 test("samples keep the last minutes", () => {
   const { store } = made();
   const devices = [{ memory_bytes: [1], utilization: [null], power_w: [1] }];
-  store.receive({ kind: "reset", picture: EMPTY, series: [], samples: { times: [0], devices } });
+  store.receive({ kind: "reset", state: EMPTY, series: [], samples: { times: [0], devices } });
   for (let time = 1; time < 400; time += 1) {
     store.receive({ kind: "samples", time, devices: [{ memory_bytes: time, utilization: null, power_w: 1 }] });
   }

@@ -10,10 +10,10 @@ interface Server {
 
 /** Return the server of this page; null if the page does not contain it. */
 export function server(page: Document = document): Server | null {
-  const told = page.getElementById("jupyter-config-data")?.textContent;
-  if (!told) return null;
+  const config = page.getElementById("jupyter-config-data")?.textContent;
+  if (!config) return null;
   try {
-    const { baseUrl, token } = JSON.parse(told) as Record<string, unknown>;
+    const { baseUrl, token } = JSON.parse(config) as Record<string, unknown>;
     if (typeof baseUrl !== "string") return null;
     return { baseUrl, token: typeof token === "string" ? token : "" };
   } catch (problem) {
@@ -24,17 +24,17 @@ export function server(page: Document = document): Server | null {
 
 /** Interrupt a kernel through its server's REST API. Returns the result as text. */
 export async function interruptKernel(kernelId: string | null): Promise<Answer> {
-  const found = server();
+  const notebookServer = server();
   // The ID becomes part of a URL; Jupyter's IDs contain only letters, digits and hyphens.
-  if (!found || !kernelId || !/^[\w-]{1,64}$/.test(kernelId)) {
+  if (!notebookServer || !kernelId || !/^[\w-]{1,64}$/.test(kernelId)) {
     return failed("the kernel is busy and does not respond: use the notebook's own interrupt button");
   }
-  const base = new URL(found.baseUrl, document.baseURI);
+  const base = new URL(notebookServer.baseUrl, document.baseURI);
   if (base.origin !== new URL(document.baseURI).origin) {
     return failed("this page's server is on another machine: use the notebook's own interrupt button");
   }
   const headers: Record<string, string> = { "X-XSRFToken": cookie("_xsrf") };
-  if (found.token) headers.Authorization = `token ${found.token}`;
+  if (notebookServer.token) headers.Authorization = `token ${notebookServer.token}`;
   const path = `${base.pathname.replace(/\/?$/, "/")}api/kernels/${kernelId}/interrupt`;
   try {
     const reply = await fetch(path, { method: "POST", headers, credentials: "same-origin" });
@@ -51,6 +51,6 @@ function failed(text: string): Answer {
 }
 
 function cookie(name: string): string {
-  const found = document.cookie.split("; ").find((pair) => pair.startsWith(`${name}=`));
-  return found ? decodeURIComponent(found.slice(name.length + 1)) : "";
+  const pair = document.cookie.split("; ").find((text) => text.startsWith(`${name}=`));
+  return pair ? decodeURIComponent(pair.slice(name.length + 1)) : "";
 }

@@ -1,19 +1,19 @@
 // Sparkline of the last minutes, without axes.
 
-import { attribute } from "./dom.ts";
+import { setAttribute } from "./dom.ts";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [60, 16];
 
-export class Spark {
+export class Sparkline {
   readonly root = document.createElementNS(SVG, "svg");
   private readonly line = document.createElementNS(SVG, "path");
 
   constructor() {
     this.root.append(this.line);
-    attribute(this.root, "viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-    attribute(this.root, "class", "nbd-spark");
-    attribute(this.root, "aria-hidden", "true"); // the text next to it contains the latest value
+    setAttribute(this.root, "viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+    setAttribute(this.root, "class", "nbd-spark");
+    setAttribute(this.root, "aria-hidden", "true"); // the text next to it contains the latest value
   }
 
   /** Values from oldest to newest; null is a gap. The scale is 0 to `full`. */
@@ -31,6 +31,6 @@ export class Spark {
       path += `${pen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
       pen = true;
     });
-    attribute(this.line, "d", path);
+    setAttribute(this.line, "d", path);
   }
 }

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { colour, ordered } from "../src/parts.ts";
+import { colorOf, sortParts } from "../src/memory_parts.ts";
 import { MEMORY_COLORS, STEP_COLORS } from "../src/protocol.ts";
 
 function luminance(hex: string): number {
@@ -25,7 +25,7 @@ for (const [part, hex] of [...Object.entries(MEMORY_COLORS), ...Object.entries(S
 
 test("parts come in one order, unknown ones last, empty ones not at all", () => {
   const parts = ["new", "context", "parameters", "optimizer"].map((part) => ({ part, bytes: 1 }));
-  const found = ordered([...parts, { part: "master", bytes: 0 }]).map((one) => one.part);
+  const found = sortParts([...parts, { part: "master", bytes: 0 }]).map((one) => one.part);
   assert.deepEqual(found, ["parameters", "optimizer", "context", "new"]);
-  assert.equal(colour("constructor"), MEMORY_COLORS.other);
+  assert.equal(colorOf("constructor"), MEMORY_COLORS.other);
 });

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { interruptKernel, server } from "../src/rest.ts";
+import { interruptKernel, server } from "../src/notebook_server.ts";
 import { page } from "./page.ts";
 
 const config = (told: unknown): string => `<script id="jupyter-config-data" type="application/json">${JSON.stringify(told)}</script>`;
