@@ -149,7 +149,7 @@ def test_what_was_followed_is_measured(notebook: Notebook, panel: Panel, profile
     panel.button("Profile").click()  # no cell runs: the next one is profiled
     expect(panel.root.locator(".nbd-line").first).to_contain_text("the next cell")
     notebook.run(LOOP)
-    expect(profile.locator(".nbd-gained")).to_contain_text(re.compile("predicted .*, measured"))
+    expect(profile.locator(".nbd-outcome")).to_contain_text(re.compile("predicted .*, measured"))
 
 
 @pytest.mark.fault("G3")

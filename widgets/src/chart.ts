@@ -1,4 +1,4 @@
-// Chart of one series, data by uPlot, with marks for switches, saves and non-finite values.
+// Chart of one series, drawn by uPlot, with marks for switches, saves and non-finite values.
 
 import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
@@ -26,12 +26,12 @@ export interface ChartData {
 export class Chart {
   private readonly value = h("span", { class: "nbd-figures" });
   private readonly holder = h("div", { class: "nbd-plot", role: "img" });
-  private readonly legend = h("div", { class: "nbd-signs" });
+  private readonly legend = h("div", { class: "nbd-symbols" });
   readonly root: HTMLElement;
   private plot: uPlot | null = null;
   private data: ChartData | null = null;
   private kind = "";
-  private labelledAt = 0;
+  private labeledAt = 0;
 
   constructor(private readonly name: string, private readonly sync: string) {
     const onKey = (event: KeyboardEvent): void => this.moveCursor(event);
@@ -209,8 +209,8 @@ export class Chart {
     const text = [`${current}${mean}`, place, events].filter(Boolean).join(" · ");
     setText(this.value, text);
     setAttribute(this.holder, "title", events || null);
-    if (Date.now() - this.labelledAt < 2000) return undefined;
-    this.labelledAt = Date.now();
+    if (Date.now() - this.labeledAt < 2000) return undefined;
+    this.labeledAt = Date.now();
     setAttribute(this.holder, "aria-label", `chart of ${this.name}, ${xs.length} points, ${text}`);
     return undefined;
   }

@@ -1,4 +1,4 @@
-// Marks of events in a chart, and signs for values that cannot be drawn on its line.
+// Marks of events in a chart, and symbols for values that cannot be drawn on its line.
 
 import type { EventMarkView } from "./protocol.ts";
 
@@ -36,7 +36,7 @@ export function groupMarks(marks: readonly EventMarkView[], place: (mark: EventM
 
 const MAX_LABEL_CHARS = 18;
 
-/** "base, best", or "a-long-name… +1" if group is not enough space. */
+/** "base, best", or "a-long-name… +1" if there is not enough space. */
 function shorten(names: readonly string[]): string {
   const all = names.join(", ");
   if (all.length <= MAX_LABEL_CHARS) return all;
@@ -59,7 +59,7 @@ export function symbolFor(value: number): NonFiniteSymbol {
   return { name: value === -Infinity ? "-inf" : "0 or less", symbol: "▼" };
 }
 
-/** "× NaN  ▲ inf": legend of the signs in a chart; empty if group are none. */
+/** "× NaN  ▲ inf": legend of the symbols in a chart; empty if there are none. */
 export function symbolLegend(values: Iterable<number>): string {
   const names = new Map<string, string>();
   for (const value of values) {

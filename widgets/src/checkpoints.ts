@@ -50,13 +50,12 @@ export function checkpointsView(store: Store): View {
   );
   const keyed = new KeyedList<CheckpointView, Row>(body, (checkpoint) => checkpoint.name, () => makeRow(store), (row, checkpoint) => row.show(checkpoint));
   function update(): void {
-    const { checkpoints, header } = store.state;
+    const { checkpoints } = store.state;
     empty.hidden = checkpoints.length > 0;
     table.hidden = checkpoints.length === 0;
     keyed.show(checkpoints);
-    const canUseRanks = store.link !== "gone" && !["new", "stopped", "dead"].includes(header.state);
-    save.disabled = exportButton.disabled = !canUseRanks;
-    for (const row of keyed.shown.values()) row.enable(canUseRanks);
+    save.disabled = exportButton.disabled = !store.hasRanks;
+    for (const row of keyed.shown.values()) row.enable(store.hasRanks);
   }
   const tick = (): void => {
     for (const row of keyed.shown.values()) row.tick();

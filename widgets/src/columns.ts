@@ -12,22 +12,22 @@ export type Columns = [
 ];
 
 /** Return the columns for uPlot; on a time axis, x is in seconds since `start`. */
-export function columns(points: Points, choice: CurveOptions, start: number): Columns {
+export function columns(points: Points, options: CurveOptions, start: number): Columns {
   const odd: Columns[3] = new Map();
   const xs: number[] = new Array<number>(points.length);
   const ys: (number | null)[] = new Array<number | null>(points.length);
-  const from = choice.x === "step" ? points.step : points.time;
-  const shift = choice.x === "step" ? 0 : start;
-  const order = choice.x === "step" ? null : byTime(points);
+  const from = options.x === "step" ? points.step : points.time;
+  const shift = options.x === "step" ? 0 : start;
+  const order = options.x === "step" ? null : byTime(points);
   for (let i = 0; i < points.length; i += 1) {
     const at = order ? order[i]! : i;
     const y = points.value[at]!;
     xs[i] = from[at]! - shift;
-    const drawn = Number.isFinite(y) && !(choice.log && y <= 0);
+    const drawn = Number.isFinite(y) && !(options.log && y <= 0);
     ys[i] = drawn ? y : null;
     if (!drawn) odd.set(i, y);
   }
-  return [xs, ys, choice.smoothing > 0 ? smoothed(ys, choice.smoothing) : ys, odd];
+  return [xs, ys, options.smoothing > 0 ? smoothed(ys, options.smoothing) : ys, odd];
 }
 
 /** Return the indices in order of time if that differs from the order of steps, otherwise null. */

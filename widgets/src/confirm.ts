@@ -31,7 +31,7 @@ export function confirmation({ message, label, onConfirm, onClose }: Confirmatio
 
 /** Container for one confirmation at a time; returns the focus to the button that opened it. */
 export class ConfirmationArea {
-  readonly root = h("div", { class: "nbd-confirmationArea" });
+  readonly root = h("div", { class: "nbd-question" });
   private opener: HTMLElement | null = null;
 
   get isOpen(): boolean {

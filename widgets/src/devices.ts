@@ -36,7 +36,7 @@ export function devicesView(store: Store): View {
   const rows = h("div", { class: "nbd-devices-list", role: "list" });
   const titles = h(
     "div",
-    { class: "nbd-device nbd-titles", "aria-hidden": "true" },
+    { class: "nbd-device nbd-heads", "aria-hidden": "true" },
     h("span", {}, "device"),
     h("span", {}, "memory"),
     h("span", { class: "nbd-used" }, "in use"),
@@ -79,7 +79,7 @@ interface Heading {
   show(node: NodeView | undefined): void;
 }
 
-/** Heading exceedsNote the devices of a node. */
+/** Heading above the devices of a node. */
 function makeHeading(): Heading {
   const name = h("span", { class: "nbd-name" });
   const description = h("span", { class: "nbd-muted" });
@@ -201,7 +201,7 @@ function exceedsNote(device: DeviceView, total: number): string {
   const { peak_bytes: peak, stated_error: error } = device;
   if (peak === null || error === null || total <= 0 || peak <= total * (1 + error)) return "";
   const more = Math.round(100 * (peak / total - 1));
-  return `The peak of ${bytes(peak)} is ${more} % exceedsNote the prediction of ${bytes(total)}.`;
+  return `The peak of ${bytes(peak)} is ${more} % above the prediction of ${bytes(total)}.`;
 }
 
 export function title(text: string, ...others: globalThis.Node[]): HTMLElement {

@@ -206,9 +206,9 @@ function queueView(store: Store): { root: HTMLElement; show(queued: readonly Que
 function switchForm(store: Store, confirmationArea: ConfirmationArea, button: HTMLElement): HTMLElement {
   const { header, strategies } = store.state;
   const named = new Set([...strategies.rows.map((row) => row.backend), ...BACKENDS]);
-  const backend = labelledSelect("backend", [...named].filter(Boolean), header.backend);
-  const offload = labelledSelect("offload", ["none", "cpu"], header.offload || "none");
-  const recompute = labelledSelect("activation checkpointing", ["as now", "on", "off"], "as now");
+  const backend = labeledSelect("backend", [...named].filter(Boolean), header.backend);
+  const offload = labeledSelect("offload", ["none", "cpu"], header.offload || "none");
+  const recompute = labeledSelect("activation checkpointing", ["as now", "on", "off"], "as now");
   const go = h("button", {
     class: "nbd-primary",
     onclick: () => {
@@ -241,7 +241,7 @@ function switchForm(store: Store, confirmationArea: ConfirmationArea, button: HT
   );
 }
 
-function labelledSelect(label: string, values: string[], now: string): { label: HTMLElement; select: HTMLSelectElement } {
+function labeledSelect(label: string, values: string[], now: string): { label: HTMLElement; select: HTMLSelectElement } {
   const listed = now && !values.includes(now) ? [now, ...values] : values;
   const select = h("select", {}, ...listed.map((value) => h("option", { value }, value)));
   select.value = now;

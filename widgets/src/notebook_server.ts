@@ -1,7 +1,10 @@
 // Interrupts the kernel through the notebook server's REST API, if the kernel is too busy to read messages.
 // Works only if the page contains the server's address: JupyterLab and Notebook, not VS Code or Colab.
 
-import type { Answer } from "./store.ts";
+export interface Result {
+  ok: boolean;
+  text: string;
+}
 
 interface Server {
   baseUrl: string;
@@ -23,7 +26,7 @@ export function server(page: Document = document): Server | null {
 }
 
 /** Interrupt a kernel through its server's REST API. Returns the result as text. */
-export async function interruptKernel(kernelId: string | null): Promise<Answer> {
+export async function interruptKernel(kernelId: string | null): Promise<Result> {
   const notebookServer = server();
   // The ID becomes part of a URL; Jupyter's IDs contain only letters, digits and hyphens.
   if (!notebookServer || !kernelId || !/^[\w-]{1,64}$/.test(kernelId)) {
@@ -46,7 +49,7 @@ export async function interruptKernel(kernelId: string | null): Promise<Answer> 
   }
 }
 
-function failed(text: string): Answer {
+function failed(text: string): Result {
   return { ok: false, text };
 }
 

@@ -9,8 +9,6 @@ import type { Store } from "./store.ts";
 import { describeRank, colored, formatShare, TimeBar, describePart } from "./step_times.ts";
 import type { View } from "./view.ts";
 
-/** States in which no ranks can switch. */
-const STATES_WITHOUT_RANKS = new Set(["new", "dead", "stopped"]);
 const HINT = "Point at a part of a bar, or select it with Tab and the arrow keys, to see its figures.";
 const COPIED_MS = 2000;
 
@@ -31,7 +29,7 @@ export function profileView(store: Store): View {
   const verdict = h("p", { class: "nbd-verdict" });
   const when = h("div", { class: "nbd-tools nbd-muted" });
   const facts = h("p", { class: "nbd-muted nbd-tight" });
-  const outcome = h("p", { class: "nbd-gained nbd-tight" });
+  const outcome = h("p", { class: "nbd-outcome nbd-tight" });
   const bars = h("div", { class: "nbd-steps", role: "list" });
   const legend = h("div", { class: "nbd-legend" });
   const reading = h("p", { class: "nbd-reading nbd-muted nbd-tight", "aria-live": "polite" });
@@ -94,7 +92,7 @@ export function profileView(store: Store): View {
   return { root, topics: ["profile", "link", "header"], update, tick };
 }
 
-/** Return the parts of all ranks, with their formatShare of the total step time. */
+/** Return the parts of all ranks, with their share of the total step time. */
 function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
   const total = ranks.reduce((sum, { step_s }) => sum + step_s, 0);
   const sums = new Map<string, number>();
@@ -115,7 +113,7 @@ function rankRow(showReading: (words: string) => void, scale: () => number): Ran
   const stack = new TimeBar();
   const step = h("span", { class: "nbd-figures nbd-cell" });
 
-  /** Show the figures of one part, or of the total rank. */
+  /** Show the figures of one part, or of the whole rank. */
   function go(to: number): void {
     at = Math.max(-1, Math.min(to, shown.length - 1));
     stack.mark(at);
@@ -181,8 +179,7 @@ function adviceRow(store: Store): AdviceRow {
       setText(line, advice.command);
       paste.hidden = !advice.command;
       setAttribute(copy, "aria-label", `copy ${advice.command}`);
-      const cannotSwitch = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
-      change.hidden = cannotSwitch || !advice.effect || Object.keys(advice.arguments).length === 0;
+      change.hidden = !store.hasRanks || !advice.effect || Object.keys(advice.arguments).length === 0;
       if (change.hidden && confirmationArea.isOpen) confirmationArea.close();
     },
   };

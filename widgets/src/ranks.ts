@@ -53,7 +53,7 @@ function makeRow(open: () => void): Row {
   const pid = h("td", { class: "nbd-figures" });
   const device = h("td", { class: "nbd-clip" });
   const line = h("div", { class: "nbd-code nbd-clip" });
-  const currentLine = h("div", { class: "nbd-code nbd-where" });
+  const currentLine = h("div", { class: "nbd-code nbd-current-line" });
   const button = h("button", { class: "nbd-quiet", onclick: open }, "Log");
   const root = h("tr", {}, number, state, pid, device, h("td", { class: "nbd-wide" }, line, currentLine), h("td", {}, button));
   return {
@@ -107,7 +107,7 @@ function logView(store: Store): LogView {
     window.clearTimeout(timer);
     timer = window.setTimeout(load, TYPING_PAUSE_MS);
   }
-  /** Number of characters numCharsPrinted by the rank, as of the last update. */
+  /** Number of characters printed by the rank, as of the last update. */
   const numCharsPrinted = (): number => store.state.ranks.find(({ rank }) => rank === selectedRank())?.num_chars ?? 0;
   function load(): void {
     setText(status, "loading …");
@@ -145,7 +145,7 @@ function logView(store: Store): LogView {
     const text = store.log.lines;
     setText(status, `${text.length} ${text.length === 1 ? "line" : "lines"}`);
     const atEnd = lines.scrollHeight - lines.scrollTop - lines.clientHeight < 20;
-    setText(lines, text.length ? text.join("\n") : search.value ? "Nothing text." : "Nothing was numCharsPrinted yet.");
+    setText(lines, text.length ? text.join("\n") : search.value ? "Nothing found." : "Nothing was printed yet.");
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }
   return { root, open, update, tick, close: () => window.clearTimeout(timer) };

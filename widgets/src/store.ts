@@ -3,7 +3,7 @@
 import { HEARTBEAT_INTERVAL_S, MAX_SAMPLES } from "./protocol.ts";
 import type { CommandName, CurveSlice, DeviceSample, FrontendMessage, PageMessage, PanelState, SampleHistory } from "./protocol.ts";
 import { Points } from "./points.ts";
-import { interruptKernel } from "./notebook_server.ts";
+import { interruptKernel, type Result } from "./notebook_server.ts";
 
 /** Topics that a view can watch: a key of the state, or one of these. */
 export type Topic = keyof PanelState | "series" | "samples" | "link" | "answers" | "log" | "curve_options";
@@ -15,9 +15,7 @@ export interface PendingCommand {
   args: Record<string, unknown>;
   label: string;
 }
-export interface Answer {
-  ok: boolean;
-  text: string;
+export interface Answer extends Result {
   /** Command that was refused only because its target exists, and that could replace it. */
   replacing?: PendingCommand;
 }
@@ -92,6 +90,11 @@ export class Store {
   /** Return the Unix time of the kernel's clock. */
   now(): number {
     return Date.now() / 1000 + this.clockOffset;
+  }
+
+  /** Whether there are ranks, and a kernel, to run a command. */
+  get hasRanks(): boolean {
+    return this.link !== "gone" && !["new", "dead", "stopped"].includes(this.state.header.state);
   }
 
   /** Call `listener` with each topic that changes. Returns a function that unsubscribes. */

@@ -9,9 +9,6 @@ import type { StrategyRow } from "./protocol.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 
-/** States in which no ranks can switch. */
-const STATES_WITHOUT_RANKS = new Set(["new", "dead", "stopped"]);
-
 interface Row {
   root: HTMLElement;
   show(row: StrategyRow, scale: number): void;
@@ -70,7 +67,7 @@ export function strategiesView(store: Store): View {
       if (noRanks || now.current || !Object.keys(args).length) return; // the user pastes the command above
       const label = now.label || now.backend;
       more.append(confirmation({
-        message: now.effect || `Switch to ${label}: the model, its optimizer and variables are names.`,
+        message: now.effect || `Switch to ${label}: the model, its optimizer and variables are kept.`,
         label: now.fits ? "Switch to it" : "Switch anyway: it may not fit",
         onConfirm: () => store.command("switch", args, `switch to ${label}`),
         onClose: close,
@@ -93,7 +90,7 @@ export function strategiesView(store: Store): View {
       setText(size, bytes(row.device_bytes));
       setText(speed, row.tokens_per_s ? `${perSecond(row.tokens_per_s)} tokens/s` : "");
       setAttribute(choose, "aria-expanded", chosen === id ? "true" : "false");
-      const noRanks = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
+      const noRanks = !store.hasRanks;
       const details = chosen === id ? JSON.stringify([row.why, row.command, row.effect, noRanks]) : "";
       if (opened !== details) {
         opened = details;
@@ -118,7 +115,7 @@ export function strategiesView(store: Store): View {
     all.hidden = few;
     setText(all, wide ? "Show fewer" : `Show all ${rows.length}`);
     setText(plan, rows.length ? "Plan again" : "Plan");
-    plan.disabled = store.link === "gone" || STATES_WITHOUT_RANKS.has(store.state.header.state);
+    plan.disabled = !store.hasRanks;
     const shown = few || wide ? rows : shortList(rows);
     keyed.show(shown);
     legend.root.hidden = rows.length === 0;

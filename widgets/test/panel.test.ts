@@ -124,7 +124,7 @@ test("saving under a name that exists asks once more", async () => {
   for (const [name, further] of [["new", null], ["base", "Replace it"]] as const) {
     button(root, "Save").click();
     root.querySelector<HTMLInputElement>("input[aria-label='checkpoint name']")!.value = name;
-    const form = root.querySelector(".nbd-confirmationArea")!;
+    const form = root.querySelector(".nbd-question")!;
     button(form, "Save").click();
     if (further) button(form, further).click();
   }
@@ -142,7 +142,7 @@ test("Enter saves, and does not press the button that has the focus then", async
   const enter = new Key("keydown", { key: "Enter", bubbles: true, cancelable: true });
   assert.equal(name.dispatchEvent(enter), false);
   assert.deepEqual(sent.map((one) => one.name), ["save"]);
-  assert.equal(root.querySelector(".nbd-confirmationArea")!.childElementCount, 0);
+  assert.equal(root.querySelector(".nbd-question")!.childElementCount, 0);
   close();
 });
 
