@@ -71,7 +71,14 @@ MAX_COLLECTIVES = 3
 """Maximum number of collectives that are listed per rank."""
 MAX_TEXT_CHARS = 1000
 EMPTY_PROFILE_VIEW = ProfileView(
-    verdict="", facts="", outcome="", ranks=[], advice=[], notes=[], time=None, unavailable_reason=""
+    verdict="",
+    facts="",
+    outcome="",
+    ranks=[],
+    advice=[],
+    notes=[],
+    time=None,
+    unavailable_reason="",
 )
 _KERNEL_ID = re.compile(r"kernel-(.+)\.json")
 
@@ -273,6 +280,7 @@ def _ranks(session: Session) -> list[RankView]:
             state = "ready"
         else:
             state = "waiting" if answer and answer["collective"] else "running"
+        printed, is_running = log.last_line() if log else "", state in {"running", "waiting"}
         views.append(
             RankView(
                 rank=rank,
@@ -280,11 +288,9 @@ def _ranks(session: Session) -> list[RankView]:
                 device=member["device"] if member else "",
                 node=nodes.get(rank, ""),
                 state=state,
-                last_line=truncate(strip_ansi(replace_invalid_chars(log.last_line())), MAX_LINE_CHARS)
-                if log
-                else "",
+                last_line=truncate(strip_ansi(replace_invalid_chars(printed)), MAX_LINE_CHARS),
                 num_chars=log.written if log else 0,
-                current_line=_position_text(answer) if answer and state in {"running", "waiting"} else "",
+                current_line=_position_text(answer) if answer and is_running else "",
             )
         )
     return views
@@ -348,14 +354,18 @@ def _checkpoints(session: Session) -> list[CheckpointView]:
 def _progress(session: Session) -> ProgressView | None:
     work = session.operation.progress
     if work is not None:
-        return ProgressView(text=work.text, fraction_done=work.fraction_done, started_at=work.started_at)
+        return ProgressView(
+            text=work.text, fraction_done=work.fraction_done, started_at=work.started_at
+        )
     for save in session.saves_running():
         share = parse_fraction_done(save.how_far)
         return ProgressView(text=save.how_far, fraction_done=share, started_at=save.started_at)
     profiling = session.profiling
     if profiling is not None:
         return ProgressView(
-            text=profiling.text, fraction_done=profiling.fraction_done, started_at=profiling.requested_at
+            text=profiling.text,
+            fraction_done=profiling.fraction_done,
+            started_at=profiling.requested_at,
         )
     return None
 

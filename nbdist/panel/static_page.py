@@ -201,7 +201,8 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> list[B
     headings = {}
     for node in nodes:
         used, total = format_bytes(node["host_used_bytes"]), format_bytes(node["host_bytes"])
-        headings[node["name"]] = f"{node['name']}: {node['description']}, host memory {used} of {total}"
+        name = node["name"]
+        headings[name] = f"{name}: {node['description']}, host memory {used} of {total}"
     key = legend(
         MEMORY_COLORS,
         _parts(device["predicted"] for device in devices),
@@ -220,8 +221,8 @@ def _devices(devices: Sequence[DeviceView], nodes: Sequence[NodeView]) -> list[B
     for device in devices:
         notes += [f"{device['name']}: {device['note']}"] if device["note"] else []
         if device["other_processes"]:
-            held, holders = format_bytes(device["others_bytes"]), ", ".join(device["other_processes"])
-            notes.append(f"{device['name']}: {held} are held by {holders}")
+            held, others = format_bytes(device["others_bytes"]), device["other_processes"]
+            notes.append(f"{device['name']}: {held} are held by {', '.join(others)}")
     return [table, Rich(key, ""), *notes]
 
 

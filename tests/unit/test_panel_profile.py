@@ -175,7 +175,8 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Session:
 def test_the_window_that_is_open_is_the_progress(session: Session) -> None:
     found = PanelData(session).snapshot()
     assert found["progress"] is not None
-    assert (found["progress"]["text"], found["progress"]["fraction_done"]) == ("profiling: step 4", 0.4)
+    progress = found["progress"]
+    assert (progress["text"], progress["fraction_done"]) == ("profiling: step 4", 0.4)
     assert found["profile"]["verdict"] == f"input-bound: {EVIL}"
 
 

@@ -294,7 +294,8 @@ def full(session: Session, plan: Any) -> tuple[PanelState, dict[str, Any]]:
         "pcie_tx": 3.0 * GIB, "pcie_rx": 1.5 * GIB, "nvlink_tx": 50.0 * GIB,
         "nvlink_rx": 49.0 * GIB,
     }  # fmt: skip
-    found["ranks"][1] |= {"pid": 4712, "last_line": "epoch 1", "current_line": "In[3] line 7: step()"}
+    found["ranks"][1] |= {"pid": 4712, "last_line": "epoch 1"}
+    found["ranks"][1]["current_line"] = "In[3] line 7: step()"
     done = {"step": 5, "size_bytes": 3 * GIB, "backend": "zero3", "saved_at": time.time() - 130,
             "seconds": 1.0, "path": "/x", "error": ""}  # fmt: skip
     found["checkpoints"] = [
