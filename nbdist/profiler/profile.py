@@ -94,7 +94,7 @@ class Profile(ProfileData):
             loader_text=loader_text,
             # Without its own previous profile: profiles do not form a chain.
             before=before and replace(before, before=None),
-            told=(*notes, *unknown),
+            general_notes=(*notes, *unknown),
         )
 
     @cached_property

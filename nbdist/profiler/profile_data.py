@@ -75,7 +75,7 @@ class ProfileData:
     remarks: tuple[LintFinding, ...] = ()
     loader_text: DataLoaderCall | None = None
     """Source of the call that created the loop's DataLoader, if known."""
-    told: tuple[str, ...] = ()
+    general_notes: tuple[str, ...] = ()
     """Notes of the kernel and of the comparison of ranks."""
 
     # ------------------------------------------------------------------------ measurements
@@ -213,7 +213,7 @@ class ProfileData:
             note if len(ranks) == num_ranks else f"{rank_sets.describe_ranks(ranks)}: {note}"
             for note, ranks in by_note.items()
         ]
-        return [*self.told, *noted]
+        return [*self.general_notes, *noted]
 
 
 # ------------------------------------------------------------------- waiting of the ranks

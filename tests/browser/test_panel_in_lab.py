@@ -230,7 +230,7 @@ def test_a_log_follows_its_rank_and_markup_is_text(notebook: Notebook, trained: 
 
 
 @pytest.mark.nightly
-def test_what_is_no_number_is_told(notebook: Notebook, panel: Panel) -> None:
+def test_non_finite_values_are_shown_as_symbols(notebook: Notebook, panel: Panel) -> None:
     notebook.run("%%distribute\nreport(loss=float('nan'))")
     expect(panel.chart("loss")).to_contain_text("NaN · step")
     expect(panel.chart("loss")).to_contain_text("\N{MULTIPLICATION SIGN} NaN")

@@ -273,7 +273,7 @@ def test_inspect_evaluates_between_the_steps_of_a_running_cell(ranks: LiveKernel
     assert "[0-1] ZeroDivisionError: division by zero" in text
 
 
-def test_python_can_be_told_to_ignore_breakpoints(ranks: LiveKernel) -> None:
+def test_python_can_ignore_breakpoints(ranks: LiveKernel) -> None:
     code = """
         %%distribute
         import os

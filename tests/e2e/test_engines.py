@@ -155,7 +155,7 @@ def test_an_optimizer_alone_under_deepspeed_is_one_sentence(under_zero2: Session
         under_zero2.run("accelerator.prepare(torch.optim.AdamW(model.parameters()))")
 
 
-def test_a_plain_loop_is_told_what_zero_cannot_do(under_zero2: Session) -> None:
+def test_a_plain_loop_gets_a_message_about_what_zero_cannot_do(under_zero2: Session) -> None:
     with pytest.raises(CellError, match=r"clip_grad_norm_ cannot.*accelerator\.clip_grad_norm_"):
         under_zero2.run(
             "model = torch.nn.Linear(4, 1)\n"

@@ -582,7 +582,7 @@ def test_a_host_that_is_cut_off_ends_itself() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make network namespaces")
 @pytest.mark.timeout(300)
-def test_a_link_that_is_slow_and_loses_packets_is_no_death() -> None:
+def test_a_slow_link_that_loses_packets_does_not_end_the_session() -> None:
     hosts = Hosts(slow=(0.1, 0.05, 1_000_000))
     with contextlib.ExitStack() as stack:
         try:

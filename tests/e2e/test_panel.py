@@ -274,7 +274,7 @@ def test_an_export_into_a_folder_with_files_can_replace_them(page: Page, tmp_pat
 
 
 @pytest.mark.nightly
-def test_another_number_of_ranks_is_planned_with_the_batch_of_before(page: Page) -> None:
+def test_a_plan_for_another_number_of_ranks_uses_the_earlier_batch(page: Page) -> None:
     assert page.cell(TRAIN) == "ok"
     for nproc in (1, 2):
         assert page.answer(page.command("switch", nproc=nproc))["ok"]

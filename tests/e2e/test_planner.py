@@ -122,7 +122,7 @@ def test_another_model_on_the_ranks_is_counted_beside_the_checked_one(ranks: Ses
     ranks.run("del teacher")
 
 
-def test_a_new_prepare_measures_anew(ranks: Session) -> None:
+def test_a_new_prepare_measures_again(ranks: Session) -> None:
     ranks.run(PREPARE + "train(model, optimizer, 4)")
     before = ranks.measured()[0]
     ranks.run("ids = ids[:2]\n" + PREPARE)

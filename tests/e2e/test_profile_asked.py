@@ -122,7 +122,7 @@ def test_the_next_cell_is_profiled_where_none_runs(session: Session) -> None:
     ],
     ids=["no step", "one step", "no loop"],
 )
-def test_what_is_no_loop_is_said_in_a_sentence(
+def test_a_cell_without_a_loop_is_rejected_in_a_sentence(
     session: Session, capsys: pytest.CaptureFixture[str], code: str, says: str
 ) -> None:
     seen = len(session.profiles)
@@ -263,7 +263,7 @@ def test_bad_lines_are_one_sentence(notebook: LiveKernel, line: str, says: str) 
 # ---------------------------------------------------------------------- what a loop may be
 
 
-def test_two_models_with_an_optimizer_each_are_told_apart(session: Session) -> None:
+def test_two_models_with_an_optimizer_each_are_distinguished(session: Session) -> None:
     session.run(
         "other = accelerator.prepare(torch.nn.Linear(64, 64))\n"
         "second = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1e-3))"

@@ -346,7 +346,7 @@ def test_a_rank_that_comes_late_is_waited_for_in_communication(profiler: Profile
     assert max(late) > 0.08
 
 
-def test_the_peak_is_told_by_category_and_by_line(profiler: Profiler) -> None:
+def test_the_peak_is_shown_by_category_and_by_line(profiler: Profiler) -> None:
     one, _ = profiler.run("train(12)", memory=True)
     assert one.memory is not None
     assert set(one.memory.parts) <= {

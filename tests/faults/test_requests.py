@@ -172,7 +172,7 @@ def test_a_folder_that_one_rank_cannot_write_is_reported_at_once(
     assert trains_on(session)
 
 
-def test_an_error_that_nobody_expects_is_answered_too(session: Session) -> None:
+def test_an_unexpected_error_is_answered_too(session: Session) -> None:
     with pytest.raises(PayloadError, match="LookupError: torn"):
         session.pull("torn")
     eventually(lambda: "LookupError: torn" in session.log(), within_s=10)

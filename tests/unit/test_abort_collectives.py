@@ -76,7 +76,7 @@ def test_nccl_is_aborted_in_one_group_before_any_socket_is_closed(
     assert noted[5:] == noted[:5]
 
 
-def test_an_abort_that_fails_is_told_and_sockets_are_closed(
+def test_an_abort_that_fails_is_reported_and_sockets_are_closed(
     monkeypatch: pytest.MonkeyPatch, noted: list[str]
 ) -> None:
     def fail() -> None:
@@ -88,7 +88,7 @@ def test_an_abort_that_fails_is_told_and_sockets_are_closed(
     assert noted == ["group start", "group end", CLOSED]
 
 
-def test_an_abort_that_hangs_is_told_in_time(
+def test_an_abort_that_hangs_is_reported_in_time(
     monkeypatch: pytest.MonkeyPatch, noted: list[str]
 ) -> None:
     monkeypatch.setattr(process_group, "ABORT_S", 0.05)

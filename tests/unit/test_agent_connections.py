@@ -81,7 +81,7 @@ def test_who_waits_is_answered_when_all_is_there(asked: Asked) -> None:
     assert len(asked("set", "b", values=(b"2",))) == 2
 
 
-def test_who_waits_in_vain_is_told_for_what(asked: Asked) -> None:
+def test_a_timeout_names_the_missing_keys(asked: Asked) -> None:
     asked("wait", "a", "b", seconds=-1)
     asked("set", "a", values=(b"1",))
     asked.point.expire_requests()
@@ -100,12 +100,12 @@ def test_who_waits_in_vain_is_told_for_what(asked: Asked) -> None:
         [b"[" * 99999],
     ],
 )
-def test_junk_is_no_message(frames: list[bytes]) -> None:
+def test_invalid_messages_are_rejected(frames: list[bytes]) -> None:
     with pytest.raises(ValueError, match="is not a node message"):
         protocol.unpack_message(frames)
 
 
-def test_what_is_no_ticket_is_not_repeated() -> None:
+def test_an_invalid_ticket_is_not_repeated() -> None:
     with pytest.raises(ValueError, match="not the connection data") as told:
         protocol.AgentCredentials.from_json(json.dumps({"secret": "hush"}))
     assert "hush" not in str(told.value)
@@ -252,7 +252,7 @@ def test_an_agent_touches_files_of_its_session_alone(tmp_path: Path) -> None:
     assert outside.read_text() == "mine"
 
 
-def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_shared_is_reported(tmp_path: Path) -> None:
     trial = tmp_path / "trial"
     trial.write_text("written by the kernel")
     assert shared_folder_error(str(trial), "written by the kernel") == ""

@@ -205,7 +205,7 @@ def test_benchmarks_start() -> None:
     subprocess.run([sys.executable, benchmarks, "--help"], capture_output=True, check=True)
 
 
-def test_backends_are_told_apart_in_one_table() -> None:
+def test_only_one_table_distinguishes_backends() -> None:
     names = {"ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"}
     for path, tree in modules().items():
         if room(path) == "strategies":

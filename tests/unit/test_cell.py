@@ -32,7 +32,7 @@ def fail(cell: Cell, rank: int) -> None:
     cell.failed_at = 0.0  # long ago
 
 
-def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:
+def test_an_error_is_shown_early_only_while_another_rank_runs() -> None:
     cell, renderer = cell_of(0, 1)
     fail(cell, 0)
     cell.render_pending(0.0)
@@ -40,7 +40,7 @@ def test_an_error_is_told_early_only_while_another_rank_runs_on() -> None:
     assert renderer.show_errors.call_args.kwargs["waiting"] == (1,)
 
 
-def test_ranks_that_all_failed_are_told_of_once_at_the_end() -> None:
+def test_if_all_ranks_failed_the_error_is_shown_once_at_the_end() -> None:
     cell, renderer = cell_of(0, 1)
     for rank in (0, 1):
         fail(cell, rank)

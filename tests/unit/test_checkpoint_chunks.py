@@ -52,7 +52,7 @@ def test_whole_tensors_are_one_box() -> None:
         assert list(chunk_to_intervals(shape, Chunk((0,) * len(shape), shape))) == [(0, numel)]
 
 
-def test_nothing_is_no_box() -> None:
+def test_an_empty_interval_has_no_chunk() -> None:
     assert interval_to_chunks((0, 3), 0, 0) == []
     assert interval_to_chunks((4,), 2, 2) == []
     assert list(chunk_to_intervals((0, 3), Chunk((0, 0), (0, 3)))) == []

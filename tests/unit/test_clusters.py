@@ -165,7 +165,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("srun")
-def test_slurm_spreads_as_it_is_told() -> None:
+def test_slurm_distributes_ranks_as_requested() -> None:
     cluster = SlurmCluster()
     assert cluster.distribute_ranks(2, None, None) == RankDistribution("cpu", 1, 2)
     assert cluster.distribute_ranks(8, 2, None) == RankDistribution("cpu", 2, 4)
@@ -305,7 +305,7 @@ def test_after_a_death_fewer_nodes_are_left_where_one_is_silent(srun: Path) -> N
     assert cluster.num_available_nodes("cpu", 1, 2) == 1
 
 
-def test_a_refusal_of_srun_is_told_in_its_words(srun: Path) -> None:
+def test_a_refusal_of_srun_is_quoted(srun: Path) -> None:
     with pytest.raises(StartError, match="rejected the request: no such account"):
         allotted(srun, 'sys.exit("srun: error: no such account")')
 
@@ -325,7 +325,9 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         RayCluster().distribute_ranks(2, None, None)
 
 
-def test_the_connection_of_a_session_is_no_other_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_of_a_session_is_not_used_for_another_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     monkeypatch.setattr(RayCluster, "connected_to", "10.0.0.1:10001")
     with pytest.raises(

@@ -69,7 +69,7 @@ def test_a_gpu_that_shares_the_hosts_memory_has_that_of_the_host() -> None:
     ("visible", "order", "said"),
     [("0", None, 1), ("0", "PCI_BUS_ID", 0), ("GPU-b", None, 0), (None, None, 0)],
 )
-def test_numbers_of_unlike_gpus_are_taken_as_nvidia_smi_shows_them_and_that_is_told(
+def test_numbers_of_different_gpus_follow_nvidia_smi_and_a_note_says_so(
     visible: str | None, order: str | None, said: int
 ) -> None:
     nvml = FakeNvml([FakeGpu("GPU-a", "Tesla T4"), FakeGpu("GPU-b", "NVIDIA A100")])
@@ -132,7 +132,7 @@ def test_cuda_visible_devices_is_read_as_cuda_does(visible: str, expected: list[
     assert seen(four(), visible) == expected
 
 
-def test_without_a_driver_there_is_no_gpu() -> None:
+def test_without_a_driver_no_gpu_is_found() -> None:
     found = machine_with(FakeNvml([], broken=True))
     assert found.gpus == ()
     assert found.describe() == "no GPU: 2 CPU ranks"
@@ -303,7 +303,7 @@ def test_precisions_follow_the_weakest_gpu_of_the_nodes() -> None:
     assert able((9, 0), (7, 5)) == (False, False)
 
 
-def test_gpus_that_differ_between_nodes_are_told() -> None:
+def test_gpus_that_differ_between_nodes_are_reported() -> None:
     assert session_placement.mixed_gpus_warning([]) == ""
     assert session_placement.mixed_gpus_warning(nodes_with((8, 0), (8, 0))) == ""
     assert session_placement.mixed_gpus_warning(nodes_with((8, 0), (7, 5), (8, 0))) == (
@@ -328,7 +328,7 @@ def test_only_the_gpus_of_the_session_count() -> None:
     ).bf16
 
 
-def test_free_memory_and_who_holds_the_rest_are_told() -> None:
+def test_free_memory_and_processes_that_use_the_rest_are_reported() -> None:
     here, gone = os.getpid(), 2**22 + 1  # above Linux's largest pid
     nvml = FakeNvml([FakeGpu("GPU-0", used=((here, GIB), (gone, 2 * GIB))), FakeGpu("GPU-1")])
     with driver(nvml):
@@ -388,7 +388,7 @@ def test_a_driver_that_is_too_old_to_list_processes_keeps_no_session_from_starti
     assert chosen_on(OldDriver([FakeGpu("GPU-0")])) == []
 
 
-def test_failures_are_told_with_a_session_on_cpu_ranks_but_not_where_it_wants_them() -> None:
+def test_gpu_failures_are_reported_unless_cpu_ranks_were_requested() -> None:
     nvml = FakeNvml([FakeGpu("GPU-0", lost=True)])
     assert chosen_on(nvml) == ["GPU 0 fails (GPU is lost) and is not used; run nvidia-smi"]
     nvml.gpus.append(FakeGpu("GPU-1"))

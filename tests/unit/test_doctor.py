@@ -51,7 +51,7 @@ def only(found: Iterable[Finding], level: str, words: str) -> Finding:
 # -- the page
 
 
-def test_this_machine_is_told_on_one_page() -> None:
+def test_the_report_of_this_machine() -> None:
     found = nbdist.doctor()
     topics = {one.topic for one in found.findings}
     assert {"versions", "GPUs", "shared memory", "descriptors", "loopback", "ports"} <= topics
@@ -85,7 +85,9 @@ def test_what_it_shows_is_text_and_no_markup() -> None:
     assert "&lt;i&gt;do" in page
 
 
-def test_a_look_that_fails_is_told_and_the_page_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_check_that_fails_is_reported_and_the_others_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def look() -> Iterator[Finding]:
         yield finding.ok("a", "b")
         raise RuntimeError("strange machine")
@@ -205,11 +207,11 @@ def test_who_holds_a_gpu_is_named_by_user_and_program() -> None:
     assert worst(checked(nvml, os.getpid())) == []
 
 
-def test_a_holder_of_another_container_is_told_as_such() -> None:
+def test_a_process_of_another_container_is_named_as_such() -> None:
     only(checked(two_gpus(99999999)), "note", "pid 99999999 of another container")
 
 
-def test_hidden_gpus_are_told() -> None:
+def test_hidden_gpus_are_reported() -> None:
     hidden, one, wrong = (
         checked(two_gpus(1), 1, CUDA_VISIBLE_DEVICES=given) for given in ("", "1", "7")
     )
@@ -218,12 +220,12 @@ def test_hidden_gpus_are_told() -> None:
     only(wrong, "problem", "shows 0 of 2 GPUs")
 
 
-def test_a_gpu_that_nobody_may_use_is_a_problem() -> None:
+def test_a_gpu_in_prohibited_mode_is_a_problem() -> None:
     found = worst(checked(two_gpus(1, mode=2), 1))
     assert [one.level for one in found] == ["problem"]
 
 
-def test_a_gpu_that_somebody_holds_exclusively_is_a_problem() -> None:
+def test_a_gpu_in_exclusive_use_is_a_problem() -> None:
     exclusive = two_gpus(os.getpid(), mode=3)
     found = checked(exclusive)
     (one,) = [finding for finding in found if finding.level == "problem"]
@@ -352,7 +354,7 @@ def test_variables_of_another_launcher_are_reported() -> None:
     )
 
 
-def test_what_slows_down_or_has_no_effect_is_told() -> None:
+def test_settings_that_slow_down_or_have_no_effect_are_reported() -> None:
     only(
         machine.check_environment({"CUDA_LAUNCH_BLOCKING": "1"}),
         "note",
@@ -380,7 +382,7 @@ def test_a_listener_off_loopback_is_a_problem() -> None:
     assert address in found[0].says
 
 
-def test_a_front_end_that_was_not_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_end_that_was_not_built_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.panel.protocol.has_built_assets", lambda: False)
     only(software.check_notebook(), "note", "not built")
     monkeypatch.setattr("nbdist.panel.protocol.has_built_assets", lambda: True)

@@ -206,7 +206,7 @@ def test_zero3_keeps_fewer_parameters_live_when_memory_ends() -> None:
 # -- advice of a profile: the engine's own options
 
 
-def test_a_model_of_one_unit_is_told() -> None:
+def test_a_model_of_one_unit_is_reported() -> None:
     whole = figures(units=1, params=80_000, traffic=[traffic("all_gather", 1, 80_000, 0.3)])
     one, config = advised(profile("fsdp2", whole))
     assert one.title == "FSDP units"
@@ -216,7 +216,7 @@ def test_a_model_of_one_unit_is_told() -> None:
     assert advised(profile("fsdp2", whole, fsdp_config=cut))[1]["min_num_params"] == 25_000
 
 
-def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
+def test_many_small_units_are_reported_if_their_gathers_take_time() -> None:
     busy = figures(traffic=[traffic("all_gather", 200, 20_480, 0.3)])
     one, config = advised(profile("fsdp2", busy))
     assert "200 all_gathers of 20 KiB per step take 30 % of it" in one.why
@@ -230,7 +230,7 @@ def test_many_small_units_are_told_where_their_gathers_take_time() -> None:
     assert profile("fsdp2", hidden).advice == ()
 
 
-def test_a_late_rank_is_no_slow_gather() -> None:
+def test_a_late_rank_is_not_a_slow_gather() -> None:
     late = figures(traffic=[traffic("all_gather", 200, 20_000, 0.3, waiting_s=0.29)])
     for backend in ("fsdp2", "zero3"):
         assert profile(backend, late).advice == ()
@@ -290,7 +290,7 @@ def test_a_slow_zero3_fetches_more_ahead_on_gpus() -> None:
 
 
 @pytest.mark.parametrize("said", [100_000, "auto"])
-def test_small_buckets_are_told_where_the_config_makes_them(said: object) -> None:
+def test_small_buckets_are_reported_if_the_config_sets_them(said: object) -> None:
     slow = figures(traffic=[traffic("reduce_scatter", 90, 200_000, 0.2)])
     given = {"zero_optimization": {"reduce_bucket_size": said}}
     one, config = advised(profile("zero2", slow, deepspeed_config=given))
@@ -331,7 +331,7 @@ def test_fsdp_cannot_leave_memory_unpinned_and_zero3_can() -> None:
 # -- checkpoints
 
 
-def test_names_that_do_not_fit_are_told_under_every_engine() -> None:
+def test_parameter_names_that_do_not_match_are_reported_under_every_engine() -> None:
     said = (
         'RuntimeError: Error(s) in loading state_dict for Net:\n Missing key(s) in state_dict: "a"'
     )

@@ -203,7 +203,7 @@ def test_a_rank_lives_on_when_the_system_clock_is_set(monkeypatch: pytest.Monkey
     assert launcher_process.process_status(os.getpid(), start_ticks + 1) == EXITED
 
 
-def test_a_death_is_told_though_the_folder_of_checkpoints_hangs(
+def test_a_death_is_reported_although_the_checkpoint_folder_hangs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As of a file server that is gone; this is the thread that reads the ranks' messages."""

@@ -53,13 +53,13 @@ def test_a_rank_that_spins_in_c_waits_as_one_that_sleeps() -> None:
     assert said == "rank 0 has waited 5 s in item at line 8; rank 1 is in load at line 2"
 
 
-def test_a_rank_that_computes_for_long_waits_for_nobody() -> None:
+def test_a_rank_that_computes_for_long_does_not_hang() -> None:
     busy = answer(8, called="matmul", sleeps=False, still_s=60.0)
     assert words({0: busy, 1: answer(2)}, pending=[0, 1], errors={}) == ""
     assert words({0: busy, 1: answer()}, pending=[0], errors={}) == ""
 
 
-def test_a_rank_that_stays_at_one_line_after_another_has_failed_is_told() -> None:
+def test_a_rank_that_stays_at_one_line_after_another_failed_is_reported() -> None:
     answers = {0: answer(), 1: answer(4, called="item", still_s=4.0)}
     said = words(answers, pending=[1], errors={0: error(0, 3)})
     assert said == "rank 0 raised ValueError at line 3; rank 1 has been in item at line 4 for 4 s"
@@ -89,11 +89,11 @@ def test_each_way_to_be_in_c_is_described() -> None:
     ]
 
 
-def test_a_short_wait_is_no_standstill() -> None:
+def test_a_short_wait_is_not_a_hang() -> None:
     assert words({0: waits(4, 1, seconds=1.0), 1: answer(2)}, pending=[0, 1], errors={}) == ""
 
 
-def test_a_rank_without_an_answer_is_told() -> None:
+def test_a_rank_that_does_not_answer_is_reported() -> None:
     answers = {0: waits(4, 1)}
     found = detect_hang([0, 1], answers=answers, pending=[0, 1], errors={})
     assert found is not None

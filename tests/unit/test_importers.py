@@ -200,7 +200,7 @@ def test_optimizers_by_number(tmp_path: Path) -> None:
     assert "no optimizer is prepared" in importers.open_checkpoint(tmp_path).notes[0]
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+def test_other_files_are_rejected_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="contains no tensors"):
         importers.open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -221,7 +221,7 @@ def test_a_rank_that_does_not_answer_is_named_without_a_stop(clock: Clock, ranks
     )
 
 
-def test_groups_that_could_not_be_aborted_are_told(clock: Clock, ranks: Ranks) -> None:
+def test_groups_that_could_not_be_aborted_are_reported(clock: Clock, ranks: Ranks) -> None:
     stages, _ = watching(ranks)
     ranks.refuse_abort = True
     stages.escalate()

@@ -213,7 +213,7 @@ def test_the_share_that_words_end_with(text: str, share: float | None) -> None:
     assert parse_fraction_done(text) == share
 
 
-def test_work_is_told_by_the_lines_of_its_own_thread(lines: list[str]) -> None:
+def test_status_lines_of_other_threads_do_not_change_the_operation(lines: list[str]) -> None:
     mine, other = CurrentOperation(), CurrentOperation()
     with mine.track("loading", "loading base"):
         with StatusLine("load base") as line:

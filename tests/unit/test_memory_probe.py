@@ -38,7 +38,7 @@ def test_what_a_gpu_held_is_read_before_this_rank_has_a_context(
     assert memory_probe.current_probe.device_before_bytes == 101
 
 
-def test_what_lived_at_the_peak_is_told_apart_afterwards() -> None:
+def test_tensors_at_the_peak_are_categorized_afterwards() -> None:
     counting = MemoryTracker()
     with counting:
         gradient = torch.zeros(1000)

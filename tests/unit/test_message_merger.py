@@ -90,7 +90,7 @@ def test_nothing_passes_what_its_rank_said_before(node: Node) -> None:
     assert [text for _, text in node.leave()] == ["a\n", "display_data", "b\n"]
 
 
-def test_equal_text_under_one_header_is_no_replay(node: Node) -> None:
+def test_equal_text_under_one_header_is_not_a_replay(node: Node) -> None:
     node.says(4, "a\nx\na\n")
     node.says(5, "x\n")
     node.now = MESSAGE_DELAY_S
@@ -132,7 +132,7 @@ def test_a_message_is_not_taken_twice(node: Node) -> None:
 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"<IDS|MSG>"], [b"<IDS|MSG>", *[b"{"] * 5]])
-def test_what_is_no_message_is_refused(node: Node, frames: list[bytes]) -> None:
+def test_other_input_than_a_message_is_rejected(node: Node, frames: list[bytes]) -> None:
     assert not node.relay.add_message(4, frames, node.now)
 
 

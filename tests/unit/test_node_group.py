@@ -156,7 +156,7 @@ def test_nodes_are_warm_once_each_launcher_is(heard: Heard) -> None:
     assert heard.group.is_warm
 
 
-def test_the_end_of_all_ranks_is_told_once_with_the_first_cause(heard: Heard) -> None:
+def test_the_end_of_all_ranks_is_reported_once_with_the_first_cause(heard: Heard) -> None:
     heard.launch(4)
     alpha, beta = heard.agents
     beta.tell(messages.AllRanksExited(GENERATION - 1))

@@ -55,7 +55,7 @@ def test_one_answer_has_all_ranks_and_the_hosts_memory(
     assert nvml.calls == ["init"]
 
 
-def test_nvml_is_let_go_when_nobody_asks_any_more(
+def test_nvml_is_shut_down_when_it_is_no_longer_used(
     nvml: FakeNvml,
     asked: tuple[NodeUsageMonitor, SimpleQueue[tuple[int, dict[str, Any]]]],
     monkeypatch: pytest.MonkeyPatch,

@@ -31,7 +31,7 @@ def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(3))
 
 
-def test_an_argument_that_is_no_default_of_groups_is_kept(parameter: torch.nn.Parameter) -> None:
+def test_an_argument_that_is_not_a_group_default_is_kept(parameter: torch.nn.Parameter) -> None:
     lion = lion_pytorch.Lion([parameter], lr=0.5, weight_decay=0.1, decoupled_weight_decay=True)
     made = again(lion, parameter)
     assert made.decoupled_wd is True

@@ -107,7 +107,7 @@ def test_a_loop_without_a_further_forward_is_stopped_soon_after_the_step() -> No
         threading.Event().wait(10)
 
 
-def test_where_there_is_no_training_stop_comes_at_once() -> None:
+def test_without_training_stop_acts_at_once() -> None:
     gate, _ = gated()
     assert gate.pause_steps()[0] == 0
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012

@@ -101,7 +101,7 @@ def test_every_module_says_what_it_holds() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-def test_another_system_than_linux_can_plan_and_is_told_why_no_session_starts() -> None:
+def test_on_other_systems_than_linux_plans_work_and_a_session_says_why_it_cannot_start() -> None:
     code = "import platform; platform.system = lambda: 'Windows'; import nbdist\n"
     code += "print(nbdist.plan('7b', devices='8xA100-80GB,nvlink').best)\nnbdist.Session"
     done = subprocess.run(

@@ -57,7 +57,7 @@ def test_a_panel_that_is_opened_late_has_the_history() -> None:
     assert new_values(new_points, now=2 * STEP_S) == [4.0]
 
 
-def test_downsampling_keeps_ends_extremes_and_what_is_no_number() -> None:
+def test_downsampling_keeps_ends_extremes_and_non_finite_values() -> None:
     many = np.sin(np.arange(5 * MAX_POINTS) / 50)
     many[777], many[4242], many[6000] = 9.0, -9.0, math.nan
     steps = np.arange(len(many), dtype=float)

@@ -84,7 +84,7 @@ def test_cpu_ranks_are_resident_memory() -> None:
     ] * 2
 
 
-def test_the_peak_is_kept_and_that_of_a_strategy_begins_anew() -> None:
+def test_the_peak_is_kept_and_that_of_a_strategy_starts_again() -> None:
     nvml = one_gpu((os.getpid(), 12 * GIB))
     made = DeviceSampler(running(ONE_GPU, os.getpid()))
     with driver(nvml):

@@ -93,7 +93,7 @@ def test_a_running_cell_has_its_number_and_its_time(session: Session) -> None:
     assert not cell.is_interrupted
 
 
-def test_outside_of_a_kernel_there_is_no_kernel_to_name() -> None:
+def test_outside_of_a_kernel_the_kernel_id_is_none() -> None:
     code = (
         "from IPython.terminal.interactiveshell import TerminalInteractiveShell as Shell\n"
         "from IPython.terminal.ipapp import TerminalIPythonApp\n"
@@ -115,7 +115,7 @@ def test_long_work_is_the_state_and_the_progress(session: Session) -> None:
     assert drawn(session)["progress"] is None
 
 
-def test_only_what_changed_is_told(session: Session) -> None:
+def test_only_changed_keys_are_sent(session: Session) -> None:
     before = drawn(session)
     assert snapshot.changed_keys(before, drawn(session)) == {}
     session.events.add(TrainingEvent(3, "save", "base"))
@@ -374,7 +374,7 @@ def test_what_front_ends_remove_is_not_used(session: Session) -> None:
 
 
 @pytest.mark.parametrize("face", [static.render_html, static.render_text], ids=["html", "text"])
-def test_what_is_no_number_has_a_sign_that_is_explained(face: Any, session: Session) -> None:
+def test_non_finite_values_have_a_symbol_and_a_legend(face: Any, session: Session) -> None:
     values = [float("nan") if i == 77 else float(i) for i in range(200)]
     values[150] = -float("inf")
     curves = {"loss": curve(range(200), values), "fine": curve(range(200), range(200))}

@@ -50,7 +50,7 @@ def test_sizes_are_read_as_people_write_them(text: str, plain: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["7", "7g", "7 bx", "7 apples", "0b", "0.5m", "99999b", "1e99"])
-def test_what_is_nearly_a_size_is_told_the_forms(text: str) -> None:
+def test_a_misspelled_size_lists_the_accepted_forms(text: str) -> None:
     with pytest.raises(PlanError, match='such as "7b", "350m" or "7e9"'):
         nbdist.plan(text, devices="2x24GB")
 

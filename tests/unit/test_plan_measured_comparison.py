@@ -40,7 +40,7 @@ def test_figures_of_a_rank_survive_the_wire_and_ignore_what_is_new() -> None:
     ) == MeasuredMemory(kind="cpu", step=3, batch_size=1, seq_len=8, accumulate=1, optimizer={})
 
 
-def test_what_is_not_told_apart_is_one_part() -> None:
+def test_parts_that_cannot_be_measured_separately_are_combined() -> None:
     parts = FOUND.distinct_parts()
     assert parts[REMAINING_PART] == 500
     assert sum(parts.values()) == FOUND.allocated_bytes
@@ -122,7 +122,7 @@ def test_error_is_relative_to_what_was_measured(line: PartComparison, error: flo
     assert line.relative_error == (error if error is None else pytest.approx(error))
 
 
-def test_the_device_is_compared_on_a_gpu_and_resident_memory_only_told() -> None:
+def test_on_a_gpu_device_memory_is_compared_and_resident_memory_only_shown() -> None:
     spec = analytic.spec_from_config(CONFIG)
     on_gpu = measured_comparison.compare_plan_with_measurements(spec, options(), {0: ON_GPU})
     assert on_gpu.device.part == "the device"

@@ -301,7 +301,7 @@ def test_devices_that_lack_the_precision_are_named() -> None:
     assert "It supports fp16" in text
 
 
-def test_host_memory_that_nobody_stated_is_said_to_be_assumed() -> None:
+def test_assumed_host_memory_is_labeled_as_assumed() -> None:
     silent = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie", seq_len=2048).best
     stated = nbdist.plan(LLAMA_8B, devices="2x24GB,pcie,512GB host", seq_len=2048).best
     assert silent is not None

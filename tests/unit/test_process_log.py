@@ -42,7 +42,7 @@ def test_a_flood_blocks_no_process_and_its_end_is_kept() -> None:
         assert len(one.tail()) == 1000
 
 
-def test_it_ends_although_somebody_may_still_write() -> None:
+def test_it_ends_although_a_process_may_still_write() -> None:
     one = ProcessLogTail()
     other = os.dup(one.write_fd)
     os.write(other, b"last words")

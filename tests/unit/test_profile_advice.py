@@ -269,7 +269,7 @@ def test_a_batch_that_does_not_fit_is_not_advised() -> None:
     assert not [one for one in profile(*ranks, where=where).advice if "micro_batch" in one.change]
 
 
-def test_gpus_over_pcie_are_told_to_move_less() -> None:
+def test_gpus_connected_by_pcie_get_advice_to_communicate_less() -> None:
     model = {"backend": "zero3", "samples": 1, "seq_len": 512, "accumulate": 4}
     ranks = both(
         kind="cuda",
@@ -341,7 +341,7 @@ def test_one_unit_on_cpu_ranks_is_advised_for_its_memory_and_says_what_it_costs(
     assert '"min_num_params": 131072' in one.line
 
 
-def test_a_loop_that_accumulates_by_hand_is_not_told_to_let_the_engine_do_it() -> None:
+def test_a_loop_that_accumulates_by_hand_gets_no_advice_about_it() -> None:
     model = {"accumulate": 4}
     by_engine = profile(*both(communication=0.05, model=model), where=setting(accumulate=4))
     by_hand = profile(*both(communication=0.05, model=model), where=setting())
@@ -394,7 +394,7 @@ def test_every_line_to_switch_is_one_that_the_magic_takes() -> None:
 # ------------------------------------------------------------------------- what was gained
 
 
-def test_workers_that_were_taken_are_told_with_what_they_gained() -> None:
+def test_workers_that_were_added_are_reported_with_their_gain() -> None:
     before = profile(*both(data=0.2))
     after = profile(*both(data=0.02, loader={"num_workers": 4}), before=before)
     measured = before.step_s / after.step_s
@@ -404,7 +404,7 @@ def test_workers_that_were_taken_are_told_with_what_they_gained() -> None:
     assert str(after).splitlines()[1].strip() == after.advice_outcome
 
 
-def test_a_switch_that_was_taken_is_told() -> None:
+def test_a_switch_that_was_made_is_reported() -> None:
     checkpointed = setting(activation_checkpointing=True)
     before = profile(*both(), where=checkpointed)
     after = profile(*both(forward=0.02, backward=0.045), before=before)
@@ -431,7 +431,7 @@ def test_a_larger_batch_is_compared_per_sample() -> None:
     assert after.tokens_per_s == pytest.approx(2 * size * LENGTH / after.step_s)
 
 
-def test_advice_that_was_not_taken_is_not_told() -> None:
+def test_advice_that_was_not_followed_is_not_reported() -> None:
     before = profile(*both(data=0.2))
     assert profile(*both(data=0.2), before=before).advice_outcome == ""
     assert profile(*both(), before=profile(*both())).advice_outcome == ""
@@ -444,7 +444,7 @@ def test_another_model_or_batch_is_not_compared(other: dict[str, int]) -> None:
     assert after.advice_outcome == ""
 
 
-def test_a_line_or_a_straggler_that_is_gone_is_no_advice_taken() -> None:
+def test_a_line_or_straggler_that_disappeared_is_not_followed_advice() -> None:
     line = LineProfile(cell="In[3]", line=12, source="x = loss.item()", seconds=0.04)
     before = profile(*[replace(one, lines=[line]) for one in both(python=0.045)])
     assert before.advice

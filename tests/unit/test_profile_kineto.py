@@ -112,7 +112,7 @@ class Allocator:
         self.events.append(event)
 
 
-def test_a_gpus_record_tells_the_peak_of_the_step_and_not_of_before(
+def test_a_gpu_trace_has_the_peak_of_the_step_not_an_earlier_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocator = Allocator(monkeypatch)

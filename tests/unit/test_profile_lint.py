@@ -123,7 +123,7 @@ WHOLE = BAD["a loader that is not prepared"][0]
 MODE = BAD["evaluated, and not made to train again"][0]
 
 
-def test_a_loader_without_workers_is_told_where_the_step_waits_for_data() -> None:
+def test_a_loader_without_workers_is_reported_if_the_step_waits_for_data() -> None:
     (one,) = judged(LOADER, rank(loaders=[loader()], data=0.4), rank(1, loaders=[loader()]))
     assert (one.kind, one.sure, one.seconds) == ("num_workers", "certain", 0.4)
     assert "Waiting for batches takes 40% of the step (400 ms)" in one.reason
@@ -148,7 +148,7 @@ def test_another_loader_of_the_notebook_is_not_meant(own: str) -> None:
 
 
 @pytest.mark.parametrize("made", ["range(9)", "torch.randn(100, 4)"])
-def test_a_loop_without_a_loader_is_not_told_of_one(made: str) -> None:
+def test_a_loop_without_a_loader_gets_no_finding_about_it(made: str) -> None:
     assert judged([MAKE + LOOP, LOOP.replace("loader", made)], rank(data=0.4)) == []
 
 
@@ -159,7 +159,7 @@ def test_a_loader_that_a_function_gives_back_is_the_one_that_there_is() -> None:
     assert one.source == "data = DataLoader(rows)"
 
 
-def test_a_loader_that_has_workers_at_run_time_is_not_told() -> None:
+def test_a_loader_with_workers_at_run_time_is_not_reported() -> None:
     assert judged(LOADER, rank(loaders=[loader(num_workers=2)], data=0.4)) == []
 
 
@@ -192,7 +192,7 @@ def test_a_wait_for_the_device_costs_nothing_on_cpu_ranks() -> None:
     assert "Here the line costs nothing on CPU ranks" in one.reason
 
 
-def test_fp16_is_told_where_bf16_exists_and_fp16_is_used() -> None:
+def test_fp16_is_reported_if_bf16_is_available() -> None:
     (one,) = judged(HALF, rank(precision="fp16"))
     assert (one.kind, one.sure) == ("fp16", "certain")
     assert judged(HALF, rank(precision="bf16")) == []
@@ -219,7 +219,7 @@ def test_the_mode_of_the_model_decides_whether_train_is_missing() -> None:
     "source",
     ["", "\n", "for", "x = (", "%%bash\nfor x in y; do step; done", "\x00", "\ud800", "(" * 5000],
 )
-def test_what_is_no_python_gets_no_remark(source: str) -> None:
+def test_invalid_python_gets_no_finding(source: str) -> None:
     assert judged([source], rank(idle=0.2)) == []
 
 

@@ -151,7 +151,7 @@ def test_a_gpu_that_waits_for_launches_is_host_bound() -> None:
     assert "idle time" in found.verdict
 
 
-def test_copies_to_the_device_are_told_from_waiting_for_batches() -> None:
+def test_copies_to_the_device_are_distinguished_from_waiting_for_batches() -> None:
     found = profile(*both(kind="cuda", copies=0.04), where=setting("2xH100-80GB,nvlink"))
     assert found.verdict == "input-bound: 26 % of the step copies batches to the device"
 
@@ -233,7 +233,7 @@ def test_collectives_that_cannot_be_matched_leave_all_of_it_communication() -> N
     assert "could not be matched" in found.notes[0]
 
 
-def test_what_computing_covers_of_a_late_rank_is_no_waiting() -> None:
+def test_time_that_computation_overlaps_is_not_waiting() -> None:
     # of 100 ms, the last 10 are exposed; the last rank came after 50
     early, late = rank(0, communication=0.01), rank(1, communication=0.01)
     early.begins["0"] = [[end - 0.1, 0.01, 0.1] for end in early.ends[1:]]
@@ -241,7 +241,7 @@ def test_what_computing_covers_of_a_late_rank_is_no_waiting() -> None:
     assert all(one.parts["waiting"] == 0 for one in profile(early, late).ranks)
 
 
-def test_waiting_at_the_begin_is_told_from_communication_at_the_end() -> None:
+def test_waiting_at_the_start_is_distinguished_from_communication_at_the_end() -> None:
     # of 100 ms, the first 40 look for the other rank and the last 10 wait for the backend
     early, late = rank(0, communication=0.05), rank(1, communication=0.01)
     spans = [0.0, 0.04, 0.09, 0.1]

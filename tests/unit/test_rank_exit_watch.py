@@ -86,7 +86,7 @@ def test_an_end_that_torch_elastic_collected_first_has_its_code_too(
     os.close(write)
 
 
-def test_an_end_before_the_watch_began_is_told_without_a_code() -> None:
+def test_a_process_that_ended_before_the_watch_has_no_exit_code() -> None:
     told: list[messages.LauncherMessage] = []
     watch = RankExitWatch(1, told.append)
     pid = os.fork()

@@ -80,7 +80,7 @@ def test_a_path_that_cannot_be_looked_up_says_why() -> None:
         ('#!/bin/sh\necho \'{"version": "3.9.1", "minor": [3, 9]}\'\n', 0o700, "3.11 or newer"),
     ],
 )
-def test_what_is_no_usable_python(tmp_path: Path, script: str, mode: int, says: str) -> None:
+def test_unusable_interpreters(tmp_path: Path, script: str, mode: int, says: str) -> None:
     file = tmp_path / "python"
     file.write_text(script)
     file.chmod(stat.S_IFREG | mode)

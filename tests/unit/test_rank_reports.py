@@ -53,7 +53,7 @@ def test_a_rank_says_why_it_failed(draft: PendingFolderCheckpoint) -> None:
     assert reports[1].error.startswith("rank 1 cannot write:  no room")
 
 
-def test_where_there_is_no_room_for_words_a_name_says_it(
+def test_without_space_for_a_description_the_name_says_it(
     draft: PendingFolderCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:

@@ -428,7 +428,7 @@ def test_a_quiet_rank_is_never_cut_because_another_floods() -> None:
     assert shown.count("[1] important") == 10
 
 
-def test_a_flood_that_ends_before_the_cell_is_told_at_once() -> None:
+def test_the_end_of_a_flood_is_reported_at_once() -> None:
     cell = Cell(budget=SMALL)
     for rank in (0, 1):
         cell.out(rank, "".join(f"{i}\n" for i in range(1000)))
@@ -454,7 +454,7 @@ def test_a_dropped_line_that_comes_in_pieces_is_counted_once() -> None:
     assert accounted(cell.screen, range(1)) == {0: 262}
 
 
-def test_a_giant_line_is_cut_and_its_size_told() -> None:
+def test_a_giant_line_is_truncated_and_its_size_shown() -> None:
     for ranks in ((0,), (0, 1)):
         for ending in ("\n", ""):
             cell = Cell(ranks)
@@ -507,7 +507,7 @@ def test_widget_messages_are_relayed_with_buffers_and_updates_joined() -> None:
     assert cell.screen.relayed[1][1]["data"]["state"] == {"value": 99}
 
 
-def test_a_failure_is_told_while_others_run() -> None:
+def test_a_failure_is_shown_while_other_ranks_run() -> None:
     cell = Cell(range(3))
     cell.renderer.show_errors(
         [RankError(1, "ValueError", "bad", ["ValueError: bad"], 1.0)], waiting=[0]

@@ -155,7 +155,7 @@ def test_steps_are_counted_on_from_a_given_one(reporter: Reporter, kernel: Kerne
         ((), {"fine": 1.0, "loss": "x"}, r"^report\(loss"),
     ],
 )
-def test_what_is_no_scalar_is_refused_and_nothing_is_reported(
+def test_values_that_are_not_scalars_are_rejected_and_nothing_is_reported(
     arguments: Any, scalars: Any, message: str, reporter: Reporter, kernel: Kernel
 ) -> None:
     with pytest.raises(OptionError, match=message):
@@ -311,7 +311,9 @@ def test_the_thread_that_asks_for_events_leaves_captures_of_cuda_graphs_alone(
     assert len(cuda) == 3
 
 
-def test_a_captured_graph_is_told(cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_is_reported(
+    cuda: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(OptionError, match=r"CUDA graph capture.*after the replay"):
         PinnedScalarPool().copy_async({"loss": torch.tensor(1.0)})

@@ -52,7 +52,7 @@ def test_a_folder_where_others_may_rename_is_the_last_choice(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_folder_of_somebody_else_is_the_last_choice(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_the_last_choice(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, 4242, 4242)

@@ -126,7 +126,7 @@ def test_a_writer_gives_the_checksum_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [bytes(3), bytes(5)], ids=["too little", "too much"])
-def test_a_writer_wants_what_it_was_told(tmp_path: Path, content: bytes) -> None:
+def test_a_writer_accepts_only_the_declared_tensors(tmp_path: Path, content: bytes) -> None:
     stored = [StoredTensor(name="w", dtype="uint8", shape=(4,), offsets=(0,))]
     with (
         pytest.raises(ValueError, match=r"missing|more than"),

@@ -41,7 +41,7 @@ def test_auto_again_changes_nothing() -> None:
     assert choice(auto=True).diff(choice(auto=True)) == {}
 
 
-def test_auto_with_a_contradiction_starts_anew() -> None:
+def test_auto_with_a_contradiction_starts_new_ranks() -> None:
     assert decided("zero3", offload="cpu").diff(choice(auto=True, offload="none")) == {
         "offload": ("cpu", "none")
     }

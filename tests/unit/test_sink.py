@@ -151,5 +151,5 @@ def test_pinned_sends_to_its_cell_in_order_and_in_few_messages(shell: FakeShell)
 
 
 @pytest.mark.usefixtures("no_shell")
-def test_there_is_no_parent_outside_a_kernel() -> None:
+def test_outside_a_kernel_there_is_no_parent_message() -> None:
     assert sink.parent_header() == {}

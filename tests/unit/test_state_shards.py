@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
     assert all(torch.equal(room, torch.full(shape, -1.0)) for room in rooms)
 
 
-def test_optimizer_state_that_nobody_has_becomes_zero(ranks: Ranks) -> None:
+def test_missing_optimizer_state_becomes_zero(ranks: Ranks) -> None:
     rooms = [torch.ones(10) for _ in range(WORLD)]
     ranks.run(lambda rank: reshard.reshard({}, {"optim.state.a.exp_avg": cut(rooms[rank], [2, 5])}))
     assert [room.tolist() for room in rooms] == [[1, 1, 0, 0, 0, 1, 1, 1, 1, 1]] * WORLD

@@ -174,7 +174,7 @@ def test_pythons_connection_errors_inside_torch_are_secondary() -> None:
     assert group_errors([lost])[0].kind == "secondary"
 
 
-def test_an_interrupted_rank_is_no_cause() -> None:
+def test_an_interrupted_rank_is_not_a_cause() -> None:
     stopped = error(0, "KeyboardInterrupt", "", at=1)
     shown = text([stopped, error(1)])
     assert shown.startswith("rank 1:")

@@ -86,7 +86,9 @@ def test_the_url_of_the_files_opens_too(there: UrlStorage) -> None:
         pass
 
 
-def test_a_file_that_is_not_as_its_rank_said_is_no_checkpoint(there: UrlStorage) -> None:
+def test_a_file_that_differs_from_its_ranks_report_makes_the_checkpoint_invalid(
+    there: UrlStorage,
+) -> None:
     draft, manifest = begun(there, "best")
     (here(there.root / "best" / draft.id) / FILE).write_bytes(b"short")
     with pytest.raises(CheckpointError, match=r"differs from what its rank reported\. Save again"):
@@ -145,7 +147,7 @@ def test_what_a_process_left_goes_once_it_is_dead(
     assert folder.exists() != goes
 
 
-def test_what_nobody_can_be_asked_about_goes_after_a_day(there: UrlStorage) -> None:
+def test_uploads_of_unknown_owners_are_removed_after_a_day(there: UrlStorage) -> None:
     draft, _ = begun(there, "left")
     folder = here(there.root / "left" / draft.id)
     elsewhere = replace(ProcessIdentity.current_process(), boot="of another machine")
@@ -279,7 +281,7 @@ def test_no_password_is_shown() -> None:
     assert url.unredacted == "ftp://me:pass-word@127.0.0.1:9/run"
 
 
-def test_urls_and_folders_are_told_apart(tmp_path: Path) -> None:
+def test_urls_and_folders_are_distinguished(tmp_path: Path) -> None:
     for text in ("s3://bucket/run", "file:///data", "simplecache::s3://bucket/run"):
         assert checkpoint.parse_location(text, tmp_path) == Url(text)
     for text in ("runs", "/data/runs", "a:b"):

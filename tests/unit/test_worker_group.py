@@ -56,7 +56,7 @@ def test_a_request_may_last_while_ranks_say_how_far_it_is(
     assert ranks.now == 3000
 
 
-def test_a_request_that_nothing_more_is_heard_of_has_failed(
+def test_a_request_without_further_messages_fails(
     asked: worker_group.WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(asked, words=3, answer=False)

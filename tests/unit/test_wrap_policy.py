@@ -169,7 +169,7 @@ def test_a_method_that_the_model_itself_carries_comes_back_after_an_error() -> N
     assert model.get_output_embeddings is mine
 
 
-def test_a_block_around_the_input_embedding_is_no_unit() -> None:
+def test_a_block_around_the_input_embedding_is_not_a_unit() -> None:
     model = Vision()
     assert wrap_units.block_class_names(model) == {"Patches", "Block"}
     assert wrap_units.find_wrap_units(model) == list(model.blocks)
