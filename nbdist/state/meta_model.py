@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import types
@@ -21,7 +22,7 @@ from nbdist.errors import SwitchError
 from nbdist.state.layouts import base
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +30,10 @@ _OURS = frozenset({"forward", "gradient_checkpointing"})
 """Attributes that an engine or an option sets and that are not carried to the next engine."""
 _LOOKED_AT = 10_000
 """Maximum number of objects within an attribute; a larger one is not treated as plain data."""
-_NOT_LOOKED_INTO = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    str,
-    bytes,
-    int,
-    float,
-)
+_NOT_LOOKED_INTO = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float)
+_ENGINE_LIBRARIES = {"torch", "accelerate", "deepspeed", "transformers", "peft", "nbdist"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module with the functions that users register."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,23 +131,33 @@ def materialize(meta_model: MetaModel) -> nn.Module:
 
 
 def _copy_without_data(model: nn.Module, device: str) -> nn.Module:
+    memo = _tensor_copies(model, device)
+    copied: nn.Module = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        for functions in (vars(module), *(vars(module)[name] for name in _HOOKS)):
+            for name, value in functions.items():
+                if isinstance(value, types.FunctionType | types.MethodType):
+                    functions[name] = _rebound(value, memo)
+    return copied
+
+
+def _tensor_copies(model: nn.Module, device: str) -> dict[int, Any]:
+    """Return copies of a model's tensors without data, by id, as a memo for `copy.deepcopy`."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if hasattr(tensor, "SCB"):  # 8-bit, with scales
-            memo[id(tensor)] = _share_8_bit(tensor)
-            continue
-        memo[id(tensor)] = _empty_copy(tensor, device)
-    for module in model.modules():  # the scales of bitsandbytes, which training does not change
+        is_8_bit = hasattr(tensor, "SCB")  # with scales
+        memo[id(tensor)] = _share_8_bit(tensor) if is_8_bit else _empty_copy(tensor, device)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                # Computed from parameters before each forward, as by pruning and weight_norm.
+                memo[id(value)] = _empty_copy(value, device)
+        # The scales of bitsandbytes, which training does not change.
         if (scales := vars(module).get("quant_state")) is not None:
             memo[id(scales)] = scales
         if hasattr(state := vars(module).get("state"), "SCB"):
             memo[id(state)] = copy.copy(state)
-    copied: nn.Module = copy.deepcopy(model, memo)
-    for module in copied.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, types.MethodType):
-                vars(module)[name] = types.MethodType(_rebound(value.__func__, memo), module)
-    return copied
+    return memo
 
 
 def _empty_copy(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -178,25 +183,48 @@ def _share_8_bit(weight: torch.Tensor) -> torch.Tensor:
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Return a function, method or module for the copies in a memo of `copy.deepcopy`.
 
-    The patched forward of TRL 1.16 has the original method in its closure, which a deep copy
-    shares: the copy would call the original module, and keep its parameters alive.
+    A deep copy shares functions: `self.mlpf = lambda x: m.c_proj(x)` of minGPT and the patched
+    forward of TRL 1.16 would call the modules of the original, and keep its parameters alive.
     """
     if id(value) in memo:
         return memo[id(value)]
-    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
-        return types.MethodType(_rebound(value.__func__, memo), memo[id(value.__self__)])
-    if not isinstance(value, types.FunctionType) or not value.__closure__:
+    if isinstance(value, types.MethodType):
+        owner = memo.get(id(value.__self__), value.__self__)
+        return types.MethodType(_rebound(value.__func__, memo), owner)
+    if not isinstance(value, types.FunctionType) or not _refers_to(value, memo, set()):
         return value
-    cells = tuple(types.CellType() for _ in value.__closure__)
+    cells = tuple(types.CellType() for _ in value.__closure__ or ())
     memo[id(value)] = rebound = types.FunctionType(
-        value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        value.__code__, value.__globals__, value.__name__, None, cells
     )
+    rebound.__defaults__ = tuple(_rebound(each, memo) for each in value.__defaults__ or ()) or None
     rebound.__kwdefaults__ = value.__kwdefaults__
     vars(rebound).update(vars(value))
-    for cell, before in zip(cells, value.__closure__, strict=True):
+    for cell, before in zip(cells, value.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             cell.cell_contents = _rebound(before.cell_contents, memo)
     return rebound
+
+
+def _refers_to(value: Any, memo: Mapping[int, Any], seen: set[int]) -> bool:
+    """Return whether a function, or one that it refers to, uses an object in a memo."""
+    if id(value) in memo:
+        return True
+    if isinstance(value, types.MethodType):
+        return _refers_to(value.__self__, memo, seen) or _refers_to(value.__func__, memo, seen)
+    if not isinstance(value, types.FunctionType) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_refers_to(each, memo, seen) for each in _bound_values(value))
+
+
+def _bound_values(function: types.FunctionType) -> list[Any]:
+    """Return the values in the closure and the defaults of a function."""
+    values: list[Any] = list(function.__defaults__ or ())
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    return values
 
 
 def bare_name(name: str) -> str:
@@ -215,9 +243,10 @@ def module_attributes(prepared: nn.Module, meta_model: MetaModel) -> dict[str, d
     """Return plain data attributes of modules: module -> attribute -> value, with `training`.
 
     A module's config may have changed since `prepare()` and variables may refer to it, so values
-    are not copied. Attributes that contain modules or tensors are skipped.
+    are not copied. Attributes that contain modules or tensors with a gradient are skipped.
     """
     prepared_modules = dict(named_modules(prepared))
+    own = {id(tensor) for tensor in (*prepared.parameters(), *prepared.buffers())}
     values: dict[str, dict[str, object]] = {}
     for name, module in meta_model.model.named_modules():
         current = vars(prepared_modules[name]) if name in prepared_modules else {}
@@ -227,9 +256,29 @@ def module_attributes(prepared: nn.Module, meta_model: MetaModel) -> dict[str, d
             if not key.startswith("_")
             and key not in _OURS
             and key in current
-            and _is_data(current[key])
+            and _is_data(current[key], own)
         }
     return values
+
+
+def modules_with_new_hooks(prepared: nn.Module, meta_model: MetaModel) -> list[str]:
+    """Return the names of modules with hooks of the user that the captured model does not have."""
+    captured = dict(meta_model.model.named_modules())
+    return [
+        name or type(module).__name__
+        for name, module in named_modules(prepared)
+        if name in captured
+        for hooks in _HOOKS
+        for key, hook in vars(module)[hooks].items()
+        if key not in vars(captured[name])[hooks] and not _is_of_library(hook)
+    ]
+
+
+def _is_of_library(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = str(getattr(hook, "__module__", None) or type(hook).__module__)
+    return module.partition(".")[0] in _ENGINE_LIBRARIES
 
 
 def restore_attributes(model: nn.Module, found: Mapping[str, Mapping[str, object]]) -> None:
@@ -238,16 +287,25 @@ def restore_attributes(model: nn.Module, found: Mapping[str, Mapping[str, object
         vars(model.get_submodule(name)).update(values)
 
 
-def _is_data(value: object) -> bool:
-    """Return whether a value contains no module or tensor, as far as `gc` can see."""
+def _is_data(value: object, own: Collection[int]) -> bool:
+    """Return whether a value contains no module, and only tensors that are plain data.
+
+    Args:
+        own: ids of the model's parameters and buffers.
+    """
     waiting, seen_ids = [value], {id(value)}
     while waiting:
         current = waiting.pop()
-        if isinstance(current, (nn.Module, torch.Tensor)) or len(seen_ids) > _LOOKED_AT:
+        if isinstance(current, nn.Module) or len(seen_ids) > _LOOKED_AT:
             return False
+        if isinstance(current, torch.Tensor):
+            if type(current) is not torch.Tensor or current.requires_grad or id(current) in own:
+                return False
+            continue
         if isinstance(current, _NOT_LOOKED_INTO):
             continue
-        for inner in gc.get_referents(current):
+        function = current if isinstance(current, types.FunctionType) else None
+        for inner in _bound_values(function) if function else gc.get_referents(current):
             if id(inner) not in seen_ids:
                 seen_ids.add(id(inner))
                 waiting.append(inner)

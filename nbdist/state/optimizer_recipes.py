@@ -101,8 +101,9 @@ def get_param_group_names(
         for parameter in group_parameters
     ):
         raise SwitchError(
-            f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model."
-            " Create it from model.parameters() of one model and prepare both."
+            f"{unknown} parameters of the {type(optimizer).__name__} belong to no prepared model,"
+            " so their gradients are not averaged between ranks. Make them parameters of the model,"
+            " create the optimizer from model.parameters(), and prepare both."
         )
     return tuple(
         tuple(names[id(parameter)] for parameter in group_parameters)

@@ -114,6 +114,12 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "torch.nn.modules.module:Module.zero_grad": LibraryPatch(
         "does not see what FSDP2 keeps between a forward and its backward, or without a reduction"
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._register_pre_backward_hook": (
+        LibraryPatch("an output that is an object with tensors: the model is not trained")
+    ),
+    "torch.distributed.fsdp._runtime_utils:_register_pre_backward_hooks": LibraryPatch(
+        "an output that is an object with tensors: the backward fails"
+    ),
     "torch.optim.optimizer:Optimizer.add_param_group": LibraryPatch(
         "FSDP2: takes parameters of a root unit that is whole, and the steps do nothing",
     ),
@@ -226,6 +232,10 @@ PATCHES: Mapping[str, LibraryPatch] = {
     "transformers.trainer:Trainer.evaluation_loop": LibraryPatch(
         "ZeRO-1 and ZeRO-2: evaluate() and predict() before train() raise ValueError; FSDP1 and"
         " ZeRO-3: a later train() has no optimizer",
+    ),
+    "transformers.trainer:Trainer._wrap_model": LibraryPatch(
+        "ZeRO: in a second train(), the new optimizer of a user's create_optimizer() is prepared"
+        " without its model"
     ),
     "transformers.trainer:Trainer.save_model": LibraryPatch(
         "FSDP with SHARDED_STATE_DICT: writes nothing, and load_best_model_at_end then misses the"

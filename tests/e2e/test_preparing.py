@@ -149,6 +149,17 @@ def test_an_earlier_model_whose_loss_is_held_is_neither_loaded_nor_switched(
     ranks.run("del model, optimizer, loss")
 
 
+@pytest.mark.parametrize("ranks", [nightly("fsdp1"), "fsdp2", "zero3"], indirect=True)
+def test_an_earlier_model_whose_loss_is_kept_is_not_saved(ranks: Session, tmp_path: Path) -> None:
+    ranks.run("losses = []")
+    for _ in range(2):
+        ranks.run(IN_ONE_CALL + "loss = model(input_ids=tokens[:4], labels=tokens[:4]).loss")
+        ranks.run("losses.append(loss); accelerator.backward(loss); optimizer.step()")
+    ranks.save("kept", folder=tmp_path, wait=True)
+    assert str(ranks.load("kept", folder=tmp_path)).count("GPT2LMHeadModel") == 1
+    ranks.run("del model, optimizer, loss, losses")
+
+
 def test_preparing_what_is_prepared_changes_nothing(ranks: Session) -> None:
     expected = one(ranks, IN_ONE_CALL + "train(model, optimizer)\ntrain(model, optimizer)")
     code = (
@@ -374,6 +385,70 @@ def test_shards_used_as_whole_parameters_fail_with_advice(ranks: Session) -> Non
     advised = "with nbdist.full_parameters(model) as bare:"
     assert f"run it on all ranks within `{advised}`" in shown
     ranks.run(f"import nbdist\n{advised}\n    {add.format('bare')}")
+
+
+POLICY = """
+class Policy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return {output}
+
+torch.manual_seed(0)
+model = Policy()
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+inputs, chosen = torch.randn(16, 8), torch.arange(16) % 4
+for _ in range(3):
+    loss = -{log_prob}(chosen).mean()
+    accelerator.backward(loss); optimizer.step(); optimizer.zero_grad()
+loss.item()
+"""
+
+
+@pytest.mark.parametrize("ranks", ["ddp", nightly("fsdp1"), "fsdp2", "zero3"], indirect=True)
+def test_a_model_may_return_a_distribution(ranks: Session) -> None:
+    categorical = "torch.distributions.Categorical(logits=self.layer(x))"
+    cell = POLICY.format(output=categorical, log_prob="model(inputs).log_prob")
+    assert one(ranks, cell) == pytest.approx(1.134272, abs=1e-4)
+    if ranks.backend == "fsdp2":
+        hidden = POLICY.format(
+            output=f"(lambda: {categorical})", log_prob="model(inputs)().log_prob"
+        )
+        with pytest.raises(CellError, match="found no tensor of the loss in what forward"):
+            ranks.run(hidden)
+    ranks.run("del model, optimizer, loss")
+
+
+@pytest.mark.parametrize("ranks", ["ddp", nightly("fsdp1"), "fsdp2", "zero3"], indirect=True)
+def test_state_dict_of_full_parameters_is_whole_and_stays(ranks: Session) -> None:
+    ranks.run("""
+        import nbdist
+        linear = torch.nn.Linear(4, 8)
+        model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=1.0))
+        with nbdist.full_parameters(model) as bare:
+            best = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+            kept = bare.state_dict()
+            total = bare.weight.sum().item()
+    """)
+    train = "accelerator.backward(model(torch.ones(2, 4)).sum()); optimizer.step()"
+    ranks.run(
+        f"{train}; torch.nn.Linear(4, 8).load_state_dict(kept); torch.save(best, '/dev/null')"
+    )
+    ranks.run("accelerator.unwrap_model(model).load_state_dict(best)")
+    again = "with nbdist.full_parameters(model) as bare: found = bare.weight.sum().item()\n"
+    assert one(ranks, again + "abs(found - total)") < 1e-6
+    if ranks.backend != "ddp":  # where it is the live model
+        assert one(ranks, "abs(kept['weight'].sum().item() - total)") < 1e-6
+    ranks.run("del model, optimizer, bare, linear, best, kept")
+
+
+@pytest.mark.parametrize("ranks", [nightly("fsdp1"), "fsdp2", "zero3"], indirect=True)
+def test_parameters_outside_of_the_model_are_refused(ranks: Session) -> None:
+    ranks.run("model = build(); weights = torch.nn.Parameter(torch.zeros(2))")
+    with pytest.raises(CellError, match="1 parameters of the SGD belong to no prepared model"):
+        ranks.run("accelerator.prepare(model, torch.optim.SGD([*model.parameters(), weights]))")
 
 
 @pytest.mark.parametrize("ranks", ["ddp", "fsdp2", "zero2", "zero3"], indirect=True)

@@ -324,6 +324,35 @@ def test_a_model_with_a_mixin_before_its_module_class_switches(trained: Session)
     trained.run("scaled(torch.ones(1, 4)).sum().item(); del scaled, sgd")
 
 
+def test_a_function_of_the_models_modules_and_a_plain_tensor_switch(trained: Session) -> None:
+    trained.switch("ddp")
+    trained.run("""
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers, self.mean = torch.nn.ModuleList([torch.nn.Linear(4, 4)]), None
+                layers = self.layers
+                self.mlp = lambda x: layers[0](x)
+
+            def forward(self, x):
+                self.mean = x.detach().mean(0)
+                return self.mlp(x)
+
+        block = Block()
+        block, sgd = accelerator.prepare(block, torch.optim.SGD(block.parameters()))
+        accelerator.backward(block(torch.ones(1, 4)).sum()); sgd.step(); sgd.zero_grad()
+        hook = accelerator.unwrap_model(block).layers[0].register_forward_hook(lambda *_: None)
+    """)
+    notes = trained.switch("fsdp2").notes
+    assert [note for note in notes if "are not carried (layers.0)" in note]
+    assert one(trained, "accelerator.unwrap_model(block).mean.tolist()") == [1, 1, 1, 1]
+    trained.run("accelerator.backward(block(torch.ones(1, 4)).sum()); sgd.step(); sgd.zero_grad()")
+    trained.run("[each.requires_grad_(False) for each in block.parameters()]")
+    with pytest.raises(SwitchError, match="All parameters in a group of SGD are frozen, such as"):
+        trained.switch("zero2")
+    trained.run("del block, sgd, hook")
+
+
 def test_two_short_trainings_in_a_cell_switch(trained: Session) -> None:
     """Of the first model, only the start of the measured step is in the cell."""
     trained.switch("ddp")

@@ -373,11 +373,45 @@ def test_a_trainer_under_zero_evaluates_before_and_between_trainings(
     for _ in range(2):
         trainer.train()
         losses.append(trainer.evaluate()["eval_loss"])
+    losses.append(make({str(tmp_path)!r}, trainer.model).evaluate()["eval_loss"])
     losses
     """
-    before, predicted, first, second = one(clipped, textwrap.dedent(cell))
+    before, predicted, first, second, of_another = one(clipped, textwrap.dedent(cell))
     assert before == predicted == pytest.approx(alone, abs=1e-4)
-    assert second < first < before
+    assert of_another == second < first < before
+
+
+NEW_OPTIMIZER = """
+def create_optimizer(model=None):
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3)
+
+trainer = make({folder!r}, max_steps=2, logging_steps=1, **{arguments})
+trainer.create_optimizer = create_optimizer
+trainer.train()
+trainer.train()
+found = logged(trainer)
+"""
+
+
+def test_a_second_training_may_create_a_new_optimizer(clipped: Session, tmp_path: Path) -> None:
+    found = one(clipped, NEW_OPTIMIZER.format(folder=str(tmp_path), arguments={}) + "found")
+    alone: dict[str, Any] = {"make": make, "logged": logged, "torch": torch}
+    arguments = {"use_cpu": True, "max_grad_norm": 0.5}
+    exec(NEW_OPTIMIZER.format(folder=str(tmp_path), arguments=arguments), alone)  # noqa: S102 - the same cell
+    assert found == pytest.approx(alone["found"], abs=1e-4)
+
+
+@pytest.mark.parametrize("ranks", ["zero3"], indirect=True)
+def test_refused_arguments_do_not_change_what_from_pretrained_returns(
+    ranks: Session, tmp_path: Path
+) -> None:
+    arguments = "save_only_model=True, load_best_model_at_end=True, eval_strategy='steps'"
+    with pytest.raises(CellError, match="save_only_model"):
+        ranks.run(f"make({str(tmp_path)!r}, {arguments})")
+    from_config = "type(build()).from_pretrained(folder).lm_head.weight.numel()"
+    ranks.run(f"folder = {str(tmp_path)!r}; rank or build().save_pretrained(folder)")
+    ranks.run("accelerator.wait_for_everyone()")
+    assert one(ranks, f"{from_config} == build().lm_head.weight.numel()")
 
 
 GIVEN = """

@@ -194,6 +194,14 @@ def test_a_plain_model_is_cut_by_size_without_lists_and_shared_parameters() -> N
     assert len(inside) == len(set(inside)), "units do not overlap"
 
 
+def test_the_equal_layers_of_a_plain_model_are_its_units() -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, dim_feedforward=128)
+    encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    assert wrap_units.find_wrap_units(encoder) == list(encoder.layers)
+    stacked = nn.ModuleDict({"body": nn.Sequential(*encoder.layers), "head": nn.Linear(64, 4)})
+    assert wrap_units.find_wrap_units(stacked) == list(encoder.layers)
+
+
 def test_names_can_be_given_and_must_exist() -> None:
     model = Net()
     assert wrap_units.find_wrap_units(model, names=["Block"]) == list(model.blocks)

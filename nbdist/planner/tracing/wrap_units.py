@@ -82,8 +82,10 @@ def find_wrap_units(
     if chosen and min_num_params is None:
         candidates = [m for m in model.modules() if m is not model and type(m).__name__ in chosen]
     else:
-        smallest = max(MIN_UNIT_PARAMS, _num_params(model) // TARGET_NUM_UNITS)
-        candidates = list(_by_size(model, min_num_params or min(MAX_UNIT_PARAMS, smallest)))
+        target = max(MIN_UNIT_PARAMS, _num_params(model) // TARGET_NUM_UNITS)
+        smallest = min_num_params or min(MAX_UNIT_PARAMS, target)
+        blocks = set() if min_num_params else set(_blocks_in_lists(model, smallest))
+        candidates = list(_by_size(model, smallest, blocks))
     # accelerate 1.15 makes the ends units by themselves and torch 2.13 rejects a unit's parameters
     # in another unit that is made later, which would happen with ViTEmbeddings as a unit.
     own, every = (
@@ -143,8 +145,18 @@ def _num_params(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
-    """Yield the innermost modules of at least a size, without shared parameters."""
+def _blocks_in_lists(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
+    """Yield the modules in lists of one class, such as 12 equal layers, if a list is large."""
+    for module in model.modules():
+        blocks = list(module.children())
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(set(map(type, blocks))) == 1:
+            sizes = list(map(_num_params, blocks))
+            if sum(sizes) >= smallest and min(sizes) >= MIN_UNIT_PARAMS:
+                yield from blocks
+
+
+def _by_size(model: nn.Module, smallest: int, blocks: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the innermost modules of at least a size, or blocks, without shared parameters."""
     # torch 2.13 rejects a parameter in two FSDP groups.
     uses = Counter(
         parameter for module in model.modules() for parameter in module.parameters(recurse=False)
@@ -152,7 +164,7 @@ def _by_size(model: nn.Module, smallest: int) -> Iterator[nn.Module]:
 
     def large(module: nn.Module) -> bool:
         return (
-            _num_params(module) >= smallest
+            (_num_params(module) >= smallest or module in blocks)
             and not isinstance(module, _CONTAINERS)
             and not any(uses[parameter] > 1 for parameter in module.parameters())
         )

@@ -214,6 +214,13 @@ class Fsdp2Layout(Layout):
             _initialize(unit)
         groups = [group for unit in units for group in fsdp2_param_groups(unit)]
         before = [(group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
+        # torch 2.13: state_dict() would reshard the model.
+        hooks = [
+            (module._state_dict_pre_hooks, handle.id)  # noqa: SLF001
+            for group in groups
+            for module, handle in group._module_to_pre_save_state_dict_hook_handle.items()  # noqa: SLF001
+        ]
+        removed = [(of_module, key, of_module.pop(key)) for of_module, key in hooks]
         try:
             for group in groups:
                 group.post_forward_mesh_info = None  # as torch's set_reshard_after_forward(False)
@@ -222,6 +229,8 @@ class Fsdp2Layout(Layout):
                 unit.unshard()
             yield
         finally:
+            for of_module, key, hook in removed:
+                of_module[key] = hook
             for group, (mesh, reshard) in zip(groups, before, strict=True):
                 group.post_forward_mesh_info, group.reshard_after_backward = mesh, reshard
                 # torch 2.13: the backward prefetches in this order, which a forward on one rank

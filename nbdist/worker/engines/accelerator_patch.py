@@ -422,7 +422,8 @@ def _prepare(self: Accelerator, *args: Any, device_placement: list[bool] | None 
             # Between steps the groups of a prepared optimizer of ZeRO-3 are empty (deepspeed
             # 0.19.8).
             _remove_empty_groups(arg)
-    call = prepared_models.PrepareCall(self, args)
+    shards = bool(options and options.strategy.shards)
+    call = prepared_models.PrepareCall(self, args, shards=shards)
     memory_probe.reset_for_prepare(new, args, call.meta_copy)
     if new and wrap_policy.has_weights():  # a switch has already released the unused models
         release_models.release_unused_models()

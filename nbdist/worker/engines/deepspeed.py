@@ -554,7 +554,7 @@ def clip_grad_norm(
 
     if norm_type != 2:  # noqa: PLR2004
         raise OptionError(f"norm_type must be 2 under DeepSpeed, got {norm_type}.")
-    given = set(map(id, parameters))
+    given = {id(each) for each in parameters if each.requires_grad}  # two adapters share a base
     owners = [e for e in _living_engines() if given.intersection(map(id, e.module.parameters()))]
     if len(owners) > 1:
         raise OptionError(

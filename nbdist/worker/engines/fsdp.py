@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nbdist.checkpoint.name_validation import list_first
@@ -95,6 +96,13 @@ def build_plugin(
     # accelerate 1.15 accepts only its two named policies for FSDP2, and the size-based one would
     # wrap ModuleLists, which torch does not allow.
     patch("accelerate.utils.fsdp_utils:fsdp2_prepare_auto_wrap_policy", accept_units)
+    patch(
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._register_pre_backward_hook",
+        _find_hidden_outputs,
+    )
+    patch(
+        "torch.distributed.fsdp._runtime_utils:_register_pre_backward_hooks", _find_hidden_outputs
+    )
     patch("torch.nn.modules.module:Module.zero_grad", _drop_gradients_too)
     patch("torch.optim.optimizer:Optimizer.add_param_group", _add_shards)
     patch("torch.distributed.tensor:DTensor.data", _copy_assigned_data)
@@ -157,6 +165,18 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
             " remove it and change the gradient before optimizer.step() or, under fsdp2, in a hook"
             " of register_post_accumulate_grad_hook() after accelerator.prepare()."
         )
+
+
+def refuse_unreduced_gradients(model: nn.Module) -> None:
+    """Raise if a backward of FSDP2 began in no output, so that no shard has a gradient."""
+    for parameter in fsdp2_parameters(model):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.grad is not None:
+            raise OptionError(
+                f"The gradients of this {type(model).__name__} were not reduced, and the step would"
+                " not train it: FSDP found no tensor of the loss in what forward() returned."
+                " Return tensors, in containers or objects, and not functions that hold them."
+            )
 
 
 def _refuse_scalars(model: nn.Module) -> None:
@@ -289,6 +309,41 @@ def drop_gradients(model: nn.Module, shards: Collection[int] | None = None) -> N
             parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
+
+
+def _find_hidden_outputs(register: Callable[..., Any]) -> Callable[..., Any]:
+    """Begin the backward of a unit also at tensors in the attributes of an output.
+
+    torch 2.13 finds tensors in containers and dataclasses only. A model that returns an object of
+    `torch.distributions`, as policies do, was not trained under FSDP2, and failed under FSDP1.
+    """
+
+    def register_hooks(*args: Any) -> Any:
+        result = register(*args)
+        output = next(arg for arg in args[1:] if not isinstance(arg, nn.Module))
+        hidden = list(_hidden_tensors(output, set())) if torch.is_grad_enabled() else []
+        if hidden:
+            with (
+                warnings.catch_warnings()
+            ):  # about views; in an object they are not changed in place
+                warnings.simplefilter("ignore", UserWarning)
+                register(*(hidden if arg is output else arg for arg in args))
+        return result
+
+    return register_hooks
+
+
+def _hidden_tensors(output: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in attributes of objects in an output, also of nested ones."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor | nn.Module | type) or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        for value in getattr(leaf, "__dict__", {}).values():
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from _hidden_tensors(value, seen)
 
 
 def _add_shards(add: Callable[..., None]) -> Callable[..., None]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
@@ -91,6 +93,7 @@ def _patch_trainer(reporter: Reporter, resume: Callable[..., Any]) -> None:
     patch(f"{MODULE}:Trainer.save_model", _write_sharded_model)
     patch(f"{MODULE}:Trainer.evaluation_loop", _evaluate_before_training)
     patch(f"{MODULE}:deepspeed_init", _keep_optimizer)
+    patch(f"{MODULE}:Trainer._wrap_model", _renew_engine)
     patch(f"{MODULE}:get_fsdp_ckpt_kwargs", _save_base_under_fsdp1)
     patch(f"{MODULE}:load_fsdp_optimizer", _with_state_to_load)
     patch(
@@ -113,9 +116,11 @@ def _with_session(create: Callable[[Any], None]) -> Callable[[Any], None]:
         training_arguments.check_auto(self.args, accelerator_patch.current_config())
         session = accelerator_patch.decide_options(functools.partial(_choose, self))
         with accelerator_patch.temporary_options(training_arguments.combine(self.args, session)):
-            create(self)
-        if self.is_deepspeed_enabled:
-            deepspeed.reset_zero3_globals(self.accelerator.state.deepspeed_plugin)
+            try:
+                create(self)
+            finally:  # also if it refuses the arguments
+                if plugin := AcceleratorState().deepspeed_plugin:
+                    deepspeed.reset_zero3_globals(plugin)
 
     return create_accelerator_and_postprocess
 
@@ -232,7 +237,8 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Evaluate a model before `train()` under every engine.
 
     transformers 5.23 refuses it under ZeRO-1 and ZeRO-2: without an optimizer there is nothing to
-    shard. The model is evaluated without an engine there, as under DDP. FSDP1 and ZeRO-3 cannot add
+    shard. The model is evaluated without an engine there, as under DDP, also one that another
+    Trainer has trained. FSDP1 and ZeRO-3 cannot add
     an optimizer later, so a Trainer that can train prepares both, as `train()` does.
     """
 
@@ -245,7 +251,7 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
             if not self.accelerator._models and self.train_dataset is not None:  # noqa: SLF001
                 self._prepare_for_training(1, None, None)  # train() creates another scheduler
             return loop(self, *args, **kwargs)
-        if stage is None or deepspeed.find_engine(self.model) is not None:
+        if stage is None or self.deepspeed is not None:
             return loop(self, *args, **kwargs)
         self.is_deepspeed_enabled = False
         try:
@@ -319,6 +325,20 @@ def _keep_optimizer(init: Callable[..., Any]) -> Callable[..., Any]:
         return (optimizer, scheduler) if is_given and not is_own else created
 
     return deepspeed_init
+
+
+def _renew_engine(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Create another engine in a second `train()` if `create_optimizer()` has made a new optimizer.
+
+    An override may do so in each `train()`. transformers 5.23 would prepare it without its model.
+    """
+
+    def wrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_new = not isinstance(self.optimizer, AcceleratedOptimizer | type(None))
+        renews = is_new and is_deepspeed_engine(model)
+        return wrap(self, self.model if renews else model, *args, **kwargs)
+
+    return wrap_model
 
 
 def _choose(trainer: Any, chooser: AutoStrategy) -> Options:

@@ -387,7 +387,8 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
         release_models.release_remaining()
-        trained = prepared_models.all_models()
+        shell = get_ipython()
+        trained = prepared_models.models_in_use({} if shell is None else shell.user_ns)
         if not trained:
             raise CheckpointError(
                 "No model is prepared, so there is nothing to save. Run the cell with"

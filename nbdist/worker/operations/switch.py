@@ -320,6 +320,11 @@ def check_models(
                 f"gradient hooks of {len(hooked)} parameters ({meta_model.bare_name(hooked[0])})"
                 " are not carried; register them again"
             )
+        if modules := meta_model.modules_with_new_hooks(prepared.model, prepared.meta):
+            notes.append(
+                f"hooks that were registered after prepare() are not carried ({modules[0]});"
+                " register them again"
+            )
     return notes
 
 
@@ -350,6 +355,7 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
                 else " Use ddp, fsdp2 or fsdp1."
             )
         )
+    _check_frozen(prepared)
     for owned in prepared.live_optimizers:
         recipe = owned.recipe
         if problem := optimizer_recipes.why_not_rebuildable(owned.inner_optimizer, recipe):
@@ -358,6 +364,23 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             _check_optimizer(owned, prepared, new_options)
         if reason := refusal_of_class(owned.recipe.optimizer_class, new_options.backend):
             raise SwitchError(reason)
+
+
+def _check_frozen(prepared: PreparedModel) -> None:
+    """Raise if the next engine would get a group without parameters that it can train."""
+    trained = {
+        meta_model.bare_name(name)
+        for name, parameter in prepared.model.named_parameters()
+        if parameter.requires_grad
+    }
+    for owned in prepared.live_optimizers:
+        for names in owned.recipe.param_group_names:
+            if names and trained.isdisjoint(names):
+                raise SwitchError(
+                    f"All parameters in a group of {owned.recipe.optimizer_class.__name__} are"
+                    f" frozen, such as {names[0]}. Unfreeze them for the switch, and freeze them"
+                    " after it (PEFT: model.set_adapter(NAME) selects the adapter that is trained)."
+                )
 
 
 def _check_parameters(prepared: PreparedModel) -> None:

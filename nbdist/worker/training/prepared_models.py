@@ -207,12 +207,15 @@ def unprepared_schedulers(variables: Mapping[str, Any]) -> list[str]:
 
 
 def models_in_use(variables: Mapping[str, Any]) -> list[PreparedModel]:
-    """Forget models that lost their optimizers and are not in a variable; return the others.
+    """Forget models of earlier runs of the cell that prepares the model; return the others.
 
-    Under FSDP and DeepSpeed, the graph of the last loss holds the engine of an earlier run of the
-    cell that prepares the model.
+    One that is in no variable may only be in a reference cycle. One that lost its optimizers is
+    not in use: under FSDP and DeepSpeed, the graph of the last loss holds its engine.
     """
     models = all_models()
+    if len(models) > 1 and not set(models).issubset(models_in(variables)):
+        release_models.release_unused_models()
+        models = all_models()
     untrained = {model for model in models if model.optimizers and not model.live_optimizers}
     if untrained:
         untrained.difference_update(models_in(variables))
@@ -261,8 +264,15 @@ _GIVEN = "_nbdist_given"
 class PrepareCall:
     """One call of `prepare()`: information about its arguments, recorded before the call."""
 
-    def __init__(self, accelerator: Accelerator, args: Sequence[object]) -> None:
-        """Record models and optimizers while they are unwrapped."""
+    def __init__(self, accelerator: Accelerator, args: Sequence[object], *, shards: bool) -> None:
+        """Record models and optimizers while they are unwrapped.
+
+        Args:
+            shards: the engine shards the optimizer, so all its parameters must be of the model.
+
+        Raises:
+            OptionError: some are not.
+        """
         self._args = list(args)
         self._new: dict[int, PreparedModel] = {}
         for arg in args:
@@ -290,7 +300,7 @@ class PrepareCall:
         self._recipes: dict[int, tuple[PreparedModel, OptimizerRecipe]] = {}
         for arg in args:
             if isinstance(arg, Optimizer) and not isinstance(arg, AcceleratedOptimizer):
-                self._capture_optimizer(arg, owners)
+                self._capture_optimizer(arg, owners, shards=shards)
 
     @property
     def meta_copy(self) -> nn.Module | None:
@@ -298,7 +308,9 @@ class PrepareCall:
         metas = [model.meta_or_none for model in self._new.values()]
         return metas[-1].model if metas and metas[-1] is not None else None
 
-    def _capture_optimizer(self, optimizer: Optimizer, owners: dict[int, PreparedModel]) -> None:
+    def _capture_optimizer(
+        self, optimizer: Optimizer, owners: dict[int, PreparedModel], *, shards: bool
+    ) -> None:
         ids = [id(parameter) for parameter in optimizer_parameters(optimizer)]
         models = {id(owners[identity]): owners[identity] for identity in ids if identity in owners}
         for owner in models.values():
@@ -316,6 +328,8 @@ class PrepareCall:
                 optimizer_recipes.capture_recipe(optimizer, _names(owner)),
             )
         except SwitchError as error:
+            if shards:  # DDP trains with it
+                raise OptionError(str(error)) from None
             owner.rebuild_error = owner.rebuild_error or str(error)
 
     def record_result(self, result: object) -> list[PreparedModel]:
@@ -581,7 +595,9 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise OptionError(
                     "Parameters that were frozen at accelerator.prepare() have been unfrozen. DDP"
                     " would not average their gradients, and DeepSpeed would not train them."
-                    " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1."
+                    " Unfreeze them before accelerator.prepare(), or use fsdp or fsdp1. A model"
+                    " that was prepared already is prepared again as"
+                    " accelerator.unwrap_model(model), with a new optimizer."
                 )
             if is_deepspeed_engine(unwrap_compiled(model.model)) and len(frozen) < sum(
                 not parameter.requires_grad for parameter in model.model.parameters()
@@ -593,6 +609,7 @@ def wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             if fsdp.is_sharded(model.model):
                 fsdp.refuse_gradient_hooks(model.model)
+                fsdp.refuse_unreduced_gradients(model.model)
             if model.may_be_gathered:
                 # torch 2.13: units that stay gathered after an evaluation between backward and
                 # step would be used in the next forward as they were before the step.

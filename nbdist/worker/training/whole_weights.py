@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
@@ -133,23 +133,30 @@ def refuse_shards_in_safetensors(original: Callable[..., Any]) -> Callable[..., 
 
 
 def refuse_empty_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `state_dict()` in the user's code refuse a ZeRO-3 model, whose tensors are empty."""
+    """Make `state_dict()` in the user's code refuse a ZeRO-3 model, whose tensors are empty.
+
+    Within `full_parameters` it returns copies, since the end of the block frees the tensors.
+    """
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = original(self, *args, **kwargs)
         # torch calls it for each module.
-        if not stacks.is_library_file(sys._getframe(1).f_code.co_filename):  # noqa: SLF001
-            reference = prepared_models.find_model(self)
-            if (
-                reference is not None
-                and not reference.prepared.is_whole
-                and any(not p.numel() and hasattr(p, "ds_shape") for p in self.parameters())
-            ):
-                raise CheckpointError(
-                    "state_dict() returns empty tensors under zero3. Call it on all ranks within"
-                    " `with nbdist.full_parameters(model) as bare`, as bare.state_dict(), or use"
-                    " accelerator.get_state_dict(model), %nbdist save or %nbdist export."
-                )
-        return original(self, *args, **kwargs)
+        if stacks.is_library_file(sys._getframe(1).f_code.co_filename):  # noqa: SLF001
+            return tensors
+        reference = prepared_models.find_model(self)
+        if reference is None or not layouts.kind_of(reference.prepared.model).shards_parameters:
+            return tensors
+        if reference.prepared.is_whole:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and not tensor.requires_grad:  # keep_vars
+                    tensors[name] = tensor.clone()
+        elif any(not p.numel() and hasattr(p, "ds_shape") for p in self.parameters()):
+            raise CheckpointError(
+                "state_dict() returns empty tensors under zero3. Call it on all ranks within"
+                " `with nbdist.full_parameters(model) as bare`, as bare.state_dict(), or use"
+                " accelerator.get_state_dict(model), %nbdist save or %nbdist export."
+            )
+        return tensors
 
     return state_dict
 
@@ -168,6 +175,9 @@ def load_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
             or not layouts.kind_of(reference.prepared.model).shards_parameters
         ):
             return original(self, state_dict, *args, **kwargs)
+        engine = engine_module(reference.prepared.model)
+        if isinstance(engine, FullyShardedDataParallel) and self is _bare(engine):
+            return original(engine, state_dict, *args, **kwargs)  # it gathers the root unit, too
         # FSDP2 would free what is written to parameters that an evaluation has left gathered.
         layout = layouts.layout_for(reference.prepared.model)
         tensors, whole = copy.copy(state_dict), {}
