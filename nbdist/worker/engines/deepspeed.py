@@ -528,14 +528,10 @@ def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[o
     alone = "optimizer" if optimizers else "model"
     if (model is None) != bool(optimizers) or (model is not None and stage == CUTS_PARAMETERS):
         return
-    advice = (
-        "For a model that is not trained, use model.to(device)"
-        if model is not None
-        else "If a Trainer without train_dataset has evaluated, create it again with a new model"
-    )
+    advice = "" if model is None else " For a model that is not trained, use model.to(device)."
     raise OptionError(
         f"accelerator.prepare() got only the {alone}. Under DeepSpeed ZeRO-{stage} use one call"
-        f" for both: model, optimizer = accelerator.prepare(model, optimizer). {advice}."
+        f" for both: model, optimizer = accelerator.prepare(model, optimizer).{advice}"
     )
 
 

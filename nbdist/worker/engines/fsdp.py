@@ -323,9 +323,8 @@ def _find_hidden_outputs(register: Callable[..., Any]) -> Callable[..., Any]:
         output = next(arg for arg in args[1:] if not isinstance(arg, nn.Module))
         hidden = list(_hidden_tensors(output, set())) if torch.is_grad_enabled() else []
         if hidden:
-            with (
-                warnings.catch_warnings()
-            ):  # about views; in an object they are not changed in place
+            # Views in an object are not changed in place, about which torch warns.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 register(*(hidden if arg is output else arg for arg in args))
         return result

@@ -237,9 +237,9 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Evaluate a model before `train()` under every engine.
 
     transformers 5.23 refuses it under ZeRO-1 and ZeRO-2: without an optimizer there is nothing to
-    shard. The model is evaluated without an engine there, as under DDP, also one that another
-    Trainer has trained. FSDP1 and ZeRO-3 cannot add
-    an optimizer later, so a Trainer that can train prepares both, as `train()` does.
+    shard. The model, also one that another Trainer has trained, is evaluated without an engine
+    there, as under DDP. FSDP1 and ZeRO-3 cannot add an optimizer later, so a Trainer that can train
+    prepares both, as `train()` does.
     """
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
