@@ -1,6 +1,6 @@
 """Splits a model into units, which become checkpointed blocks, and into FSDP groups.
 
-Units are of the block classes that a model names itself, or modules by size.
+Units are of the block classes that a model names itself, or layers in lists, or modules by size.
 
 `fsdp2_prepare_model` of accelerate 1.15 shards each unit, the input embedding, a tail of final norm
 and head, and, as the root, the rest. With tied weights the embedding joins the tail;
