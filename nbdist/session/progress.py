@@ -71,11 +71,11 @@ class CurrentOperation:
         """Track an operation; `StatusLine`s created meanwhile on this thread update it."""
         with self._lock:
             self._works.append(OperationProgress(kind, text, time.time()))
-        token = _tracker.set(self)
+        token = _operation.set(self)
         try:
             yield
         finally:
-            _tracker.reset(token)
+            _operation.reset(token)
             with self._lock:
                 self._works.pop()
 
@@ -96,8 +96,8 @@ def parse_fraction_done(text: str) -> float | None:
     return min(int(match[1]) / 100, 1.0) if match else None
 
 
-_tracker: ContextVar[CurrentOperation | None] = ContextVar("_tracker", default=None)
-"""The tracker of the operation that this thread runs."""
+_operation: ContextVar[CurrentOperation | None] = ContextVar("_operation", default=None)
+"""The operations of the session whose work this thread does."""
 _shown: ContextVar[bool] = ContextVar("_shown", default=True)
 
 
@@ -125,7 +125,7 @@ class StatusLine:
     def __init__(self, title: str = "") -> None:
         self._title = f"{title}: " if title else ""
         self._screen = running_cell() if _shown.get() else None
-        self._operation = _tracker.get()
+        self._operation = _operation.get()
         self._display_id = f"nbdist-{uuid4().hex}"
         self._shown_text = ""
 
@@ -187,6 +187,6 @@ def exclusive_for_current_ranks(method: _M) -> _M:
 def show_wait_reason(activity: CurrentOperation, details: str = "") -> None:
     """Show below the cell which operation of another thread has to finish first."""
     work = activity.progress
-    if work is not None and _tracker.get() is not activity:
+    if work is not None and _operation.get() is not activity:
         with StatusLine() as line:
             line.show(f"waiting for a command of the panel: {work.text}{details}")

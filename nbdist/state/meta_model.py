@@ -32,6 +32,7 @@ _LOOKED_AT = 10_000
 """Maximum number of objects within an attribute; a larger one is not treated as plain data."""
 _NOT_LOOKED_INTO = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float)
 _ENGINE_LIBRARIES = {"torch", "accelerate", "deepspeed", "transformers", "peft", "nbdist"}
+"""Packages whose hooks are registered again by the next engine, or were registered before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module with the functions that users register."""
 

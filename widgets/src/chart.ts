@@ -2,7 +2,7 @@
 
 import uPlot from "uplot";
 import type { Columns } from "./columns.ts";
-import { setAttribute, h, setText } from "./dom.ts";
+import { h, setAttribute, setText } from "./dom.ts";
 import { count, duration, short, ticks, value } from "./format.ts";
 import type { EventMarkView } from "./protocol.ts";
 import { symbolLegend, symbolFor, drawSymbol, groupMarks, type MarkGroup } from "./chart_marks.ts";

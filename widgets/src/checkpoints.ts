@@ -1,7 +1,7 @@
 // Checkpoints: the list, and the forms to save, load and export.
 
 import { confirmation } from "./confirm.ts";
-import { setAttribute, h, KeyedList, setText } from "./dom.ts";
+import { h, KeyedList, setAttribute, setText } from "./dom.ts";
 import { age, bytes, count, NOTHING } from "./format.ts";
 import type { CheckpointView } from "./protocol.ts";
 import { saveForm } from "./save_form.ts";

@@ -3,7 +3,7 @@
 import { Chart } from "./chart.ts";
 import { columns } from "./columns.ts";
 import { title } from "./devices.ts";
-import { setAttribute, h, KeyedList, setText } from "./dom.ts";
+import { h, KeyedList, setAttribute, setText } from "./dom.ts";
 import { MAX_CURVES } from "./protocol.ts";
 import type { Store } from "./store.ts";
 import { watchTheme } from "./theme.ts";

@@ -1,7 +1,7 @@
 // Devices: predicted memory with the memory in use on top, and current readings.
 
 import { describeParts, cssPercent, MemoryBar } from "./memory_bar.ts";
-import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
+import { h, KeyedList, setAttribute, setStyle, setText } from "./dom.ts";
 import { bytes, bytesOf, gigabytes, NOTHING, ranks } from "./format.ts";
 import { Legend } from "./legend.ts";
 import { groupByNode, type NodeEntry } from "./group_by_node.ts";
@@ -150,7 +150,7 @@ function makeRow(store: Store): Row {
     pcie.show(device.pcie_tx, device.pcie_rx);
     nvlink.show(device.nvlink_tx, device.nvlink_rx);
 
-    const noteText = device.note || exceedsNote(device, total);
+    const noteText = device.note || noteOnPeak(device, total);
     note.hidden = !noteText;
     setText(note, noteText);
     showSparklines(device, index);
@@ -197,7 +197,7 @@ function describe(device: DeviceView, total: number): string {
 }
 
 /** Return a note if the kernel sent none and the peak exceeds the prediction. */
-function exceedsNote(device: DeviceView, total: number): string {
+function noteOnPeak(device: DeviceView, total: number): string {
   const { peak_bytes: peak, stated_error: error } = device;
   if (peak === null || error === null || total <= 0 || peak <= total * (1 + error)) return "";
   const more = Math.round(100 * (peak / total - 1));

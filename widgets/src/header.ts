@@ -1,7 +1,7 @@
 // Panel header: current operation and duration, buttons, progress, queue, notices.
 
 import { ConfirmationArea } from "./confirm.ts";
-import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
+import { h, KeyedList, setAttribute, setStyle, setText } from "./dom.ts";
 import { duration } from "./format.ts";
 import { BACKENDS, type QueuedCommand } from "./protocol.ts";
 import { saveForm } from "./save_form.ts";

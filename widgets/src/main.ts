@@ -7,7 +7,7 @@ import "./panel.css";
 import { checkpointsView } from "./checkpoints.ts";
 import { curvesView } from "./curves.ts";
 import { devicesView } from "./devices.ts";
-import { setAttribute, h } from "./dom.ts";
+import { h, setAttribute } from "./dom.ts";
 import { headerView } from "./header.ts";
 import { profileView } from "./profile.ts";
 import type { FrontendMessage } from "./protocol.ts";

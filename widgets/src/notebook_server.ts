@@ -1,7 +1,7 @@
 // Interrupts the kernel through the notebook server's REST API, if the kernel is too busy to read messages.
 // Works only if the page contains the server's address: JupyterLab and Notebook, not VS Code or Colab.
 
-export interface Result {
+export interface CommandResult {
   ok: boolean;
   text: string;
 }
@@ -26,7 +26,7 @@ export function server(page: Document = document): Server | null {
 }
 
 /** Interrupt a kernel through its server's REST API. Returns the result as text. */
-export async function interruptKernel(kernelId: string | null): Promise<Result> {
+export async function interruptKernel(kernelId: string | null): Promise<CommandResult> {
   const notebookServer = server();
   // The ID becomes part of a URL; Jupyter's IDs contain only letters, digits and hyphens.
   if (!notebookServer || !kernelId || !/^[\w-]{1,64}$/.test(kernelId)) {
@@ -49,7 +49,7 @@ export async function interruptKernel(kernelId: string | null): Promise<Result> 
   }
 }
 
-function failed(text: string): Result {
+function failed(text: string): CommandResult {
   return { ok: false, text };
 }
 

@@ -2,7 +2,7 @@
 
 import { ConfirmationArea } from "./confirm.ts";
 import { title } from "./devices.ts";
-import { setAttribute, h, KeyedList, setText } from "./dom.ts";
+import { h, KeyedList, setAttribute, setText } from "./dom.ts";
 import { age, seconds } from "./format.ts";
 import { STEP_COLORS, type AdviceView, type ProfiledRank, type StepPartTime } from "./protocol.ts";
 import type { Store } from "./store.ts";
@@ -22,7 +22,7 @@ interface AdviceRow {
 }
 interface Entry {
   part: string;
-  words: string;
+  label: string;
 }
 
 export function profileView(store: Store): View {
@@ -43,21 +43,21 @@ export function profileView(store: Store): View {
   );
   let scale = 1;
 
-  const showReading = (words: string): void => setText(reading, words || HINT);
+  const showReading = (text: string): void => setText(reading, text || HINT);
   const ranks = new KeyedList<ProfiledRank, RankRow>(
     bars,
     ({ rank }) => String(rank),
     () => rankRow(showReading, () => scale),
     (row, rank) => row.show(rank),
   );
-  const entries = new KeyedList<Entry, { root: HTMLElement; words: HTMLElement }>(
+  const entries = new KeyedList<Entry, { root: HTMLElement; label: HTMLElement }>(
     legend,
     ({ part }) => part,
     ({ part }) => {
-      const words = h("span");
-      return { root: h("span", {}, colored("i", part, "nbd-swatch"), words), words };
+      const label = h("span");
+      return { root: h("span", {}, colored("i", part, "nbd-swatch"), label), label };
     },
-    (row, { words }) => setText(row.words, words),
+    (row, { label }) => setText(row.label, label),
   );
   const adviceList = new KeyedList<AdviceView, AdviceRow>(
     list,
@@ -76,9 +76,9 @@ export function profileView(store: Store): View {
     root.hidden = !profile.verdict;
     if (root.hidden) return;
     setText(verdict, profile.verdict);
-    for (const [element, words] of [[facts, profile.facts], [outcome, profile.outcome], [notes, profile.notes.join(" ")]] as const) {
-      setText(element, words);
-      element.hidden = !words;
+    for (const [element, text] of [[facts, profile.facts], [outcome, profile.outcome], [notes, profile.notes.join(" ")]] as const) {
+      setText(element, text);
+      element.hidden = !text;
     }
     scale = Math.max(...profile.ranks.map(({ step_s }) => step_s), 1e-9);
     ranks.show(profile.ranks);
@@ -101,10 +101,10 @@ function meanOf(ranks: readonly ProfiledRank[]): Entry[] {
   }
   const order = Object.keys(STEP_COLORS);
   const sorted = [...sums].sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));
-  return sorted.map(([part, sum]) => ({ part, words: `${part} ${formatShare(sum, total)}` }));
+  return sorted.map(([part, sum]) => ({ part, label: `${part} ${formatShare(sum, total)}` }));
 }
 
-function rankRow(showReading: (words: string) => void, scale: () => number): RankRow {
+function rankRow(showReading: (text: string) => void, scale: () => number): RankRow {
   let current: ProfiledRank;
   let shown: readonly StepPartTime[] = [];
   let at = -1;

@@ -1,6 +1,6 @@
 // Ranks: state, last output line, and a searchable log.
 
-import { setAttribute, h, KeyedList, setText } from "./dom.ts";
+import { h, KeyedList, setAttribute, setText } from "./dom.ts";
 import { groupByNode, type NodeEntry } from "./group_by_node.ts";
 import { MAX_SEARCH_CHARS, type RankView } from "./protocol.ts";
 import type { Store } from "./store.ts";

@@ -1,7 +1,7 @@
 // Parts of a step's time: one color and one pattern (panel.css) for each, and the bar.
 
 import { cssPercent } from "./memory_bar.ts";
-import { setAttribute, h, KeyedList, setStyle } from "./dom.ts";
+import { h, KeyedList, setAttribute, setStyle } from "./dom.ts";
 import { seconds } from "./format.ts";
 import { STEP_COLORS, type ProfiledRank, type StepPartTime } from "./protocol.ts";
 

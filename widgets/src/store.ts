@@ -3,7 +3,7 @@
 import { HEARTBEAT_INTERVAL_S, MAX_SAMPLES } from "./protocol.ts";
 import type { CommandName, CurveSlice, DeviceSample, FrontendMessage, PageMessage, PanelState, SampleHistory } from "./protocol.ts";
 import { Points } from "./points.ts";
-import { interruptKernel, type Result } from "./notebook_server.ts";
+import { interruptKernel, type CommandResult } from "./notebook_server.ts";
 
 /** Topics that a view can watch: a key of the state, or one of these. */
 export type Topic = keyof PanelState | "series" | "samples" | "link" | "answers" | "log" | "curve_options";
@@ -15,7 +15,7 @@ export interface PendingCommand {
   args: Record<string, unknown>;
   label: string;
 }
-export interface Answer extends Result {
+export interface Answer extends CommandResult {
   /** Command that was refused only because its target exists, and that could replace it. */
   replacing?: PendingCommand;
 }

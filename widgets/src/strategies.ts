@@ -2,7 +2,7 @@
 
 import { describeParts, cssPercent, MemoryBar } from "./memory_bar.ts";
 import { confirmation } from "./confirm.ts";
-import { setAttribute, h, KeyedList, setText, setStyle } from "./dom.ts";
+import { h, KeyedList, setAttribute, setStyle, setText } from "./dom.ts";
 import { bytes, bytesOf, speed as perSecond } from "./format.ts";
 import { Legend } from "./legend.ts";
 import type { StrategyRow } from "./protocol.ts";

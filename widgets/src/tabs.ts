@@ -1,6 +1,6 @@
 // Tabs for strategies, ranks and checkpoints, following the ARIA tabs pattern.
 
-import { setAttribute, h, setText } from "./dom.ts";
+import { h, setAttribute, setText } from "./dom.ts";
 import type { Store } from "./store.ts";
 import type { View } from "./view.ts";
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from IPython import get_ipython
 
 from nbdist import checkpoint, rank_python
 from nbdist._version import __version__
@@ -387,8 +386,7 @@ def _check_request(request: SaveRequest) -> list[PreparedModel]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise CheckpointError(f"keep must be an integer >= 1 or None, got {keep!r}.")
         release_models.release_remaining()
-        shell = get_ipython()
-        trained = prepared_models.models_in_use({} if shell is None else shell.user_ns)
+        trained = prepared_models.models_in_use(prepared_models.user_variables())
         if not trained:
             raise CheckpointError(
                 "No model is prepared, so there is nothing to save. Run the cell with"
@@ -542,12 +540,12 @@ def _take_snapshot(
                 "scale": None if scale is None else [scale.scale, scale.good_steps],
             }
         )
-    if (shell := get_ipython()) is not None:
-        snapshot.not_saved += prepared_models.unprepared_schedulers(shell.user_ns)
-        snapshot.not_saved += [
-            f"the optimizer {name}, which accelerator.prepare() did not get"
-            for name in unprepared_optimizers.names_in(shell.user_ns)
-        ]
+    variables = prepared_models.user_variables()
+    snapshot.not_saved += prepared_models.unprepared_schedulers(variables)
+    snapshot.not_saved += [
+        f"the optimizer {name}, which accelerator.prepare() did not get"
+        for name in unprepared_optimizers.names_in(variables)
+    ]
     places = _copy_generators(snapshot, collectives.rank())
     options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")

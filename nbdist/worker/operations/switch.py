@@ -40,7 +40,7 @@ from nbdist.state import (
     tensor_digest,
 )
 from nbdist.state.layouts.base import bare_name, is_deepspeed_engine, unwrap_compiled
-from nbdist.strategies import Options
+from nbdist.strategies import Options, Strategy
 from nbdist.worker.engines import accelerator_patch, trainer, wrap_policy
 from nbdist.worker.memory import memory_advice, memory_probe
 from nbdist.worker.operations.collective_phases import CHECKING_PHASE, CollectivePhases
@@ -355,7 +355,8 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
                 else " Use ddp, fsdp2 or fsdp1."
             )
         )
-    _check_frozen(prepared)
+    if new_options.strategy.engine == "deepspeed":
+        _check_frozen(prepared, new_options.strategy)
     for owned in prepared.live_optimizers:
         recipe = owned.recipe
         if problem := optimizer_recipes.why_not_rebuildable(owned.inner_optimizer, recipe):
@@ -366,20 +367,29 @@ def _check_model(prepared: PreparedModel, new_options: Options, *, reset_optimiz
             raise SwitchError(reason)
 
 
-def _check_frozen(prepared: PreparedModel) -> None:
-    """Raise if the next engine would get a group without parameters that it can train."""
-    trained = {
-        meta_model.bare_name(name)
-        for name, parameter in prepared.model.named_parameters()
-        if parameter.requires_grad
-    }
+def _check_frozen(prepared: PreparedModel, new_strategy: Strategy) -> None:
+    """Raise if DeepSpeed would get a frozen parameter group, or one with state that it drops.
+
+    deepspeed 0.19.8 supports such a group under ZeRO-3 only, and without state.
+    """
+    trained, trained_before = (
+        {
+            meta_model.bare_name(name)
+            for name, each in model.named_parameters()
+            if each.requires_grad
+        }
+        for model in (prepared.model, prepared.meta.model)
+    )
     for owned in prepared.live_optimizers:
         for names in owned.recipe.param_group_names:
-            if names and trained.isdisjoint(names):
+            has_state = not trained_before.isdisjoint(names)
+            is_supported = "parameters" in new_strategy.shards and not has_state
+            if names and trained.isdisjoint(names) and not is_supported:
                 raise SwitchError(
                     f"All parameters in a group of {owned.recipe.optimizer_class.__name__} are"
-                    f" frozen, such as {names[0]}. Unfreeze them for the switch, and freeze them"
-                    " after it (PEFT: model.set_adapter(NAME) selects the adapter that is trained)."
+                    f" frozen, such as {names[0]}, which {new_strategy.name} does not support."
+                    " Unfreeze them, or create the optimizer without them (PEFT:"
+                    " model.set_adapter(NAME) selects the adapter that is trained)."
                 )
 
 

@@ -206,6 +206,12 @@ def unprepared_schedulers(variables: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def user_variables() -> Mapping[str, Any]:
+    """Return the variables of the rank's namespace; none outside of IPython."""
+    shell = get_ipython()
+    return {} if shell is None else shell.user_ns
+
+
 def models_in_use(variables: Mapping[str, Any]) -> list[PreparedModel]:
     """Forget models of earlier runs of the cell that prepares the model; return the others.
 
@@ -253,7 +259,7 @@ def user_loader(prepared: Any) -> object:
 
 def variable_of(value: object) -> str | None:
     """Return the name of a user's variable that holds an object; None if there is none."""
-    variables = shell.user_ns if (shell := get_ipython()) is not None else {}
+    variables = user_variables()
     names = (name for name, held in variables.items() if held is value and name[:1] != "_")
     return next(names, None)
 
