@@ -31,7 +31,7 @@ def escalation(session: Session) -> InterruptEscalation | None:
 def num_stops(session: Session) -> int:
     """How often Stop was pressed."""
     found = escalation(session)
-    return 0 if found is None else found.stops
+    return 0 if found is None else found.num_interrupts
 
 
 def silent_workers() -> WorkerGroup:

@@ -224,7 +224,7 @@ class CellRunner:
         """
         if self.running_cell is not None and self.escalation is not None:
             self._cancel_prompt()
-            if not self.escalation.stops:
+            if not self.escalation.num_interrupts:
                 self.escalation.escalate(patience_s=patience_s)
             self._workers.wake()
 

@@ -203,7 +203,7 @@ class CollectiveRequest(Interruptible, Generic[RequestT, ReportT]):
             words = f"The {self._operation.name} was interrupted"
         if problem:
             words = f"{words.removesuffix('.')}; {problem}"
-        if self.escalation.stops and threading.current_thread() is threading.main_thread():
+        if self.escalation.num_interrupts and threading.current_thread() is threading.main_thread():
             raise CellInterrupted(words)
         raise self._operation.raises(words)
 

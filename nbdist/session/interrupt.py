@@ -35,7 +35,7 @@ from nbdist import rank_sets
 from nbdist.protocol import messages
 from nbdist.session.rank_activity import (
     HANG_AFTER_S,
-    described,
+    describe_positions,
     detect_hang,
     have_collectives_diverged,
 )
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from nbdist.session.rank_activity import Hang, RankActivityPoller
     from nbdist.session.worker_group import WorkerGroup
 
-TO_ABORT, TO_END = 2, 3
+INTERRUPTS_TO_ABORT, INTERRUPTS_TO_END = 2, 3
 """Number of the interrupt that permits each stage."""
 TICK_S = 0.1
 POLL_AFTER_S = 1.0
@@ -60,10 +60,10 @@ MAX_NEXT_STEP_S = 0.5
 """Ranks run one more optimizer step before they stop if it starts within this time."""
 STOP_AT_EARLIER_STEP_AFTER_S = 0.8
 """Ranks that are not stopped after this time stop at the step of the first of them."""
-ANSWER_S = 0.4
+REPLY_S = 0.4
 """A rank that has not reported its step after this time holds the GIL in C, or is stopped; the
 others stop without its answer."""
-SECOND_AFTER_S = 1.0
+MIN_FIRST_STAGE_S = 1.0
 """Minimum duration of the first stage, so that a double click does not abort anything."""
 RELEASE_AFTER_S = 2.0
 """Delay before interrupted ranks that wait in C code are released."""
@@ -73,11 +73,11 @@ RELEASE_AFTER_PEER_EXIT_S = 1.0
 """The same if another rank has ended."""
 STILL_S = 1.5
 """An interrupted rank that has been at one line for this long is in C code."""
-ALONE_S = 5.0
+STILL_ALONE_S = 5.0
 """The same if the only evidence for a wait is that other ranks have ended."""
-CUT_AFTER_S = 4.0
+REPEAT_REQUEST_AFTER_S = 4.0
 """Delay of the second interrupt for a phase of a request that has not ended."""
-AGAIN_S = 1.5
+REPEAT_INTERVAL_S = 1.5
 """Interval at which a request is interrupted again after its groups were aborted.
 
 User code may have swallowed an interrupt, or two of them may have been merged under load."""
@@ -156,30 +156,30 @@ class InterruptEscalation:
         kind: Kind = "cell",
     ) -> None:
         self.stage = InterruptStage.RUNNING
-        self.stops = 0
+        self.num_interrupts = 0
         """Number of interrupts so far."""
         self.hang: Hang | None = None
         """The current hang, or None."""
-        self.is_parked = False
+        self.has_prompt = False
         """True while a rank waits for the user at a prompt, and others wait for that rank."""
         self.work, self._kind = work, kind
         self._workers, self._rank_activity = workers, rank_activity
-        self._began = self._looked_at = time.monotonic()
+        self._began = self._polled_at = time.monotonic()
         self._ticked_at = self._interrupted_at = self._aborted_at = self._repeated_at = 0.0
         self._stuck = ""
         """Ranks that were in C code when the groups were aborted, and their positions."""
         self._not_aborted: dict[int, str] = {}
         """Why a rank's groups could not be aborted, by rank."""
-        self._held_at = 0.0
+        self._pause_requested_at = 0.0
         """Time at which ranks were asked to hold before their next optimizer step; 0: not held."""
-        self._begun: dict[int, messages.PauseReply] = {}
-        self._named = 0
+        self._pause_replies: dict[int, messages.PauseReply] = {}
+        self._stop_step = 0
         """The step after which all ranks stop; 0: immediately."""
-        self._named_far = False
+        self._runs_another_step = False
         """True while all ranks run one more step and no earlier stop was requested since."""
         self._patience_s = 0.0
         self._failed_at: float | None = None
-        self._parked_at = -math.inf
+        self._prompt_seen_at = -math.inf
         self._ending = False
         self._lock = threading.Lock()
 
@@ -191,7 +191,7 @@ class InterruptEscalation:
                 of an interrupt begin. 0 as if a user waits for the prompt.
         """
         with self._lock:
-            self.stops += 1
+            self.num_interrupts += 1
             self._patience_s = patience_s
             if self.stage is InterruptStage.ABORTED:
                 self._abort_groups()
@@ -207,9 +207,9 @@ class InterruptEscalation:
             if over or now - self._ticked_at < TICK_S:
                 return
             self._ticked_at = now
-            if self.is_parked:
-                self._parked_at = now
-            if now - self._parked_at < HANG_AFTER_S and self.stage is InterruptStage.RUNNING:
+            if self.has_prompt:
+                self._prompt_seen_at = now
+            if now - self._prompt_seen_at < HANG_AFTER_S and self.stage is InterruptStage.RUNNING:
                 self.hang, self.work.notice = None, ""  # ranks have waited for the user, not hung
                 return
             every = (
@@ -217,8 +217,8 @@ class InterruptEscalation:
                 if self.stage is InterruptStage.RUNNING
                 else INTERRUPTED_POLL_INTERVAL_S
             )
-            if now - self._began > POLL_AFTER_S and now - self._looked_at >= every:
-                self._looked_at = now
+            if now - self._began > POLL_AFTER_S and now - self._polled_at >= every:
+                self._polled_at = now
                 self._rank_activity.poll_ranks(range(self._workers.world_size))
             self.hang = self._detect_hang()
             self._interrupt_again(now)
@@ -229,40 +229,47 @@ class InterruptEscalation:
     @property
     def returns_prompt(self) -> bool:
         """True if the waiting thread should return the prompt although the ranks continue."""
-        if self.stage is not InterruptStage.ABORTED or self.stops >= TO_END:
+        if self.stage is not InterruptStage.ABORTED or self.num_interrupts >= INTERRUPTS_TO_END:
             return False  # ending the ranks ends the wait too
         aborted_s = time.monotonic() - self._aborted_at
         given_up = self._kind == "repair" and aborted_s > 2 * SILENT_S
         # All running ranks have raised: on a busy machine their replies follow a little later.
         patience_s = RETURN_AFTER_S if self.work.running else 2 * SILENT_S
-        return given_up or (self.stops == TO_ABORT and aborted_s > patience_s)
+        return given_up or (self.num_interrupts == INTERRUPTS_TO_ABORT and aborted_s > patience_s)
 
     # -- when the next stage is due
 
     def _advance(self, now: float) -> None:
         aborted_s = now - self._aborted_at
-        if self.stage is InterruptStage.RUNNING and (self.stops or self._cannot_end(now)):
+        if self.stage is InterruptStage.RUNNING and (self.num_interrupts or self._cannot_end(now)):
             self.stage = InterruptStage.INTERRUPTED
             self._interrupted_at = now + self._patience_s
             if self._kind != "repair":
                 self.work.interrupted_at = self.work.interrupted_at or time.time()
                 self._pause_at_step()
         elif self.stage is InterruptStage.INTERRUPTED:
-            permitted = self.stops >= TO_ABORT and now - self._interrupted_at > SECOND_AFTER_S
+            permitted = (
+                self.num_interrupts >= INTERRUPTS_TO_ABORT
+                and now - self._interrupted_at > MIN_FIRST_STAGE_S
+            )
             if permitted or self._is_blocked(now):
-                self.stage, self._aborted_at, self._named_far = InterruptStage.ABORTED, now, False
+                self.stage, self._aborted_at, self._runs_another_step = (
+                    InterruptStage.ABORTED,
+                    now,
+                    False,
+                )
                 self._stuck = self.where()
                 self._abort_groups()
         elif (
             self.stage is InterruptStage.ABORTED
-            and self.stops >= TO_END
+            and self.num_interrupts >= INTERRUPTS_TO_END
             and aborted_s > END_AFTER_S
         ):
             self.stage = InterruptStage.ENDED
 
     def _cannot_end(self, now: float) -> bool:
         """Return whether ranks have waited for a failed or finished one for the grace period."""
-        if self._kind == "repair" and self._has_no_progress(now):
+        if self._kind == "repair" and self._is_stalled(now):
             return True
         failed, hang = self._failed(), self.hang
         absent = set(failed)
@@ -286,20 +293,20 @@ class InterruptEscalation:
 
     def _is_blocked(self, now: float) -> bool:
         """Return whether interrupted ranks wait for each other in C code."""
-        running, answers = self.work.running, self._rank_activity.latest_replies()
+        running, replies = self.work.running, self._rank_activity.latest_replies()
         if self._kind == "repair":
-            return self._has_no_progress(now)
+            return self._is_stalled(now)
         waited_s = now - (self._interrupted_at if self._kind == "cell" else self._repeated_at)
         if self._kind == "request":
             # Ranks may wait for one that reads from disk: only the second interrupt shows it.
-            still = [answers[rank]["standing"]["still_s"] for rank in running if rank in answers]
+            still = [replies[rank]["standing"]["still_s"] for rank in running if rank in replies]
             if not self._repeated_at or waited_s < STILL_S or len(still) < len(running):
                 return False
             if min(still, default=0.0) < STILL_S:
                 return False
         elif waited_s < (
             RELEASE_AFTER_PEER_EXIT_S
-            if self._has_lost_peers and have_collectives_diverged(answers.values())
+            if self._has_lost_peers and have_collectives_diverged(replies.values())
             else RELEASE_AFTER_S
         ):
             return False
@@ -309,15 +316,17 @@ class InterruptEscalation:
         ):
             return True
         return self._has_lost_peers and any(
-            answers[rank]["standing"]["still_s"] >= ALONE_S for rank in running if rank in answers
+            replies[rank]["standing"]["still_s"] >= STILL_ALONE_S
+            for rank in running
+            if rank in replies
         )
 
-    def _has_no_progress(self, now: float) -> bool:
+    def _is_stalled(self, now: float) -> bool:
         """Return whether no rank makes progress, or all wait for each other."""
-        answers, silent = self._rank_activity.latest_replies(), self._rank_activity.silent()
+        replies, silent = self._rank_activity.latest_replies(), self._rank_activity.silent()
         still = [
-            max(silent.get(rank, 0.0), answers[rank]["standing"]["still_s"])
-            if rank in answers
+            max(silent.get(rank, 0.0), replies[rank]["standing"]["still_s"])
+            if rank in replies
             else now - self._began
             for rank in self.work.running
         ]
@@ -345,7 +354,7 @@ class InterruptEscalation:
     def _detect_hang(self, within_s: float | None = None) -> Hang | None:
         return detect_hang(
             self.work.ranks,
-            answers=self._rank_activity.latest_replies(),
+            replies=self._rank_activity.latest_replies(),
             pending=self.work.running,
             errors=self._failed(),
             waited_s=within_s,
@@ -357,31 +366,37 @@ class InterruptEscalation:
         """Repeat the interrupt for ranks that have not stopped, in case the first one was lost."""
         waited_s = now - self._interrupted_at
         if self.stage is InterruptStage.ABORTED:
-            if self._kind != "cell" and now - self._repeated_at > AGAIN_S:
+            if self._kind != "cell" and now - self._repeated_at > REPEAT_INTERVAL_S:
                 self._abort_groups()
         elif self.stage is not InterruptStage.INTERRUPTED or self._kind == "repair":
             return
         elif self._kind == "request" and not self._repeated_at:
-            if waited_s > (RELEASE_AFTER_PEER_EXIT_S if self._has_lost_peers else CUT_AFTER_S):
+            if waited_s > (
+                RELEASE_AFTER_PEER_EXIT_S if self._has_lost_peers else REPEAT_REQUEST_AFTER_S
+            ):
                 self._repeated_at = now
                 self._stop_after(0)
         elif (
             waited_s > RELEASE_AFTER_S
-            and self._named
-            and not self._held_at
-            and now - self._repeated_at > AGAIN_S
+            and self._stop_step
+            and not self._pause_requested_at
+            and now - self._repeated_at > REPEAT_INTERVAL_S
         ):
             self._repeated_at = now
             self._pause_at_step()
-        if self._held_at and self._begun and now - self._held_at > ANSWER_S:
+        if (
+            self._pause_requested_at
+            and self._pause_replies
+            and now - self._pause_requested_at > REPLY_S
+        ):
             self._stop_after(self._last_step())
-        elif waited_s > STOP_AT_EARLIER_STEP_AFTER_S and self._named_far:
-            self._named_far = False
+        elif waited_s > STOP_AT_EARLIER_STEP_AFTER_S and self._runs_another_step:
+            self._runs_another_step = False
             self._pause_at_step()
 
     def _pause_at_step(self) -> None:
         """Ask the ranks for their optimizer step and hold them before the next one."""
-        self._begun, self._held_at = {}, time.monotonic()
+        self._pause_replies, self._pause_requested_at = {}, time.monotonic()
         self._workers.send_request(
             self.work.running, "control", messages.PAUSE, {}, self._on_steps_begun
         )
@@ -392,34 +407,34 @@ class InterruptEscalation:
             return
         content: Any = message["content"]
         with self._lock:
-            self._begun[rank] = _UNKNOWN if content.get("status") == "error" else content
-            if self._held_at and self._begun.keys() >= set(self.work.running):
+            self._pause_replies[rank] = _UNKNOWN if content.get("status") == "error" else content
+            if self._pause_requested_at and self._pause_replies.keys() >= set(self.work.running):
                 self._stop_after(self._last_step())
 
     def _last_step(self) -> int:
         """Return the step that all ranks can reach soon; 0 to interrupt them immediately."""
-        begun = [reply["begun"] for reply in self._begun.values()]
+        begun = [reply["begun"] for reply in self._pause_replies.values()]
         if len(self.work.running) < len(self.work.ranks):
-            begun.append(self._named)  # the other ranks have stopped after that step
+            begun.append(self._stop_step)  # the other ranks have stopped after that step
         if not any(begun) and not (
-            self._patience_s and any(reply["is_training"] for reply in self._begun.values())
+            self._patience_s and any(reply["is_training"] for reply in self._pause_replies.values())
         ):
             return 0  # no training is running, or a user waits for the end of its first step
         waited_s = time.monotonic() - self._interrupted_at
-        if not self._begun.keys() >= set(self.work.running):
+        if not self._pause_replies.keys() >= set(self.work.running):
             # A rank that did not reply can be ahead, but by one step at most: the backward pass of
             # the next one needs the other ranks, which do not start it.
-            return self._named or max(begun) + 1
+            return self._stop_step or max(begun) + 1
         if waited_s > CATCH_UP_S or (waited_s > RELEASE_AFTER_S and len(set(begun)) == 1):
             return 0
-        next_s = max(reply["next_s"] for reply in self._begun.values())
+        next_s = max(reply["next_s"] for reply in self._pause_replies.values())
         soon = next_s < max(MAX_NEXT_STEP_S, self._patience_s)
         # One more full step leaves no collective unmatched; otherwise the slower ranks catch up.
-        self._named_far = soon and waited_s < STOP_AT_EARLIER_STEP_AFTER_S
-        return max(begun) + self._named_far
+        self._runs_another_step = soon and waited_s < STOP_AT_EARLIER_STEP_AFTER_S
+        return max(begun) + self._runs_another_step
 
     def _stop_after(self, step: int) -> None:
-        self._held_at, self._named = 0.0, step
+        self._pause_requested_at, self._stop_step = 0.0, step
         if pending := self.work.pending:
             content = messages.InterruptRequest(request=self.work.request_id, after=step)
             self._workers.send_request(pending, "control", "interrupt_request", content)
@@ -477,7 +492,7 @@ class InterruptEscalation:
             ]
             text = f"Process groups could not be aborted on {'; '.join(problems)}"
             sentences.append(text.rstrip("."))
-        if self.stops < TO_ABORT:
+        if self.num_interrupts < INTERRUPTS_TO_ABORT:
             then = "Interrupt again to get the prompt back; a third interrupt ends the ranks"
         else:
             then = "Interrupt again to end the ranks: variables are lost, and new ranks are started"
@@ -489,8 +504,8 @@ class InterruptEscalation:
         unanswered = {rank: seconds for rank, seconds in unanswered.items() if seconds >= SILENT_S}
         shown = [rank for rank in self.work.running if not silent or rank in unanswered]
         states = {rank: self._workers.state_of(rank) for rank in shown if rank in unanswered}
-        answers = self._rank_activity.latest_replies()
-        return described(shown, answers=answers, silent=unanswered, states=states)
+        replies = self._rank_activity.latest_replies()
+        return describe_positions(shown, replies=replies, silent=unanswered, states=states)
 
 
 def release_request(workers: WorkerGroup) -> messages.AbortCollectivesRequest:

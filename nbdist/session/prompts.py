@@ -86,9 +86,9 @@ class InputPrompts:
         Raises:
             KeyboardInterrupt: the user interrupts the cell, or quits the debugger.
         """
-        if self._escalation.stops or self._cell.finished.is_set():  # no rank waits anymore
+        if self._escalation.num_interrupts or self._cell.finished.is_set():  # no rank waits anymore
             self._requests.clear()
-        self._escalation.is_parked = bool(self._requests)
+        self._escalation.has_prompt = bool(self._requests)
         self._busy -= self._requests.keys()  # these have returned from their command
         for rank, request in self._requests.items():
             if self._stops.get(rank) != request["stop"]:
@@ -168,7 +168,7 @@ class InputPrompts:
             self._workers.send_request([rank], "control", messages.ANSWER_INPUT, answer)
             self._busy.add(rank)
         self._busy_until = time.monotonic() + COMMAND_S
-        self._escalation.is_parked = bool(self._requests)
+        self._escalation.has_prompt = bool(self._requests)
 
     # -- the other ranks
 

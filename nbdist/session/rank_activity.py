@@ -177,7 +177,7 @@ class _WaitingRank:
 def detect_hang(
     ranks: Sequence[int],
     *,
-    answers: Mapping[int, RankActivityReply],
+    replies: Mapping[int, RankActivityReply],
     pending: Sequence[int],
     errors: Mapping[int, RankError],
     waited_s: float | None = None,
@@ -190,19 +190,19 @@ def detect_hang(
 
     Args:
         ranks: ranks that run the cell.
-        answers: last reply of each rank of the session.
+        replies: last reply of each rank of the session.
         pending: ranks whose code has not finished.
         errors: errors of the ranks that failed.
         waited_s: minimum waiting time. Default: `HANG_AFTER_S`.
     """
     alike: dict[_Counts, list[int]] = {}  # usually most ranks have the same counts
-    for rank, answer in answers.items():
-        alike.setdefault(frozenset(answer["standing"]["counts"].items()), []).append(rank)
+    for rank, reply in replies.items():
+        alike.setdefault(frozenset(reply["standing"]["counts"].items()), []).append(rank)
     waited_s = HANG_AFTER_S if waited_s is None else waited_s
     waits = {
-        rank: _find_wait(rank, answers, alike, errors)
+        rank: _find_wait(rank, replies, alike, errors)
         for rank in pending
-        if rank in answers and rank not in errors
+        if rank in replies and rank not in errors
     }
     waiting = {rank: wait for rank, wait in waits.items() if wait and wait.seconds >= waited_s}
     if not waiting:
@@ -215,13 +215,13 @@ def detect_hang(
         parts.append(f"rank {rank} raised {error.ename}{where}")
     parts += _describe_waits(waiting)
     parts += [
-        _describe_peer(rank, ranks, pending, answers) for rank in sorted(missing - errors.keys())
+        _describe_peer(rank, ranks, pending, replies) for rank in sorted(missing - errors.keys())
     ]
     return Hang(
         waiting_ranks=tuple(sorted(waiting)),
         missing_ranks=tuple(sorted(missing)),
         in_collective=all(
-            answers[rank]["standing"]["waits_for"] or answers[rank]["collective"]
+            replies[rank]["standing"]["waits_for"] or replies[rank]["collective"]
             for rank in waiting
         ),
         description="; ".join(parts),
@@ -230,12 +230,12 @@ def detect_hang(
 
 def _find_wait(
     rank: int,
-    answers: Mapping[int, RankActivityReply],
+    replies: Mapping[int, RankActivityReply],
     alike: Mapping[_Counts, Sequence[int]],
     errors: Mapping[int, RankError],
 ) -> _WaitingRank | None:
     """Return where, how long and for which ranks a rank waits; None if nothing indicates a wait."""
-    here = answers[rank]
+    here = replies[rank]
     standing = here["standing"]
     if standing["waits_for"]:
         return _WaitingRank(
@@ -269,9 +269,9 @@ def _is_behind(peer_counts: Mapping[str, int], counts: Mapping[str, int]) -> boo
     return any(peer_counts[name] < counts[name] for name in peer_counts.keys() & counts.keys())
 
 
-def have_collectives_diverged(answers: Iterable[RankActivityReply]) -> bool:
+def have_collectives_diverged(replies: Iterable[RankActivityReply]) -> bool:
     """Return whether ranks have begun different numbers of collectives of a group."""
-    distinct = {frozenset(answer["standing"]["counts"].items()) for answer in answers}
+    distinct = {frozenset(reply["standing"]["counts"].items()) for reply in replies}
     counts = [dict(items) for items in distinct]
     return any(_is_behind(theirs, ours) for theirs in counts for ours in counts)
 
@@ -294,16 +294,16 @@ def _describe_peer(
     rank: int,
     ranks: Sequence[int],
     pending: Sequence[int],
-    answers: Mapping[int, RankActivityReply],
+    replies: Mapping[int, RankActivityReply],
 ) -> str:
     """Describe the position of a rank that others wait for."""
     if rank not in ranks:
         return f"rank {rank} does not run this cell"
     if rank not in pending:
         return f"rank {rank} has finished the cell"
-    if rank not in answers:
+    if rank not in replies:
         return f"the position of rank {rank} is unknown"
-    return f"rank {rank} is in {describe_position(answers[rank])}"
+    return f"rank {rank} is in {describe_position(replies[rank])}"
 
 
 _SAYS: dict[str, tuple[str, str]] = {
@@ -314,10 +314,10 @@ _SAYS: dict[str, tuple[str, str]] = {
 }
 
 
-def described(
+def describe_positions(
     ranks: Sequence[int],
     *,
-    answers: Mapping[int, RankActivityReply],
+    replies: Mapping[int, RankActivityReply],
     silent: Mapping[int, float],
     states: Mapping[int, State],
 ) -> str:
@@ -326,10 +326,10 @@ def described(
     for rank in ranks:
         if rank in silent:
             verbs = _SAYS[states.get(rank, "")]
-            where = f", last seen in {describe_position(answers[rank])}" if rank in answers else ""
+            where = f", last seen in {describe_position(replies[rank])}" if rank in replies else ""
             words[rank] = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
-        elif rank in answers:
-            standing, where = answers[rank]["standing"], f" in {describe_position(answers[rank])}"
+        elif rank in replies:
+            standing, where = replies[rank]["standing"], f" in {describe_position(replies[rank])}"
             if standing["still_s"] < HANG_AFTER_S:
                 words[rank] = ("is", "are", where)
             elif standing["sleeps"]:
@@ -373,12 +373,12 @@ def complete(workers: WorkerGroup, code: str, cursor: int) -> tuple[list[str], i
     """Return what completes the code on rank 0; as `Session.complete`."""
     request = {"code": code, "cursor_pos": cursor}
     try:
-        answers = workers.request_all(
+        replies = workers.request_all(
             [0], "complete_request", request, patience_s=COMPLETE_TIMEOUT_S
         )
     except NbdistError:  # Tab shows no errors
         return [], cursor
-    return answers[0]["matches"], answers[0]["cursor_start"]
+    return replies[0]["matches"], replies[0]["cursor_start"]
 
 
 def rank_stacks(workers: WorkerGroup, cells: Mapping[str, int]) -> dict[int, str]:

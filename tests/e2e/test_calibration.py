@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 FACTOR = 4.0
 """By which a collective may differ from one measured moments before: others compute here too."""
 FRESH = """
-import statistics, time
+import numpy, random, statistics, time
 
 def fresh(size, rounds=9):
     tensor = torch.ones(size // 4)
@@ -38,6 +38,13 @@ def fresh(size, rounds=9):
         torch.distributed.all_reduce(tensor, async_op=True).wait()
         taken.append(time.perf_counter() - since)
     return statistics.median(taken)
+
+def state():
+    found = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state())
+    groups = sorted(torch.distributed.distributed_c10d._world.pg_names.values())
+    return [*map(str, found), hash(found[0].numpy().tobytes()), groups,
+            torch.distributed.distributed_c10d._world.group_count,
+            torch.is_grad_enabled(), torch.get_default_dtype()]
 """
 
 
@@ -73,9 +80,36 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
+class Calibrated(NamedTuple):
+    """A calibration, and what it has left."""
+
+    report: CalibrationReport
+    is_state_same: dict[int, bool]
+    new_names: dict[int, list[str]]
+    files: list[Path]
+
+
 @pytest.fixture(scope="module")
-def measured(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> CalibrationReport:
-    return ranks.calibrate(disk=tmp_path_factory.mktemp("disk"))
+def calibrated(ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+    disk = tmp_path_factory.mktemp("disk")
+    ranks.run("names = before = None\nnames, before = set(globals()), state()")
+    report = ranks.calibrate(disk=disk)
+    is_state_same = ranks.run("state() == before").values
+    new_names = ranks.run("[name for name in set(globals()) - names if name[0] != '_']").values
+    return Calibrated(report, is_state_same, new_names, list(disk.iterdir()))
+
+
+@pytest.fixture(scope="module")
+def measured(calibrated: Calibrated) -> CalibrationReport:
+    return calibrated.report
+
+
+def test_variables_random_numbers_groups_and_the_disk_stay_as_they_were(
+    calibrated: Calibrated,
+) -> None:
+    assert calibrated.is_state_same == {0: True, 1: True}
+    assert calibrated.new_names == {0: [], 1: []}
+    assert calibrated.files == []
 
 
 @pytest.mark.nightly
@@ -132,28 +166,6 @@ def test_a_collective_of_another_size_takes_about_as_long_as_planned(ranks: Sess
             found.append(one(ranks, f"fresh({size})") / planned)
     for found in ratios.values():
         assert 1 / FACTOR < statistics.geometric_mean(found) < FACTOR, ratios
-
-
-def test_variables_random_numbers_groups_and_the_disk_stay_as_they_were(
-    ranks: Session, tmp_path: Path
-) -> None:
-    ranks.run(
-        "import numpy, random\n"
-        "names = set(globals()) | {'names', 'state'}\n"
-        "def state():\n"
-        "    found = torch.get_rng_state(), str(random.getstate()), str(numpy.random.get_state())\n"
-        "    groups = sorted(torch.distributed.distributed_c10d._world.pg_names.values())\n"
-        "    return [*map(str, found), hash(found[0].numpy().tobytes()), groups,\n"
-        "            torch.distributed.distributed_c10d._world.group_count,\n"
-        "            torch.is_grad_enabled(), torch.get_default_dtype()]\n"
-        "before = state()\n"
-    )
-    ranks.calibrate(disk=tmp_path)
-    after = ranks.run("state() == before, sorted(set(globals()) - names - {'before'})").values
-    for same, others in after.values():
-        assert same
-        assert not [name for name in others if not name.startswith("_")]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly

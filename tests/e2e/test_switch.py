@@ -353,6 +353,33 @@ def test_a_function_of_the_models_modules_and_a_plain_tensor_switch(trained: Ses
     trained.run("del block, sgd, hook")
 
 
+def test_weights_that_a_module_computes_before_its_forward_train_after_a_switch_to_zero3(
+    trained: Session,
+) -> None:
+    trained.switch("ddp")
+    trained.run("""
+        import copy
+
+        normed = torch.nn.utils.spectral_norm(torch.nn.Linear(4, 4))
+        spectral = torch.nn.Sequential(torch.nn.Linear(4, 4), normed)
+        alone = copy.deepcopy(spectral)
+        alone_sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+        spectral, sgd = accelerator.prepare(
+            spectral, torch.optim.SGD(spectral.parameters(), lr=0.1)
+        )
+
+        def distance():
+            loss, expected = (each(torch.ones(1, 4)).square().sum() for each in (spectral, alone))
+            accelerator.backward(loss), expected.backward()
+            sgd.step(), sgd.zero_grad(), alone_sgd.step(), alone_sgd.zero_grad()
+            return abs(loss.item() - expected.item())
+    """)
+    assert one(trained, "max(distance() for _ in range(2))") < 1e-5
+    trained.switch("zero3")
+    assert one(trained, "max(distance() for _ in range(3))") < 1e-5
+    trained.run("del spectral, sgd, alone, alone_sgd")
+
+
 def test_two_short_trainings_in_a_cell_switch(trained: Session) -> None:
     """Of the first model, only the start of the measured step is in the cell."""
     trained.switch("ddp")
@@ -413,7 +440,7 @@ def test_a_scheduler_prepared_after_its_optimizer_is_the_same_under_every_backen
     start = (
         "torch.manual_seed(0); m = nn.Linear(64, 64)\n"
         "m, o = accelerator.prepare(m, torch.optim.AdamW(m.parameters(), lr=1.0))\n"
-        "s = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=20))\n"
+        "s = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(o, 1.0, total_steps=20))\n"
         "rates = []"
     )
     step = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbdist.protocol import messages
-from nbdist.session.rank_activity import described, detect_hang, have_collectives_diverged
+from nbdist.session.rank_activity import describe_positions, detect_hang, have_collectives_diverged
 from tests.doubles.rank_activity_replies import answer, waits
 
 
@@ -14,28 +14,28 @@ def error(rank: int, line: int) -> messages.RankError:
     return messages.RankError(rank=rank, ename="ValueError", evalue="x", traceback=[text], at=0.0)
 
 
-def words(answers: dict[int, messages.RankActivityReply], **given: Any) -> str:
-    found = detect_hang(range(len(answers)), answers=answers, **given)
+def words(replies: dict[int, messages.RankActivityReply], **given: Any) -> str:
+    found = detect_hang(range(len(replies)), replies=replies, **given)
     return found.description if found else ""
 
 
 def test_a_rank_that_has_raised_is_named_with_those_that_wait_for_it() -> None:
-    answers = {0: answer(), 1: waits(4, 0), 2: waits(4, 0), 3: waits(4, 0)}
-    said = words(answers, pending=[1, 2, 3], errors={0: error(0, 3)})
+    replies = {0: answer(), 1: waits(4, 0), 2: waits(4, 0), 3: waits(4, 0)}
+    said = words(replies, pending=[1, 2, 3], errors={0: error(0, 3)})
     assert said == (
         "rank 0 raised ValueError at line 3; ranks 1-3 have waited 4 s in all_reduce at line 4"
     )
 
 
 def test_a_rank_that_is_slow_is_named_with_its_line() -> None:
-    answers = {0: waits(4, 1), 1: answer(2, called="sleep", source="time.sleep(30)")}
-    said = words(answers, pending=[0, 1], errors={})
+    replies = {0: waits(4, 1), 1: answer(2, called="sleep", source="time.sleep(30)")}
+    said = words(replies, pending=[0, 1], errors={})
     assert said == "rank 0 has waited 4 s in all_reduce at line 4; rank 1 is in sleep at line 2"
 
 
 def test_ranks_that_have_finished_or_never_ran_the_cell() -> None:
-    answers = {0: waits(1, 1, 2), 1: answer(), 2: answer()}
-    found = detect_hang([0, 1], answers=answers, pending=[0], errors={})
+    replies = {0: waits(1, 1, 2), 1: answer(), 2: answer()}
+    found = detect_hang([0, 1], replies=replies, pending=[0], errors={})
     assert found is not None
     assert "rank 1 has finished the cell; rank 2 does not run this cell" in found.description
     assert (found.waiting_ranks, found.missing_ranks) == ((0,), (1, 2))
@@ -60,22 +60,22 @@ def test_a_rank_that_computes_for_long_does_not_hang() -> None:
 
 
 def test_a_rank_that_stays_at_one_line_after_another_failed_is_reported() -> None:
-    answers = {0: answer(), 1: answer(4, called="item", still_s=4.0)}
-    said = words(answers, pending=[1], errors={0: error(0, 3)})
+    replies = {0: answer(), 1: answer(4, called="item", still_s=4.0)}
+    said = words(replies, pending=[1], errors={0: error(0, 3)})
     assert said == "rank 0 raised ValueError at line 3; rank 1 has been in item at line 4 for 4 s"
 
 
 def test_each_way_to_be_in_c_is_described() -> None:
-    answers = {
+    replies = {
         0: answer(4, called="item", still_s=4.0),
         1: answer(4, called="item", still_s=4.0),
         2: answer(5, called="read", still_s=9.0, sleeps=True),
         3: answer(6, called="tokenize", still_s=0.5),
         4: answer(7, called="solve", still_s=0.5),
     }
-    said = described(
+    said = describe_positions(
         range(7),
-        answers=answers,
+        replies=replies,
         silent={4: 6.0, 5: 7.0, 6: 8.0},
         states={4: "running", 5: "stopped", 6: "sleeping"},
     )
@@ -94,8 +94,8 @@ def test_a_short_wait_is_not_a_hang() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_reported() -> None:
-    answers = {0: waits(4, 1)}
-    found = detect_hang([0, 1], answers=answers, pending=[0, 1], errors={})
+    replies = {0: waits(4, 1)}
+    found = detect_hang([0, 1], replies=replies, pending=[0, 1], errors={})
     assert found is not None
     assert found.description.endswith("the position of rank 1 is unknown")
 

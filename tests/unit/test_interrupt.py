@@ -191,7 +191,7 @@ def test_a_rank_that_has_failed_in_a_phase_frees_one_that_spins(clock: Clock, ra
     assert stages.work.notice.startswith("rank 0 raised OutOfMemoryError; rank 1 has been in item")
     passes(clock, stages, 12)
     assert stages.stage is InterruptStage.ABORTED
-    assert stages.stops == 0
+    assert stages.num_interrupts == 0
 
 
 def test_a_repair_in_which_nothing_moves_is_given_up_without_a_stop(

@@ -13,7 +13,7 @@ runtime/zero/stage3.py and partition_parameters.py: rank r has the elements from
 r * ceil(numel / world size) on, the last rank's part is padded. `ds_tensor` of a parameter is this
 rank's part in DeepSpeed's compute dtype; the fp32 master weights of a sub-group's parts
 (`fp16_groups`) are concatenated in `fp32_partitioned_groups_flat`. Small parameters stay gathered
-between steps (`persistent_parameters`). If a sub-group is offloaded to NVMe, its master weights and
+after a step (`persistent_parameters`). If a sub-group is offloaded to NVMe, its master weights and
 state are empty between steps: each is read into a buffer for the step, whatever the tensors refer
 to at that time, and written back afterwards.
 """
@@ -323,7 +323,11 @@ class Zero3Layout(DeepSpeedLayout):
             )
 
     def refresh(self) -> None:
-        """Update the compute weights from the master weights, and gather small parameters."""
+        """Update the compute weights from the master weights, and partition all parameters.
+
+        The next forward gathers small ones again. DeepSpeed then sees which are used outside of
+        their module's forward (`torch.nn.utils.spectral_norm`), and keeps these for the backward.
+        """
         if type(self.zero_optimizer).__name__ == ZERO3_WITH_OPTIMIZER:
             self.zero_optimizer._partition_all_parameters()  # noqa: SLF001
             for index in range(len(self.zero_optimizer.fp16_groups)):
@@ -332,9 +336,6 @@ class Zero3Layout(DeepSpeedLayout):
             self.zero_optimizer.invalidate_secondary_tensor()
         else:
             self.zero_optimizer.partition_all_parameters()
-        small = self.zero_optimizer.persistent_parameters
-        if small:
-            small[0].all_gather(small)
 
 
 def _refuse_swapped() -> None:

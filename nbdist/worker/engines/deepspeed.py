@@ -139,6 +139,12 @@ class SteppingOptimizerWrapper(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
 
     engine: Any = None
 
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of the user's optimizer, which schedulers such as OneCycleLR read."""
+        defaults: dict[str, Any] = self.optimizer.optimizer.defaults
+        return defaults
+
     @prepared_models.wrap_zero_grad
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: ARG002, FBT001
         """Drop the gradients that the engine keeps for the next step."""
