@@ -77,7 +77,7 @@ __all__ = [
     "trainer_arguments",
 ]
 
-_HOMES = {
+_MODULES = {
     "CellResult": "nbdist.session.cell",
     "Checkpoint": "nbdist.session.checkpoints",
     "Diagnosis": "nbdist.doctor.diagnosis",
@@ -208,4 +208,4 @@ def __getattr__(name: str) -> Any:
 
     if name not in __all__:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}")
-    return getattr(import_module(_HOMES.get(name, "nbdist.errors")), name)
+    return getattr(import_module(_MODULES.get(name, "nbdist.errors")), name)

@@ -172,9 +172,9 @@ class RankPython:
         return inner
 
 
-OWN = RankPython(sys.executable, platform.python_version())
+KERNEL_PYTHON = RankPython(sys.executable, platform.python_version())
 _known: dict[str, RankPython] = {}
-_selected = [OWN]
+_selected = [KERNEL_PYTHON]
 
 
 def select(python: RankPython) -> None:
@@ -195,7 +195,7 @@ def find(given: str | os.PathLike[str] | None) -> RankPython:
     """
     executable = sys.executable if given is None else _locate(os.fspath(given))
     if executable == sys.executable:
-        return OWN
+        return KERNEL_PYTHON
     known = _known.get(executable)
     if known is None or known.stamp[1] != _changed_at(known.stamp[0]):
         known = _known[executable] = _query(executable)

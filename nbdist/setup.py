@@ -59,11 +59,11 @@ def install(folder: Path, build: str) -> None:
         OSError: the folder cannot be created.
         CalledProcessError: pip failed.
     """
-    required = rank_python.OWN.requirements("ranks")
+    required = rank_python.KERNEL_PYTHON.requirements("ranks")
     torch = [line for line in required if Requirement(line).name == "torch"]
     # a torch outside of any environment, such as Colab's, is used and not installed twice
     shared = sys.prefix == sys.base_prefix and not [
-        *rank_python.unmet_requirements(rank_python.OWN.version_of, torch)
+        *rank_python.unmet_requirements(rank_python.KERNEL_PYTHON.version_of, torch)
     ]
     _show(1, f"creating {folder}")
     has_pip = importlib.util.find_spec("pip") is not None
@@ -76,7 +76,7 @@ def install(folder: Path, build: str) -> None:
     _pip(folder, "pip", *required)
     _show(4, "DeepSpeed, for the zero backends")
     try:
-        _pip(folder, *rank_python.OWN.requirements("deepspeed"))
+        _pip(folder, *rank_python.KERNEL_PYTHON.requirements("deepspeed"))
     except subprocess.CalledProcessError:
         _show(4, "DeepSpeed cannot be installed here: the zero backends are not available")
     rank_python.find(folder).check()

@@ -137,7 +137,7 @@ class ReusingLauncherProvider(LocalLauncherProvider):
         kind: DeviceType,
         world_size: int = 0,  # noqa: ARG002 - no limit
         progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
-        python: RankPython = rank_python.OWN,
+        python: RankPython = rank_python.KERNEL_PYTHON,
     ) -> Launcher:
         """Hand over a kept launcher of this kind, or a new one."""
         wanted = (kind, python, environment())
@@ -153,7 +153,7 @@ class ReusingLauncherProvider(LocalLauncherProvider):
 
         Returns False where enough are kept already, and for one that few tests could use.
         """
-        if launcher.python != rank_python.OWN or launcher.made_under != self._usual:
+        if launcher.python != rank_python.KERNEL_PYTHON or launcher.made_under != self._usual:
             return False
         if not self._ending and len(self._kept) < MAX_KEPT and launcher.emptied():
             launcher.import_all()

@@ -45,5 +45,5 @@ def silent_workers() -> WorkerGroup:
         on_termination=print,
     )
     made._channels = SimpleNamespace(send_request=lambda *_, **__: None, wake=lambda: None)  # type: ignore[assignment]
-    made._up = True
+    made._is_running = True
     return made

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _SAVED_FILE = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9a-f]{32})/(?P<file>[^/]+)")
 """Path below the URL of a file that belongs to a save."""
-_OURS = re.compile(r"[a-z]+-[0-9]{5,9}-[0-9]+\.safetensors|\.trial-[0-9a-f]{16}")
+_OWN_FILES = re.compile(r"[a-z]+-[0-9]{5,9}-[0-9]+\.safetensors|\.trial-[0-9a-f]{16}")
 _tried: set[Url] = set()
 """URLs that this process has tested for write access."""
 
@@ -65,7 +65,7 @@ class _SavedFiles:
         ours = [
             name
             for name in self.files
-            if name in order or is_rank_report_name(name) or _OURS.fullmatch(name)
+            if name in order or is_rank_report_name(name) or _OWN_FILES.fullmatch(name)
         ]
         _remove_files(self.url, sorted(ours, key=lambda name: order.get(name, 0)))
         for folder in (self.url, self.url.parent):

@@ -81,7 +81,7 @@ class Launcher:
     is_warm = False
     """True if its imports are done."""
 
-    def __init__(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
+    def __init__(self, kind: DeviceType, python: RankPython = rank_python.KERNEL_PYTHON) -> None:
         self.kind, self.python = kind, python
         self.run_dir = RunDir.create()
         self._package_folder = python.link_package(self.run_dir.path)
@@ -349,7 +349,7 @@ class LocalLauncherProvider:
     def __init__(self) -> None:
         self._warm: Launcher | None = None
 
-    def warm_up(self, kind: DeviceType, python: RankPython = rank_python.OWN) -> None:
+    def warm_up(self, kind: DeviceType, python: RankPython = rank_python.KERNEL_PYTHON) -> None:
         """Start a launcher of this kind in the background, unless one is ready."""
         with contextlib.suppress(StartError):  # the first cell raises it
             self._warm = self.acquire_launchers(kind, python=python)
@@ -359,7 +359,7 @@ class LocalLauncherProvider:
         kind: DeviceType,
         world_size: int = 0,  # noqa: ARG002 - no limit
         progress: Callable[[str], None] | None = None,  # noqa: ARG002 - no long step
-        python: RankPython = rank_python.OWN,
+        python: RankPython = rank_python.KERNEL_PYTHON,
     ) -> Launcher:
         """Return the ready launcher, or a new one; the caller closes it.
 

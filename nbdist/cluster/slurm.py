@@ -64,7 +64,7 @@ ANSWER_S = 2.0
 """Timeout of a connection to a node."""
 _UNUSABLE = re.compile(r"down|drain|fail|error|unk|future|inval|maint|.*\*$")
 """States of nodes that take no jobs; a star marks a node that does not respond to Slurm."""
-_PLACE = re.compile(r"NodeAddr=(\S+) .*\bPort=(\d+)")
+_NODE_ADDRESS = re.compile(r"NodeAddr=(\S+) .*\bPort=(\d+)")
 
 
 class SlurmCluster:
@@ -487,7 +487,7 @@ def usable_nodes(*, job: str, partition: str) -> set[str]:
 
 def is_reachable(name: str) -> bool:
     """Return True if a node's slurmd accepts a connection, or its address is unknown."""
-    place = _PLACE.search(run_slurm_command("scontrol", "show", "node", name, "--oneliner"))
+    place = _NODE_ADDRESS.search(run_slurm_command("scontrol", "show", "node", name, "--oneliner"))
     if place is None:
         return True
     try:

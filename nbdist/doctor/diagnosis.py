@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 WIDTH, TOPIC_WIDTH = 110, 15
 """Characters of a line, and of the topic column."""
-_TO_PASTE = re.compile(r"%nbdist switch |# |\w+ = ")
+_CODE_START = re.compile(r"%nbdist switch |# |\w+ = ")
 """Matches the beginning of a remedy to paste, which must stay in one line."""
 COLORS = {"problem": "#c0392b", "note": "#b7791f", "ok": "#2f855a"}
 
@@ -122,7 +122,7 @@ def _text(finding: Finding) -> str:
     first = f"{finding.level:<8} {finding.topic:<{TOPIC_WIDTH}} "
     indent = " " * len(first)
     lines = [_wrap_text(first + finding.says, indent)]
-    if _TO_PASTE.match(finding.do):
+    if _CODE_START.match(finding.do):
         lines.append(f"{indent}-> {finding.do}")
     elif finding.do:
         lines.append(_wrap_text(f"{indent}-> {finding.do}", indent))

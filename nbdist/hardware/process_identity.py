@@ -34,7 +34,7 @@ _OTHER_FOLDERS_FILE = "elsewhere"
 """File in a private folder: paths of its other private folders, one per line."""
 ABANDONED_AFTER_S = 24 * 3600.0
 """A process that cannot be checked (other machine or container) counts as ended after this."""
-UNSIGNED_AFTER_S = 60.0
+OWNER_GRACE_S = 60.0
 """A younger folder without an owner file may still get one."""
 _PRIVATE_NAME = re.compile(r"nbdist-(?:.*-)?(?P<pid>[0-9]{1,9})-[^-]*")
 _PROC = Path("/proc")
@@ -143,7 +143,7 @@ def is_abandoned(folder: Path) -> bool:
     if named is None or process_start_ticks(int(named["pid"])):
         return False
     with contextlib.suppress(OSError):
-        return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > UNSIGNED_AFTER_S
+        return not any(folder.iterdir()) and time.time() - folder.stat().st_mtime > OWNER_GRACE_S
     return False
 
 

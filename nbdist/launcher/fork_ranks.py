@@ -52,7 +52,7 @@ logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 RENDEZVOUS_BACKEND = "nbdist"
 RENDEZVOUS_ENDPOINT = "127.0.0.1:0"
 """Required by torch elastic; nothing listens there."""
-_NOWHERE = RendezvousStoreInfo("127.0.0.1", -1)
+_NO_RENDEZVOUS = RendezvousStoreInfo("127.0.0.1", -1)
 """MASTER_ADDR and MASTER_PORT of the ranks: connecting or listening fails immediately."""
 
 
@@ -71,7 +71,7 @@ class _InMemoryRendezvous(RendezvousHandler):
         return True  # so that torch's rank 0 does not serve a TCPStore
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, _NOWHERE)
+        return RendezvousInfo(self._store, 0, 1, _NO_RENDEZVOUS)
 
     def is_closed(self) -> bool:
         return False

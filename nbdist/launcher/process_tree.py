@@ -35,7 +35,7 @@ POLL_S = 0.005
 _LAST_BYTES = 65536  # a pipe holds no more
 _MESSAGE_BYTES = 64
 _PIPES = 2  # stdout and stderr
-_BYE = b"bye"
+_ENDING = b"bye"
 _EXIT_CODE_TIMEOUT_S = 0.2
 _dump_files: list[TextIO] = []
 """Keeps the files open: faulthandler stores only their descriptors."""
@@ -149,9 +149,9 @@ class RankExitWatch:
 
     def __init__(self, generation: int, send: Callable[[messages.LauncherMessage], None]) -> None:
         self._generation, self._send = generation, send
-        self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._receiver, self._sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._poll = select.poll()
-        self._poll.register(self._ours, select.POLLIN)
+        self._poll.register(self._receiver, select.POLLIN)
         self._ranks: dict[int, _WatchedRank] = {}
         """By process file descriptor."""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -163,32 +163,32 @@ class RankExitWatch:
 
     def close(self) -> None:
         """Report the remaining exits and stop. Call it when all ranks have ended."""
-        self._theirs.send(_BYE)
+        self._sender.send(_ENDING)
         self._thread.join()
-        self._theirs.close()
+        self._sender.close()
 
     # -- in a rank
 
     def announce_rank(self, rank: int) -> None:
         """Register this rank; called first after the fork."""
-        self._ours.close()
+        self._receiver.close()
         for fd, earlier in self._ranks.items():  # inherited
             for descriptor in (fd, *earlier.pipes):
                 os.close(descriptor)
-        self._theirs.send(f"{rank} {os.getpid()}".encode())
+        self._sender.send(f"{rank} {os.getpid()}".encode())
 
     def share_pipes(self, rank: int, pipes: list[int]) -> None:
         """Give the launcher this rank's stdout and stderr pipes, to read what is left in them."""
         # C code writes the cause of an abort right before it; the rank's thread that forwards the
         # output ends with it.
-        socket.send_fds(self._theirs, [f"{rank} {os.getpid()}".encode()], pipes)
-        self._theirs.close()
+        socket.send_fds(self._sender, [f"{rank} {os.getpid()}".encode()], pipes)
+        self._sender.close()
 
     # -- in the launcher
 
     def _run(self) -> None:
         listening, registration = True, select.poll()
-        registration.register(self._ours, select.POLLIN)
+        registration.register(self._receiver, select.POLLIN)
         while listening:
             ready = {fd for fd, _ in self._poll.poll()}
             # handle what ended ranks have sent before reporting their exit
@@ -199,14 +199,14 @@ class RankExitWatch:
             # such exits last, they are probably the consequence of another one
             for end in sorted(ends, key=lambda end: end.code in {-signal.SIGTERM, -signal.SIGABRT}):
                 self._send(end)
-        self._ours.close()
+        self._receiver.close()
         for fd in list(self._ranks):
             self._unregister(fd)
 
     def _handle_message(self) -> bool:
         """Handle one message; return False for the last one."""
-        message, pipes, *_ = socket.recv_fds(self._ours, _MESSAGE_BYTES, _PIPES)
-        if message == _BYE:
+        message, pipes, *_ = socket.recv_fds(self._receiver, _MESSAGE_BYTES, _PIPES)
+        if message == _ENDING:
             return False
         number, pid = map(int, message.split())
         known = next((rank for rank in self._ranks.values() if rank.pid == pid), None)

@@ -52,8 +52,8 @@ _DISPLAY_DELAY_S = 1.0
 """Ranks differ in the time to draw a figure or compute a value. One late is better than two."""
 _CLEAR_DELAY_S = 1.0
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_KEPT_RETURNS = 50
-_DRAWS = re.compile(r"\r(?!\n|$)|\x08|\x1b\[[0-9;]*[ABGKFEJ]")
+_MAX_RETURNS = 50
+_REDRAW = re.compile(r"\r(?!\n|$)|\x08|\x1b\[[0-9;]*[ABGKFEJ]")
 _TOKEN = re.compile(rf"\r|\x08|{ESCAPE_SEQUENCE.pattern}|[^\r\x08\x1b]+")
 _CURSOR = re.compile(r"\x1b\[([0-9]*)(?:;[0-9]*)*([A-Z])")
 
@@ -84,8 +84,8 @@ class TerminalEmulator:
         """Write text without a newline."""
         if segment:
             self.empty_row_since = None
-        if segment.count("\r") > _KEPT_RETURNS:
-            segment = "\r" + "\r".join(segment.rsplit("\r", _KEPT_RETURNS)[1:])
+        if segment.count("\r") > _MAX_RETURNS:
+            segment = "\r" + "\r".join(segment.rsplit("\r", _MAX_RETURNS)[1:])
         if len(segment) > MAX_LINE and "\r" in segment:
             segment = "\r" + segment.rstrip("\r").rpartition("\r")[2]
         free_columns = max(MAX_LINE - self._column, 0) if segment[:1] != "\r" else MAX_LINE + 1
@@ -199,7 +199,7 @@ class LineSplitter:
         if len(text) > MAX_LINE:
             text = truncate_lines(text)
         stream: StreamName = item.stream or "stdout"
-        ends_line = text.endswith("\n") and not _DRAWS.search(text)
+        ends_line = text.endswith("\n") and not _REDRAW.search(text)
         # where no line is open, the result depends only on the style in which the lines begin
         by_style: dict[str, dict[int, StreamLineBuffer]] = {}
         for rank in ranks:
@@ -279,12 +279,12 @@ class StreamLineBuffer:
     def feed(self, text: str, *, now: float) -> list[OutputItem[str]]:
         """Add text. Returns the lines that are now complete, each with its colours closed."""
         done: list[OutputItem[str]] = []
-        draws = _DRAWS.search(text) is not None
+        redraws = _REDRAW.search(text) is not None
         *ended, rest = text.split("\n")
         for ended_line in ended:
             line = ended_line.removesuffix("\r")
             is_at_start = self.open_lines is None or self.open_lines.empty_row_since is not None
-            if is_at_start and not (draws and _DRAWS.search(ended_line)):
+            if is_at_start and not (redraws and _REDRAW.search(ended_line)):
                 if self.open_lines is not None:
                     done += self.close(now)
                 if len(line) > MAX_LINE + _NOTE_CHARS:

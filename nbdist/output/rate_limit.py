@@ -115,7 +115,7 @@ class OutputLimiter:
         self._lines: float = self._budget.lines_per_s
         self._chars: float = self._budget.chars_per_s
         self._refilled_at = float("-inf")
-        self._flowing = True
+        self._is_flowing = True
         self._omitted: dict[int, OmittedOutputBuffer] = {}
         """By rank, if some of its output was omitted since it was last shown."""
         self._mid_line: set[tuple[int, ItemStream]] = set()
@@ -337,11 +337,11 @@ class OutputLimiter:
         count = min(end - begin, int(self._lines // weight), int(self._chars // mean))
         # after a gap wait until half of the rate has recovered: at most two notes per second
         budget = self._budget
-        if not self._flowing and (
+        if not self._is_flowing and (
             self._lines < budget.lines_per_s / 2 or self._chars < budget.chars_per_s / 2
         ):
             count = 0
-        self._flowing = count == end - begin
+        self._is_flowing = count == end - begin
         self._frontier = end
         if count:
             self._lines -= count * weight

@@ -91,7 +91,7 @@ class PanelData:
         self.profile_view = ProfileViewCache()
         self.panel: object = None
         """The open panel, if there is one."""
-        self._traced = False
+        self._is_plan_traced = False
         self._seen: tuple[Cell | None, Options, DevicePlacement] | None = None
         self._last_model_reply: messages.ModelReply | None = None
         self._metrics = session.metrics
@@ -111,7 +111,7 @@ class PanelData:
             if self._metrics is self.session.metrics:
                 return
             self._metrics = self.session.metrics
-            self.plan_view, self._traced = PlanView.empty(NO_MODEL_MESSAGE), False
+            self.plan_view, self._is_plan_traced = PlanView.empty(NO_MODEL_MESSAGE), False
             self._seen = self._last_model_reply = None
             self.devices.clear_samples()
 
@@ -157,11 +157,11 @@ class PanelData:
         """Plan the prepared model. The session must be free."""
         session, predicted = self.session, plan_session_model(self.session, quick=quick)
         planned = bool(predicted.strategies["rows"])
-        keeps_trace = self._traced and self.plan_view.is_valid_for(
+        keeps_trace = self._is_plan_traced and self.plan_view.is_valid_for(
             session.options, session.world_size
         )
         if planned or not keeps_trace:
-            self.plan_view, self._traced = predicted, planned and not quick
+            self.plan_view, self._is_plan_traced = predicted, planned and not quick
         else:
             self.plan_view = self.plan_view.with_current_options(session.options)
 

@@ -105,7 +105,8 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     if not is_any and (max_nodes, only) != (None, None):
         raise PlanError('max_nodes and only need devices="any".')
     cluster = resolve_cluster(
-        machines.TYPICAL if is_any else devices, _optional_positive_int("world_size", world_size)
+        machines.DEFAULT_DEVICE if is_any else devices,
+        _optional_positive_int("world_size", world_size),
     )
     _optional_positive_int("accumulate", fixed.get("accumulate"))
     config = fixed.get("deepspeed_config")
@@ -147,7 +148,7 @@ def plan(  # noqa: PLR0913 - public API, plus the inputs that a plain module nee
     return search.search_plan(request)
 
 
-_MOST = 10**7
+_MAX_COUNT = 10**7
 """Upper limit of samples, tokens or ranks; a larger number is a typing error."""
 
 
@@ -160,6 +161,6 @@ def _positive_int(name: str, value: object) -> int:
     from nbdist.errors import PlanError
 
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not (math.isfinite(number) and number == int(number) and 1 <= number <= _MOST):
-        raise PlanError(f"{name} must be an integer from 1 to {_MOST:,}, got {value!r}.")
+    if not (math.isfinite(number) and number == int(number) and 1 <= number <= _MAX_COUNT):
+        raise PlanError(f"{name} must be an integer from 1 to {_MAX_COUNT:,}, got {value!r}.")
     return int(number)

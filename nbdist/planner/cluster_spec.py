@@ -419,7 +419,7 @@ def cluster_for_nodes(nodes: Mapping[str, ClusterSpec]) -> ClusterSpec:
 
 
 _SLOWEST_FIRST: tuple[Link, ...] = ("cpu", "pcie", "nvlink")
-_ALIKE = 0.9
+_EQUAL_RATIO = 0.9
 """Nodes whose free host memory differs by less than this are treated as equal."""
 
 
@@ -442,7 +442,7 @@ def _notes_of(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
 def _scarce_node_notes(nodes: Mapping[str, ClusterSpec]) -> Iterator[str]:
     memory = {name: node.host_memory_bytes or 0 for name, node in nodes.items()}
     smallest, largest = min(memory, key=memory.__getitem__), max(memory.values())
-    if memory[smallest] < _ALIKE * largest:
+    if memory[smallest] < _EQUAL_RATIO * largest:
         yield (
             f"The nodes differ: {smallest} has the least free host memory,"
             f" {memory[smallest] / GIB:.1f} GiB against {largest / GIB:.1f} GiB elsewhere; the plan"

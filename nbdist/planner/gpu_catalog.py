@@ -259,7 +259,7 @@ _ROWS = (
 GPU_CATALOG: Mapping[str, DeviceSpec] = {device.name: device for device in _ROWS}
 """Name -> device with all of its memory free."""
 
-_FORM = re.compile(r"SXM[0-9]?|PCIE|NVL")
+_FORM_FACTOR = re.compile(r"SXM[0-9]?|PCIE|NVL")
 _MEMORY = re.compile(r"([0-9]+)\s*GI?B")
 _NOISE = re.compile(
     r"NVIDIA|AMD|INSTINCT|\(MCM\)|OAM|AC MBA|RADEON(?: PRO)?"
@@ -282,8 +282,8 @@ class GpuNameKey(NamedTuple):
         """Parse "NVIDIA A100-SXM4-80GB", "RTX 4090", "4090", "a100-80gb"."""
         text = name.upper()
         memory = _MEMORY.search(text)
-        form = _FORM.search(text)
-        family = _NOISE.sub("", _FORM.sub("", _MEMORY.sub("", text)))
+        form = _FORM_FACTOR.search(text)
+        family = _NOISE.sub("", _FORM_FACTOR.sub("", _MEMORY.sub("", text)))
         board = None if form is None or form[0].startswith("SXM") else form[0]
         return cls(family.removeprefix("RTX"), board, int(memory[1]) if memory else None)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbdist.planner.plan_types import PlanInput
 
 DEFAULT_MAX_NODES = 4
-TYPICAL = "A100-80GB"
+DEFAULT_DEVICE = "A100-80GB"
 """Device whose kind and capabilities the model is described for."""
 _COUNTS = (1, 2, 4, DEFAULT_GPUS_PER_NODE)
 _COMMON = (

@@ -27,7 +27,7 @@ PERSISTENT_PARTS = ("parameters", "master", "optimizer", "buffers")
 """Parts that exist between steps, so they can be measured at any time."""
 DISTINCT_PARTS = (*PERSISTENT_PARTS, "gradients")
 """Parts that a CPU rank can separate, since it sees every operation."""
-_WORTH_SAYING = 0.01
+_MIN_SHARE = 0.01
 """Fraction of all tensors below which a part is not mentioned."""
 OTHER_MODELS_PART = "other models"
 """Memory of other models on the rank; measured, not predicted."""
@@ -149,7 +149,7 @@ class MeasuredComparison:
         """Rank, step and predicted peak in one sentence."""
         step = next(iter(self.measured_by_rank.values())).step
         several = len(self.measured_by_rank) > 1
-        has_output = self.output_bytes > _WORTH_SAYING * (self.allocated.predicted_bytes or 0)
+        has_output = self.output_bytes > _MIN_SHARE * (self.allocated.predicted_bytes or 0)
         logits = (
             f"; {format_bytes(self.output_bytes)} of it is the model's output, which is freed if"
             " the cell keeps only the loss"

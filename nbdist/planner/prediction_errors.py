@@ -37,7 +37,7 @@ Prediction = Literal["step time", "gain"]
 COVERAGE: dict[Prediction, float] = {"step time": 0.85, "gain": 0.9}
 """Fraction of the entries inside a range: 80 % of other loops, and a reserve, which is larger for
 gains because machines differ in them."""
-COMPARED = 0.8
+PAIR_COVERAGE = 0.8
 """Fraction of the pairs of predictions whose ratio has at most the stated error."""
 
 Entry = tuple[float, float]
@@ -101,7 +101,7 @@ def comparison_uncertainty(kind: str) -> float:
         for entries in _step_times(kind, measured=False)
         for (_, first), (_, second) in itertools.combinations(entries, 2)
     )
-    return math.expm1(errors[math.ceil(COMPARED * len(errors)) - 1])
+    return math.expm1(errors[math.ceil(PAIR_COVERAGE * len(errors)) - 1])
 
 
 # -- memory ----------------------------------------------------------------------------------

@@ -96,22 +96,24 @@ def validate_options(
     if "backend" not in options and stage != "auto":
         options["backend"] = strategies.backend_of("deepspeed", stage)
     needs_fsdp = "fsdp_config" in options or options.get("replicate_across", "none") != "none"
-    able = strategies.canonical_backend("fsdp") if needs_fsdp else _ABLE
-    requested = strategies.Options.from_fields({"backend": able, **options})
+    stand_in = strategies.canonical_backend("fsdp") if needs_fsdp else _MOST_CAPABLE
+    requested = strategies.Options.from_fields({"backend": stand_in, **options})
     if not options.get("backend"):  # of the stand-in, only the options are checked
         cluster = replace(cluster, has_deepspeed=True)
     validated = requested.validate(hardware_for_cluster(cluster))
     if validated.deepspeed_config and "backend" not in options:
         validated.deepspeed_config["zero_optimization"].pop("stage")  # that of the stand-in
-    from_config = [name for name in _FILED if getattr(validated, name) != getattr(requested, name)]
+    from_config = [
+        name for name in _FILE_OPTIONS if getattr(validated, name) != getattr(requested, name)
+    ]
     return {name: getattr(validated, name) for name in (*options, *from_config)}
 
 
-_FILED = ("offload", "offload_params", "activation_checkpointing", "accumulate", "clip")
+_FILE_OPTIONS = ("offload", "offload_params", "activation_checkpointing", "accumulate", "clip")
 """Options that an engine's config file may set, and that are not searched in that case."""
 
 
-_ABLE = max(
+_MOST_CAPABLE = max(
     strategies.STRATEGIES.values(),
     key=lambda strategy: (len(strategy.offloads), strategy.offload_params),
 ).name
@@ -178,7 +180,7 @@ def _variants(request: PlanInput) -> Iterator[Options]:
                 "replicate_across": across,
             }
             options = strategies.Options.from_fields(searched | {**fixed, "backend": name})
-            if all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED):
+            if all(searched[key] == fixed.get(key, searched[key]) for key in _SEARCHED_OPTIONS):
                 yield options
                 config = options.fsdp_config or {}
                 # Kept gathered from forward to backward; with an offload that would use the
@@ -207,8 +209,8 @@ def _backends(fixed: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_PLACE_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
-_SEARCHED = ("offload_params", "activation_checkpointing")
+_OFFLOAD_NAMES = {"cpu": "host memory", "nvme": "NVMe"}
+_SEARCHED_OPTIONS = ("offload_params", "activation_checkpointing")
 
 
 def _offload_targets(request: PlanInput, strategy: Strategy) -> list[str]:
@@ -426,7 +428,7 @@ def _reason(row: PlanRow, best: PlanRow, request: PlanInput) -> str:
         "compute_s": "recomputes activations" if recomputes else "engine overhead",
         "exposed_communication_s": f"waits for communication over {link}",
         "optimizer_s": "the optimizer runs on the CPU" if row.host_bytes else "the optimizer step",
-        "offload_s": f"moves data to and from {_PLACE_NAMES.get(options.offload_device, '')}",
+        "offload_s": f"moves data to and from {_OFFLOAD_NAMES.get(options.offload_device, '')}",
     }
     tokens = {id(each): each.step_time_s * each.tokens_per_s for each in (row, best)}
 

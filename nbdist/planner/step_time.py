@@ -30,7 +30,7 @@ StepBound = Literal["compute", "communication", "optimizer", "offload"]
 
 _CONTENTION = 1.15
 """Slowdown of communication while kernels run concurrently (Galvatron: 1.1 to 1.3)."""
-_NEVER_HIDDEN = 0.1
+_MIN_EXPOSED_FRACTION = 0.1
 """Fraction of overlapping communication that is always exposed: the first gather, the last
 reduction (PyTorch/IBM 2024)."""
 _BACKWARD = 2 / 3
@@ -76,7 +76,7 @@ _ZERO_BUCKET = 500_000_000
 """Elements of DeepSpeed's reduce and all-gather buckets."""
 _PREFETCH = 50_000_000
 """Elements that ZeRO-3 gathers at once."""
-_KEPT_LIVE = 500_000_000
+_REUSED_ELEMENTS = 500_000_000
 """Elements that ZeRO-3 does not gather again for the backward: half of its reuse distance."""
 
 
@@ -367,7 +367,7 @@ def _zero3(shape: _ModelSize, setup: TrainingSetup) -> _EngineTraffic:
     A bucket is reduced when it is full, the last one after the backward.
     """
     used = 2 if setup.is_half_precision else shape.element
-    gathered = shape.params + max(0, shape.params - _KEPT_LIVE)
+    gathered = shape.params + max(0, shape.params - _REUSED_ELEMENTS)
     rest = used * (shape.trainable % _ZERO_BUCKET)
     full = used * shape.trainable - rest
     return _EngineTraffic(
@@ -424,7 +424,7 @@ class _CommunicationTime:
     def exposed(self, window: float) -> float:
         """Time that `window` seconds of compute do not hide."""
         late_s = max(0.0, _CONTENTION * self.overlapping - window)
-        return self.blocking + late_s + _NEVER_HIDDEN * self.overlapping
+        return self.blocking + late_s + _MIN_EXPOSED_FRACTION * self.overlapping
 
 
 def _seconds(

@@ -30,47 +30,49 @@ BottleneckKind = Literal[
 # Llama with 3 M parameters on two CPU ranks) had data and Python under 2 %, communication 1 to 6 %,
 # optimizer 9 to 12 %. The thresholds leave an estimated margin for smaller models and batches,
 # where these shares are larger without anything being wrong.
-_WAITED_FOR_DATA = 0.12
+_DATA_SHARE = 0.12
 """Waiting for data. Easy to fix, so the lowest threshold of the parts that every loop has."""
-_COPIED = 0.12
+_COPY_SHARE = 0.12
 """Copies of batches to the device."""
-_COMMUNICATED = 0.25
+_COMMUNICATION_SHARE = 0.25
 """Exposed communication. Some of it, at best a tenth, cannot be hidden (see
 ``planner.step_time``)."""
-_GATHERED = 0.15
+_GATHER_SHARE = 0.15
 """Communication from which changes are evaluated, without a reported bottleneck, if parameters
 are gathered in every micro-batch. Small FSDP units took 20 % on CPU ranks, where gradient
 accumulation gained 36 %."""
-_ONE_UNIT = 0.10
+_SINGLE_UNIT_SHARE = 0.10
 """Exposed communication if the model is wrapped as one FSDP unit, which explains it."""
-_WHOLE = 0.8
+_WHOLE_MODEL_SHARE = 0.8
 """Share of the parameters from which a unit counts as the whole model: nothing is left to
 prefetch."""
-_HIDDEN = 0.5
+_HIDDEN_SHARE = 0.5
 """Share of the communication. If more is hidden already, more units would not hide much more."""
-_OFFLOADED = 0.10
+_OFFLOAD_SHARE = 0.10
 """Offloaded optimizer. The lowest threshold, since only an option puts it there. The planted
 run has 24 %."""
-_OPTIMIZED = 0.30
+_OPTIMIZER_SHARE = 0.30
 """Optimizer. A third of the step is usual for a small model and batch, and only a larger batch
 reduces it."""
-_HOST = 0.20
+_HOST_SHARE = 0.20
 """Python and idle time. Leaves a margin for the overhead of small models and of the profiler."""
-_ONE_LINE = 0.12
-"""Like `_HOST`, if one line of the cell explains it."""
-_ON_THE_LINE = 1.2
+_LINE_SHARE = 0.12
+"""Like `_HOST_SHARE`, if one line of the cell explains it."""
+_MAX_LINE_RATIO = 1.2
 """A line that takes more than so many times the Python and idle time is part of another phase,
 such as `backward()`."""
 HALF = 0.5
-_ELEMENTWISE = 0.6
+_ELEMENTWISE_SHARE = 0.6
 """Share of elementwise kernels in the device time. Transformers of usual size have 20 to 40 %."""
-_WELL_USED = 0.35
+_HIGH_MFU = 0.35
 """MFU from which elementwise kernels are not considered a bottleneck."""
 COMPUTING: tuple[StepPart, ...] = ("forward", "backward")
-_MATRICES = re.compile(r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE)
+_MATRIX_KERNELS = re.compile(
+    r"mm\b|gemm|nvjet|conv|attention|linear|flash|matmul|wgmma", re.IGNORECASE
+)
 """Names of operators and kernels that multiply matrices."""
-_NOTHING_GAINS = "; none of the known changes gains 5 %"
-_LINKS = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
+_NO_GAIN_TEXT = "; none of the known changes gains 5 %"
+_LINK_NAMES = {"nvlink": "NVLink", "pcie": "PCIe", "cpu": "the loopback"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ def bottleneck_summary(
         first = bottlenecks[0]
         known = first.kind == "input" or (first.kind == "optimizer" and planned)
         alone = known and not advice
-        return f"{first.sentence}{_NOTHING_GAINS if alone else ''}"
+        return f"{first.sentence}{_NO_GAIN_TEXT if alone else ''}"
     computing = profile.share(*COMPUTING)
     if computing < HALF:
         largest = sorted(profile.parts.items(), key=lambda item: -item[1])[:3]
@@ -116,7 +118,7 @@ def bottleneck_summary(
         return f"compute-bound: {format_percent(computing)} of the step is forward and backward"
     if is_gather_bound(profile):
         share = format_percent(typical_share(profile, "communication"))
-        return f"compute-bound, but {share} of the step is communication{_NOTHING_GAINS}"
+        return f"compute-bound, but {share} of the step is communication{_NO_GAIN_TEXT}"
     return "compute-bound, nothing cheap to gain"
 
 
@@ -154,7 +156,7 @@ def _straggler(profile: ProfileData) -> Iterator[Bottleneck]:
 def _input(profile: ProfileData) -> Iterator[Bottleneck]:
     loader, reader = profile.loader, profile.reader
     share = _share([reader], "data") if reader else typical_share(profile, "data")
-    if share < _WAITED_FOR_DATA:
+    if share < _DATA_SHARE:
         return
     workers = f" (num_workers={loader.num_workers})" if loader else ""
     reader_text = f", which rank {reader.rank} reads for all ranks" if reader else ""
@@ -171,7 +173,7 @@ def _input(profile: ProfileData) -> Iterator[Bottleneck]:
 
 def _copies(profile: ProfileData) -> Iterator[Bottleneck]:
     share = typical_share(profile, "copies")
-    if share < _COPIED:
+    if share < _COPY_SHARE:
         return
     yield Bottleneck(
         kind="input",
@@ -184,12 +186,12 @@ def _copies(profile: ProfileData) -> Iterator[Bottleneck]:
 def _communication(profile: ProfileData) -> Iterator[Bottleneck]:
     share = typical_share(profile, "communication")
     one_unit = is_single_unit_exposed(profile)
-    if share < (_ONE_UNIT if one_unit else _COMMUNICATED):
+    if share < (_SINGLE_UNIT_SHARE if one_unit else _COMMUNICATION_SHARE):
         return
     exposed = max(profile.traffic, key=lambda kind: kind.exposed_s - kind.waiting_s, default=None)
     name = exposed.name if exposed else "other ranks"
     link, model = profile.setting.cluster.link, profile.model
-    where = _LINKS.get(link, link)
+    where = _LINK_NAMES.get(link, link)
     if one_unit:
         where = "the model is one FSDP unit, so nothing is prefetched"
         if model is not None and model.units > 1:
@@ -208,23 +210,23 @@ def _communication(profile: ProfileData) -> Iterator[Bottleneck]:
 def is_gather_bound(profile: ProfileData) -> bool:
     """Return whether the backend gathers parameters repeatedly and spends much of a step on it."""
     gathers = any(kind.name == "all_gather" and kind.count > 1 for kind in profile.traffic)
-    return gathers and typical_share(profile, "communication") >= _GATHERED
+    return gathers and typical_share(profile, "communication") >= _GATHER_SHARE
 
 
 def is_single_unit_exposed(profile: ProfileData) -> bool:
     """Return whether FSDP gathers the whole model at once with little overlap."""
     model = profile.model
-    if model is None or not model.units or model.largest_unit < _WHOLE * model.params:
+    if model is None or not model.units or model.largest_unit < _WHOLE_MODEL_SHARE * model.params:
         return False
     exposed = profile.parts["communication"]
-    return profile.hidden_s < _HIDDEN * (profile.hidden_s + exposed)
+    return profile.hidden_s < _HIDDEN_SHARE * (profile.hidden_s + exposed)
 
 
 def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
     offload = profile.setting.options.offload_device
     if offload != "none":
         share = typical_share(profile, "optimizer", "offload")
-        if share >= _OFFLOADED:
+        if share >= _OFFLOAD_SHARE:
             yield Bottleneck(
                 kind="offload",
                 step_share=share,
@@ -237,7 +239,7 @@ def _optimizer(profile: ProfileData) -> Iterator[Bottleneck]:
             )
         return
     share = typical_share(profile, "optimizer")
-    if share >= _OPTIMIZED:
+    if share >= _OPTIMIZER_SHARE:
         yield Bottleneck(
             kind="optimizer",
             step_share=share,
@@ -251,11 +253,11 @@ def _host(profile: ProfileData) -> Iterator[Bottleneck]:
     # The line of the cell that takes most of the Python and idle time, if there is one.
     ranks = [rank for rank in profile.ranks if rank.rank != profile.straggler]
     lost = profile.step_s * share
-    lines = [line for line in ranks[0].lines if line.seconds <= _ON_THE_LINE * lost]
+    lines = [line for line in ranks[0].lines if line.seconds <= _MAX_LINE_RATIO * lost]
     line = max(lines, key=lambda line: line.seconds, default=None)
     line = line if line and line.seconds >= lost / 2 else None
-    one_line = line is not None and line.seconds >= _ONE_LINE * profile.step_s
-    if share < (_ONE_LINE if one_line else _HOST):
+    one_line = line is not None and line.seconds >= _LINE_SHARE * profile.step_s
+    if share < (_LINE_SHARE if one_line else _HOST_SHARE):
         return
     sleeping = typical_share(profile, "idle") > share / 2
     what = "idle time" if sleeping else "Python code of the cell"
@@ -274,12 +276,12 @@ def _host(profile: ProfileData) -> Iterator[Bottleneck]:
 
 def _elementwise(profile: ProfileData, mfu: float | None) -> Iterator[Bottleneck]:
     computing = typical_share(profile, *COMPUTING)
-    if mfu is None or mfu >= _WELL_USED or computing < HALF or profile.setting.options.is_compiled:
+    if mfu is None or mfu >= _HIGH_MFU or computing < HALF or profile.setting.options.is_compiled:
         return
     operators = profile.ranks[0].operators
     total = sum(operator.seconds for operator in operators)
-    products = sum(item.seconds for item in operators if _MATRICES.search(item.name))
-    if total <= 0 or 1 - products / total < _ELEMENTWISE:
+    products = sum(item.seconds for item in operators if _MATRIX_KERNELS.search(item.name))
+    if total <= 0 or 1 - products / total < _ELEMENTWISE_SHARE:
         return
     share = computing * (1 - products / total)
     yield Bottleneck(

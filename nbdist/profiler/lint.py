@@ -47,7 +47,7 @@ _SAME_TENSOR = frozenset({"detach", "mean", "sum", "clone", "float", "abs", "max
 _GATHERS = frozenset({"gather", "gather_for_metrics", "reduce"})
 """Accelerator methods that return tensors on the device."""
 _NO_TENSOR = frozenset({"shape", "ndim", "dtype", "device", "grad_fn", "requires_grad"})
-_SHOWS = frozenset({"print", "set_postfix", "set_description", "info", "write"})
+_OUTPUT_FUNCTIONS = frozenset({"print", "set_postfix", "set_description", "info", "write"})
 _HOST_MODULES = frozenset({"math", "np", "numpy", "pd", "random", "statistics", "time"})
 """Modules whose functions return values in host memory."""
 _TRUE_ON_A_RANK = frozenset(
@@ -209,7 +209,7 @@ class TrainingCellVisitor(ast.NodeVisitor):
                 waits = f".{name}()"
         is_number = isinstance(call.func, ast.Name) and name in {"float", "int"}
         converts = is_number and any(map(self._is_tensor, arguments))
-        shows = name in _SHOWS and any(map(self._has_tensor, arguments))
+        shows = name in _OUTPUT_FUNCTIONS and any(map(self._has_tensor, arguments))
         if converts or shows:
             waits = f"{name}() of a tensor"
         if waits:

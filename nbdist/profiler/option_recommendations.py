@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 NEARLY_BEST = 0.9
 """Share of the best speedup: the smallest or simplest change that reaches it is recommended."""
-_ENOUGH = 0.7
+_NEARLY_BEST_BATCH = 0.7
 """The same for batch sizes. A larger batch changes the training."""
-_SURELY = 0.2
+_MIN_CPU_GAIN = 0.2
 """Minimum lower bound of the speedup for another backend on CPU ranks, where the Python overhead of
 the backends is significant and differs between machines."""
 _TINY = 0.40
@@ -110,7 +110,8 @@ def recommend_options(
 def _other_backend(planner: CalibratedPlanner) -> list[Advice]:
     """Return the first of the other backends whose speedup is close to that of the best."""
     found: list[Advice] = []
-    now, min_speedup = planner.options, _SURELY if planner.profile.kind == "cpu" else 0.0
+    now, is_cpu = planner.options, planner.profile.kind == "cpu"
+    min_speedup = _MIN_CPU_GAIN if is_cpu else 0.0
     for name, strategy in strategies.STRATEGIES.items():
         if name == now.backend or strategy.is_legacy or now.offload_device not in strategy.offloads:
             continue
@@ -203,7 +204,7 @@ def _smallest_sufficient(
     """Return the smallest batch size that reaches most of the best speedup, if any is faster."""
     fitting = [(count, made) for count, made in predictions.items() if made is not None]
     best = max((made.gain.faster for _, made in fitting), default=0.0)
-    return [item for item in fitting if item[1].gain.faster >= _ENOUGH * best > 0][:1]
+    return [item for item in fitting if item[1].gain.faster >= _NEARLY_BEST_BATCH * best > 0][:1]
 
 
 # ------------------------------------------------- options of the engine's own configuration

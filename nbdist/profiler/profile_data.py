@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from nbdist.strategies import Options
 
-_MATCHED_WITHIN = 0.25
+_MAX_END_DIFFERENCE = 0.25
 """Maximum difference between the ends of matched collectives, as a share of the step. The same
 collective ends on all ranks within milliseconds; a wrong match differs by about a step."""
 _NOT_OWN = ("communication", "waiting")
@@ -320,7 +320,7 @@ def _match_calls(
     """
     (first, reference), *others = sequences
     per_step = max(1, round(len(reference) / max(1, len(first.steps))))
-    limit = _MATCHED_WITHIN * first.step_s
+    limit = _MAX_END_DIFFERENCE * first.step_s
     shifts = [0]
     for _, calls in others:
         candidates = [number * per_step for number in (0, 1, -1, 2, -2)]
@@ -385,7 +385,7 @@ _SLOWER = 0.15
 """Minimum excess of own work over the other ranks. In ten control runs of eight steps with two
 ranks, on two cores shared by eight processes, ranks differed by 0 to 19 %. So this alone is not
 sufficient, hence `_STEADY` and `_CLEAR`."""
-_WAITED = 0.08
+_MIN_WAIT_SHARE = 0.08
 """Minimum share of the step that others wait. Less would gain less than 9 %."""
 _STEADY = 0.7
 """Minimum share of the steps in which the straggler waits least. With noise the rank varies."""
@@ -393,7 +393,7 @@ _CLEAR = 2.5
 """Number of standard errors by which the others' waiting must exceed its own, over the steps. In
 the control runs above it was at most 2.1. With a rank that had a third more work it was 0.5 to 4.1
 under the same load, so a straggler may be missed in noise."""
-_FEWEST = 5
+_MIN_STEPS = 5
 """Minimum number of steps. In two or three steps a rank may be late by chance."""
 
 
@@ -405,7 +405,7 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
     """
     if len(ranks) < 2 or min(rank.step_s for rank in ranks) <= 0:  # noqa: PLR2004
         return None
-    if min(len(rank.steps) for rank in ranks) < _FEWEST:
+    if min(len(rank.steps) for rank in ranks) < _MIN_STEPS:
         return None
     own_parts = [name for name in STEP_PART_LABELS if name not in _NOT_OWN]
     own = {rank.rank: sum(rank.parts.get(name, 0.0) for name in own_parts) for rank in ranks}
@@ -414,7 +414,7 @@ def find_straggler(ranks: Sequence[RankProfile]) -> Straggler | None:
     usual = statistics.median(own[rank.rank] for rank in others)
     waited = statistics.fmean(rank.parts.get("waiting", 0.0) / rank.step_s for rank in others)
     lost = own[slow.rank] - usual
-    if usual <= 0 or lost < _SLOWER * usual or min(waited, lost / slow.step_s) < _WAITED:
+    if usual <= 0 or lost < _SLOWER * usual or min(waited, lost / slow.step_s) < _MIN_WAIT_SHARE:
         return None
     if not _steadily_last(ranks, slow):
         return None
@@ -438,7 +438,7 @@ def _steadily_last(ranks: Sequence[RankProfile], slow: RankProfile) -> bool:
     steps = sorted({step for by_step in waits.values() for step in by_step})
     if not steps:  # without timestamps only the means can be compared
         return True
-    if len(steps) < _FEWEST:
+    if len(steps) < _MIN_STEPS:
         return False
     least = [min(waits, key=lambda rank: waits[rank].get(step, 0.0)) for step in steps]
     if least.count(slow.rank) < _STEADY * len(steps):

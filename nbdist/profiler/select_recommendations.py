@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nbdist.profiler.what_if import CalibratedPlanner
 
 MAX_RECOMMENDATIONS = 3
-_NEVER_FETCHED_AHEAD = 0.1
+_MIN_EXPOSED_LOAD_SHARE = 0.1
 """Share of the load time that workers cannot hide: transfer between processes, and the first
 batches of an epoch."""
 _UNEVEN = 1.2
@@ -118,7 +118,7 @@ def _more_workers(profile: ProfileData) -> Iterator[Advice]:
     rest = max(0.0, step - data)
     count = min(max_workers, 2 * max(1, loader.num_workers))
     while loader.num_workers < count <= max_workers:
-        left = max(0.0, _UNEVEN * fetch / count - rest) + _NEVER_FETCHED_AHEAD * fetch / count
+        left = max(0.0, _UNEVEN * fetch / count - rest) + _MIN_EXPOSED_LOAD_SHARE * fetch / count
         left = min(data, max(left, shared))
         options.append((count, Speedup.from_times(profile.kind, step, rest + left, data - left)))
         count *= 2

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nbdist.profiler.profile_data import ProfileData
     from nbdist.strategies import Options
 
-_ABLE_TO_HIDE = 0.6
+_MAX_OVERLAP = 0.6
 """Share of the shorter of computation and communication that engines can overlap. DDP overlaps
 only with the backward; the first all-gather and the last reduction are always exposed."""
 _UNSUPPORTED = "The planner does not support the profiled model."
@@ -107,7 +107,7 @@ class CalibratedPlanner:
         self._base_measured = _cost(self._row(self._as_measured, self.options, self.samples))
 
         # The measured overlap, relative to the overlap that is possible.
-        able = _ABLE_TO_HIDE * min(self._base_measured.communication_s, computing)
+        able = _MAX_OVERLAP * min(self._base_measured.communication_s, computing)
         self._overlap = min(1.0, _ratio(profile.hidden_s, able))
 
     def _row(self, cluster: ClusterSpec, options: Options, samples: int) -> PlanRow:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FOLDER = "checkpoints"
 """Default root of checkpoints, next to the notebook."""
-REMEMBERED = 16
+MAX_FINISHED_SAVES = 16
 """Number of finished saves to keep, so that memory does not grow with each save."""
 FINISH_TIMEOUT_S = 60.0
 """Timeout for running saves when a session ends."""
@@ -243,7 +243,7 @@ class Checkpoints(Sequence[Checkpoint]):
 
     def __init__(self, root: Path | Url) -> None:
         self.root = root
-        self.failed_saves: deque[Save] = deque(maxlen=REMEMBERED)
+        self.failed_saves: deque[Save] = deque(maxlen=MAX_FINISHED_SAVES)
         """The last saves of this session that failed."""
         self._seconds: dict[Path | Url, float] = {}
         self._seen: tuple[Path, int] | None = None
@@ -355,9 +355,9 @@ class BackgroundSaves:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        self._given = None if root is None else check_root(root)
-        self._beside = Path.cwd() / DEFAULT_FOLDER
-        self.checkpoints = Checkpoints(self._given or self._beside)
+        self._user_root = None if root is None else check_root(root)
+        self._default_root = Path.cwd() / DEFAULT_FOLDER
+        self.checkpoints = Checkpoints(self._user_root or self._default_root)
         self.last_seconds: float | None = None
         """Time of the last save of this session."""
         self._saves: dict[str, Save] = {}
@@ -366,17 +366,17 @@ class BackgroundSaves:
     @property
     def root_for_ranks(self) -> str:
         """The root that is sent to the ranks; "" for the default."""
-        return "" if self._given is None else checkpoint.location_with_password(self._given)
+        return "" if self._user_root is None else checkpoint.location_with_password(self._user_root)
 
     def use_working_folder(self) -> None:
         """Update the default root to the current working directory, when ranks start."""
-        self._beside = Path.cwd() / DEFAULT_FOLDER
-        self.checkpoints.set_root(self._given or self._beside)
+        self._default_root = Path.cwd() / DEFAULT_FOLDER
+        self.checkpoints.set_root(self._user_root or self._default_root)
 
     def set_root(self, root: str | os.PathLike[str] | None) -> None:
         """Change the root; arguments as for the class."""
-        self._given = None if root is None else check_root(root)
-        self.checkpoints.set_root(self._given or self._beside)
+        self._user_root = None if root is None else check_root(root)
+        self.checkpoints.set_root(self._user_root or self._default_root)
 
     def update_status(self, content: messages.SaveStatus) -> None:
         """Update a save from a status message of rank 0; called on the reader thread."""
@@ -392,7 +392,7 @@ class BackgroundSaves:
             self.checkpoints.add_save(save)
             with self._lock:  # keep the last ones: `start_save` may ask for a save after its end
                 finished = [number for number, other in self._saves.items() if other.done]
-                for number in finished[:-REMEMBERED]:
+                for number in finished[:-MAX_FINISHED_SAVES]:
                     del self._saves[number]
             if not self.running_saves():
                 atexit.unregister(self.wait_for_running)

@@ -79,7 +79,7 @@ class CollectiveRequest(Interruptible, Generic[RequestT, ReportT]):
             self, workers, self._rank_activity, kind="request" if stoppable else "repair"
         )
         self._replies: dict[int, Message] = {}
-        self._presses: list[bool] = []
+        self._interrupts: list[bool] = []
         """An item for each interrupt on this thread that was not escalated yet."""
 
     @property
@@ -107,7 +107,7 @@ class CollectiveRequest(Interruptible, Generic[RequestT, ReportT]):
         self._workers.collective_request = self
         try:
             # It may be called while this thread holds any lock: `_wait` escalates the interrupt.
-            with suppress_interrupt(lambda: self._presses.append(True)):
+            with suppress_interrupt(lambda: self._interrupts.append(True)):
                 self.request_id = self._workers.send_request(
                     self.ranks,
                     "shell",
@@ -153,8 +153,8 @@ class CollectiveRequest(Interruptible, Generic[RequestT, ReportT]):
         shown = ""
         while not self.finished.wait(TICK_S):
             self._workers.cancel_unanswerable(self._operation.message_type)
-            while self._presses:
-                self._presses.pop()
+            while self._interrupts:
+                self._interrupts.pop()
                 self.escalation.escalate()
             self._workers.wake()  # lets the reader thread tick
             if self.notice and self.notice != shown:

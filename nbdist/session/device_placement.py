@@ -185,7 +185,7 @@ def hardware_for_placement(
     placement: DevicePlacement,
     machine: Machine,
     nodes: Sequence[SessionNode] = (),
-    python: RankPython = rank_python.OWN,
+    python: RankPython = rank_python.KERNEL_PYTHON,
 ) -> strategies.Hardware:
     """Return the properties of the devices that strategies depend on; imports no backend.
 

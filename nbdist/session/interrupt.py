@@ -166,7 +166,7 @@ class InterruptEscalation:
         self._workers, self._rank_activity = workers, rank_activity
         self._began = self._polled_at = time.monotonic()
         self._ticked_at = self._interrupted_at = self._aborted_at = self._repeated_at = 0.0
-        self._stuck = ""
+        self._stuck_text = ""
         """Ranks that were in C code when the groups were aborted, and their positions."""
         self._not_aborted: dict[int, str] = {}
         """Why a rank's groups could not be aborted, by rank."""
@@ -258,7 +258,7 @@ class InterruptEscalation:
                     now,
                     False,
                 )
-                self._stuck = self.where()
+                self._stuck_text = self.where()
                 self._abort_groups()
         elif (
             self.stage is InterruptStage.ABORTED
@@ -480,7 +480,7 @@ class InterruptEscalation:
         ):
             return ""
         if self.stage is InterruptStage.ABORTED and now - self._aborted_at < RETURN_AFTER_S:
-            return f"stuck: {self._stuck}; aborting the process groups"
+            return f"stuck: {self._stuck_text}; aborting the process groups"
         where = self.where() or f"{rank_sets.describe_ranks(left)} did not stop"
         done = "cannot be interrupted now" if self._kind == "repair" else "interrupted"
         if self.stage is InterruptStage.ABORTED:

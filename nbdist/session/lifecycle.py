@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 SessionState = Literal["new", "ready", "running", "dead", "stopped"]
 SETTLE_S = 0.3
 """Time for the launcher to report that a rank has exited."""
-NEWEST_S = 1.0
+LIST_S = 1.0
 """Timeout for listing checkpoints after ranks have died: the file system may hang."""
 
 
@@ -375,7 +375,7 @@ class SessionLifecycle:
             notes += filter(None, [self._where.python.describe_difference()])
             notes += [warning for node in self.nodes for warning in node.machine.warnings]
             if self.started_at is None:
-                newest = self.checkpoints.newest(within_s=NEWEST_S)
+                newest = self.checkpoints.newest(within_s=LIST_S)
                 notes += [checkpoints.resume_hint(newest)]
             notes.append(choice.options.unplanned_note)
             line.show(". ".join(filter(None, (ready, mixed_gpus_warning(self.nodes), *notes))))
@@ -556,7 +556,7 @@ class SessionLifecycle:
             log=self.logs[death.rank].tail(failure_causes.MAX_LOG_LINES)
             if death.rank is not None
             else "",
-            checkpoint_hint=checkpoints.checkpoint_hint(self.checkpoints.newest(within_s=NEWEST_S)),
+            checkpoint_hint=checkpoints.checkpoint_hint(self.checkpoints.newest(within_s=LIST_S)),
             cells=self._cells.cell_numbers_by_file(),
         )
         self._ended_by_stop = death.by_stop

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 MAX_PROFILE_S = 30.0
 """Maximum duration of the recording."""
 MAX_STEPS = 1000
-LATE_S = 3.0
+RESULT_TIMEOUT_S = 3.0
 """Timeout for a rank's measurements after the end of its cell."""
-OTHERS_S = 15.0
+OTHER_RANKS_TIMEOUT_S = 15.0
 """Timeout for the other ranks' measurements after those of the first rank."""
 WAIT_S = 0.05
 
@@ -267,8 +267,8 @@ class SessionProfiler:
             now = time.monotonic()
             if run.cell.finished.is_set():
                 run.finished_at = run.finished_at or now
-            is_overdue = (run.finished_at and now - run.finished_at > LATE_S) or (
-                run.first_result_at and now - run.first_result_at > OTHERS_S
+            is_overdue = (run.finished_at and now - run.finished_at > RESULT_TIMEOUT_S) or (
+                run.first_result_at and now - run.first_result_at > OTHER_RANKS_TIMEOUT_S
             )
             if run.missing_ranks and not is_overdue:
                 return

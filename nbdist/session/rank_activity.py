@@ -306,7 +306,7 @@ def _describe_peer(
     return f"rank {rank} is in {describe_position(replies[rank])}"
 
 
-_SAYS: dict[str, tuple[str, str]] = {
+_PROCESS_STATE_TEXTS: dict[str, tuple[str, str]] = {
     "stopped": ("is stopped (SIGSTOP, state T)", "are stopped (SIGSTOP, state T)"),
     "running": ("holds the GIL and spins", "hold the GIL and spin"),
     "sleeping": ("holds the GIL and sleeps in C", "hold the GIL and sleep in C"),
@@ -325,7 +325,7 @@ def describe_positions(
     words: dict[int, tuple[str, str, str]] = {}
     for rank in ranks:
         if rank in silent:
-            verbs = _SAYS[states.get(rank, "")]
+            verbs = _PROCESS_STATE_TEXTS[states.get(rank, "")]
             where = f", last seen in {describe_position(replies[rank])}" if rank in replies else ""
             words[rank] = (*verbs, f" and has not answered for {silent[rank]:.0f} s{where}")
         elif rank in replies:

@@ -43,7 +43,7 @@ _FROM_ACCELERATOR = {
 """Predefined names, and the attribute of Accelerator and PartialState with their value."""
 _BODY_MAGICS = frozenset({"capture", "prun", "time"})
 """Cell magics whose body is run as it is."""
-_PLACE_MATTERS = re.compile(
+_AFFECTS_IMPORTS = re.compile(
     r"environ|putenv|load_dotenv|sys\.path|sys\.modules|chdir"
     r"|set_start_method|set_default_|filterwarnings|simplefilter"
 )
@@ -328,7 +328,7 @@ def _hoist_imports(blocks: Sequence[_Block], keep: set[str]) -> set[str]:
             and fixed.isdisjoint(name for name, _ in bindings)
             and _stands_alone(node, block.source)
         ]
-        if _PLACE_MATTERS.search(block.source):
+        if _AFFECTS_IMPORTS.search(block.source):
             break
         hoisted |= {line for node in moved for _, line in _bindings(node)}
         block.source = _remove_statements(moved, block.source)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nbdist.output.renderer import ShownRanks
     from nbdist.session.checkpoints import Save
 
-TURN_S = 1.0
+LOCK_TIMEOUT_S = 1.0
 """Timeout for the lock when an interrupt ended the ranks.
 
 A thread that waits for those ranks holds the lock, and starts new ones itself.
@@ -273,7 +273,7 @@ class Session(ModelOperations):
         else:
             stopped = self._cells.escalate_interrupt()
         # If no thread waits for the ranks, none would start new ones.
-        if self._ended_by_stop and self.lock.acquire(timeout=TURN_S):
+        if self._ended_by_stop and self.lock.acquire(timeout=LOCK_TIMEOUT_S):
             try:
                 if replaced := self.replace_stopped_ranks():
                     with StatusLine() as line:

@@ -107,7 +107,7 @@ class WorkerGroup:
         self._lock = threading.Lock()
         self._ended: messages.AllRanksExited | None = None
         """The last exit that the launcher reported, of any generation."""
-        self._up = self._dying = False
+        self._is_running = self._is_ending = False
         self._end_known = threading.Event()
         """Set when the cause of the ranks' end is known."""
         self.collective_request: object = None
@@ -160,14 +160,14 @@ class WorkerGroup:
 
     def mark_ready(self, processes: list[RankProcess]) -> None:
         """Set the processes of the launched ranks, all of which are ready; watch them."""
-        self.rank_processes, self._up = processes, True
+        self.rank_processes, self._is_running = processes, True
 
     def acquire_launchers(
         self,
         kind: DeviceType,
         world_size: int,
         progress: Callable[[str], None],
-        python: RankPython = rank_python.OWN,
+        python: RankPython = rank_python.KERNEL_PYTHON,
     ) -> LauncherGroup:
         """Acquire launchers for this many ranks; sets `nodes`.
 
@@ -184,7 +184,7 @@ class WorkerGroup:
 
     def stop_ranks(self) -> None:
         """End the ranks and wait until they have exited; the launcher stays warm."""
-        self._up = False
+        self._is_running = False
         self._close_channels()
         launchers = self._launcher_group
         if launchers is None or not launchers.is_alive:
@@ -208,7 +208,7 @@ class WorkerGroup:
 
     def cancel_waits(self) -> None:
         """Cancel all waiting for replies, on any thread; the ranks are ended next."""
-        self._up = False
+        self._is_running = False
 
     def end(self, process_name: str, cause: str, *, by_stop: bool = True) -> None:
         """End ranks as a failure; callable from any thread.
@@ -227,7 +227,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End ranks and launcher and remove their files."""
-        self._up = False
+        self._is_running = False
         self._close_channels()
         if self._launcher_group is not None:
             self._launcher_group.close()
@@ -456,9 +456,9 @@ class WorkerGroup:
         Raises:
             RankDied: the ranks have ended.
         """
-        if self._up:
+        if self._is_running:
             return
-        if self._dying:  # another thread determines the cause
+        if self._is_ending:  # another thread determines the cause
             self._end_known.wait(REPORT_S)
         raise self._end_error or RankDied(f"The ranks ended before they replied to {kind}.")
 
@@ -480,7 +480,7 @@ class WorkerGroup:
 
     def on_message(self, ranks: Sequence[int], channel: Channel, message: Message) -> None:
         """Route one message that these ranks sent."""
-        if channel == "iopub" and not self._up:
+        if channel == "iopub" and not self._is_running:
             # Any output proves the subscription; the welcome message alone is sometimes missed.
             for rank in ranks:
                 self.startup_events.put(rank)
@@ -503,12 +503,12 @@ class WorkerGroup:
     def on_idle(self) -> bool:
         """Check that the ranks are alive, then call `on_idle`."""
         now = time.monotonic()
-        dying = self._up and bool(self.rank_exits)
+        dying = self._is_running and bool(self.rank_exits)
         # The first exit is fully known after this time: torch elastic may report its code late.
         patience_s = SETTLE_S if dying and self.rank_exits[0].code is not None else REPORT_S
         if dying and now - self._first_end_at > patience_s:
             self._report_death(None)
-        elif self._up and now >= self._watch_due:
+        elif self._is_running and now >= self._watch_due:
             self._watch_due = now + LIVENESS_INTERVAL_S
             self._watch()
         return self._on_idle() or dying
@@ -554,10 +554,10 @@ class WorkerGroup:
         self, ended: messages.AllRanksExited | None, death: WorkerFailure | None = None
     ) -> None:
         with self._lock:
-            was_up, self._up = self._up, False
+            was_up, self._is_running = self._is_running, False
             if not was_up:
                 return
-            self._dying = True
+            self._is_ending = True
             self._end_known.clear()
         death = death or self.find_failure(ended)
         if self._launcher_group is not None:
@@ -565,7 +565,7 @@ class WorkerGroup:
             with contextlib.suppress(StartError):  # the launcher has exited
                 self._launcher_group.send(messages.StopRanksRequest())
         self._end_error = self._on_death(death)
-        self._dying = False
+        self._is_ending = False
         self._end_known.set()
 
     def find_failure(self, ended: messages.AllRanksExited | None) -> WorkerFailure:

@@ -267,7 +267,7 @@ class _ProvenanceMode(TorchDispatchMode):
         for name in _saved_names(model, state):
             self._keys[name], dtype = keys[canonical[name]]
             self.state[name] = torch.empty(state[name].shape, dtype=dtype, device="meta")
-        self._made_of = {id(tensor): {name} for name, tensor in self.state.items()}
+        self._sources = {id(tensor): {name} for name, tensor in self.state.items()}
         self._copies: dict[int, torch.Tensor] = {}
         """Storage id of a copy -> the tensor that was copied."""
         self._alive: list[Any] = []
@@ -282,10 +282,10 @@ class _ProvenanceMode(TorchDispatchMode):
     ) -> Any:
         """Run the operation and record that each result depends on all inputs."""
         result = func(*args, **(kwargs or {}))
-        inputs = [self._made_of.get(id(leaf), set()) for leaf in tree_leaves((args, kwargs))]
+        inputs = [self._sources.get(id(leaf), set()) for leaf in tree_leaves((args, kwargs))]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._made_of[id(leaf)] = self._made_of.get(id(leaf), set()).union(*inputs)
+                self._sources[id(leaf)] = self._sources.get(id(leaf), set()).union(*inputs)
                 self._alive.append(leaf)
         if func is torch.ops.aten.clone.default and result.is_contiguous():
             self._copies[_storage_id(result)] = args[0]
@@ -293,7 +293,7 @@ class _ProvenanceMode(TorchDispatchMode):
 
     def describe(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> OutputTensor:
         """Describe an output tensor, as an interval of a tensor in memory if possible."""
-        made_of = self._made_of.get(id(tensor), set())
+        made_of = self._sources.get(id(tensor), set())
         stored = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         key, start = "", 0
         if len(made_of) == 1:
@@ -329,7 +329,7 @@ class _ProvenanceMode(TorchDispatchMode):
         """
         merged: list[tuple[set[str], list[str]]] = []
         for name, tensor in computed.items():
-            sources, names = set(self._made_of.get(id(tensor), ())), [name]
+            sources, names = set(self._sources.get(id(tensor), ())), [name]
             if not sources:
                 raise CheckpointError(
                     f"transformers writes {name}, which depends on no weight of"

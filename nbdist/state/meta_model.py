@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OURS = frozenset({"forward", "gradient_checkpointing"})
+_ENGINE_ATTRIBUTES = frozenset({"forward", "gradient_checkpointing"})
 """Attributes that an engine or an option sets and that are not carried to the next engine."""
-_LOOKED_AT = 10_000
+_MAX_SEARCHED_OBJECTS = 10_000
 """Maximum number of objects within an attribute; a larger one is not treated as plain data."""
-_NOT_LOOKED_INTO = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float)
+_ATOMIC_TYPES = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float)
 _ENGINE_LIBRARIES = {"torch", "accelerate", "deepspeed", "transformers", "peft", "nbdist"}
 """Packages whose hooks are registered again by the next engine, or were registered before."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -255,7 +255,7 @@ def module_attributes(prepared: nn.Module, meta_model: MetaModel) -> dict[str, d
             key: current[key]
             for key in vars(module)
             if not key.startswith("_")
-            and key not in _OURS
+            and key not in _ENGINE_ATTRIBUTES
             and key in current
             and _is_data(current[key], own)
         }
@@ -297,13 +297,13 @@ def _is_data(value: object, own: Collection[int]) -> bool:
     waiting, seen_ids = [value], {id(value)}
     while waiting:
         current = waiting.pop()
-        if isinstance(current, nn.Module) or len(seen_ids) > _LOOKED_AT:
+        if isinstance(current, nn.Module) or len(seen_ids) > _MAX_SEARCHED_OBJECTS:
             return False
         if isinstance(current, torch.Tensor):
             if type(current) is not torch.Tensor or current.requires_grad or id(current) in own:
                 return False
             continue
-        if isinstance(current, _NOT_LOOKED_INTO):
+        if isinstance(current, _ATOMIC_TYPES):
             continue
         function = current if isinstance(current, types.FunctionType) else None
         for inner in _bound_values(function) if function else gc.get_referents(current):

@@ -23,7 +23,7 @@ _ENGINES_OWN = frozenset({"bias_correction", "param_names", "params"})
 """Keys of a parameter group that are not passed to the rebuilt optimizer."""
 _KERNEL_CHOICES = frozenset({"foreach", "fused", "use_triton"})
 """Arguments that change no result; lion_pytorch 0.2.4 does not store the last one."""
-_KEPT_AS = {"adamw_mode": "adam_w_mode", "decoupled_weight_decay": "decoupled_wd"}
+_ATTRIBUTE_NAMES = {"adamw_mode": "adam_w_mode", "decoupled_weight_decay": "decoupled_wd"}
 """Arguments of DeepSpeed's CPU Adam and of lion_pytorch -> attributes that store them."""
 
 
@@ -76,7 +76,7 @@ def constructor_kwargs(optimizer: Optimizer) -> dict[str, Any]:
     return {
         argument.name: stored[name]
         for argument in _constructor_arguments(type(optimizer))
-        if (name := argument.name) in stored or (name := _KEPT_AS.get(name, name)) in stored
+        if (name := argument.name) in stored or (name := _ATTRIBUTE_NAMES.get(name, name)) in stored
     }
 
 

@@ -341,7 +341,7 @@ class Strategy:
             "zero_optimization": zero,
         }
         if options.offload_device == "nvme":
-            config["aio"] = dict(_AIO)
+            config["aio"] = dict(_AIO_CONFIG)
         return merge_configs(config, options.deepspeed_config or {})
 
     def training_arguments(self, options: Options, hardware: Hardware) -> JsonObject:
@@ -367,7 +367,7 @@ _FSDP_VERSION_KWARGS: Mapping[int, JsonObject] = {
     1: {"use_orig_params": True, "sync_module_states": False},
     2: {"reshard_after_forward": True},
 }
-_AIO: JsonObject = {
+_AIO_CONFIG: JsonObject = {
     "block_size": 1 << 20,
     "queue_depth": 8,
     "intra_op_parallelism": 1,
@@ -589,11 +589,13 @@ def _precision(options: Options, hardware: Hardware) -> str:
     }
     if not supported[precision]:
         allowed = ", ".join(name for name in PRECISIONS if supported[name])
-        raise OptionError(f"precision {precision} needs {_NEEDS[precision]}. Use one of {allowed}.")
+        raise OptionError(
+            f"precision {precision} needs {_REQUIREMENTS[precision]}. Use one of {allowed}."
+        )
     return precision
 
 
-_NEEDS = {
+_REQUIREMENTS = {
     "fp16": "a GPU",
     "bf16": "a GPU of compute capability 8.0 or newer",
     "fp8": "a GPU of compute capability 8.9 or newer and transformer-engine or torchao installed",

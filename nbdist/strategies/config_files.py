@@ -342,13 +342,13 @@ def read_fsdp_config(
     }
 
 
-_TRUTH = {"true": True, "false": False}
+_BOOLEANS = {"true": True, "false": False}
 
 
 def _truth(plain: JsonObject, key: str) -> bool:
     """Remove a switch from the file's content and return it."""
     value = plain.pop(key, None)
-    truth = False if value is None else _TRUTH.get(str(value).lower())
+    truth = False if value is None else _BOOLEANS.get(str(value).lower())
     if truth is None:
         raise OptionError(
             f"{key} in the fsdp_config must be true or false, got {abbreviate(value)}."
@@ -358,7 +358,7 @@ def _truth(plain: JsonObject, key: str) -> bool:
 
 def _resharding(value: object, version: int) -> object:
     """Return the value for accelerate 1.15: a bool under FSDP2, a strategy name under FSDP1."""
-    truth = _TRUTH.get(str(value).lower())
+    truth = _BOOLEANS.get(str(value).lower())
     if version == 1 and (value is None or str(value).upper() in _SHARDING):
         return value
     if version != 1 and truth is not None:

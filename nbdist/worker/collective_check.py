@@ -132,21 +132,21 @@ class CollectiveLog:
         self._pages: dict[int, mmap.mmap] = {}
         self._slots: dict[tuple[int, int], int] = {}
         """(rank, group) -> offset of the group's slot in the rank's page."""
-        self._own: dict[int, int] = {}
+        self._own_counts: dict[int, int] = {}
         """Group -> number of its last call on this rank."""
 
     def append(self, group: str, call: LoggedCollective) -> int:
         """Log a call of this rank; return its number, or 0 if there is no free slot."""
         key = _hash(group)
-        if key not in self._own:
-            if len(self._own) == MAX_GROUPS:
+        if key not in self._own_counts:
+            if len(self._own_counts) == MAX_GROUPS:
                 return 0
-            offset = len(self._own) * _SLOT_BYTES
+            offset = len(self._own_counts) * _SLOT_BYTES
             self._slots[self.rank, key] = offset
             _GROUP.pack_into(self._rank_page(self.rank), offset, key)
-            self._own[key] = 0
-        self._own[key] += 1
-        number = self._own[key]
+            self._own_counts[key] = 0
+        self._own_counts[key] += 1
+        number = self._own_counts[key]
         text = call.description.encode(errors="replace")[:_WORDS_BYTES]
         page, place = self._rank_page(self.rank), self._call_offset(self.rank, key, number)
         # Write the number last, so that a reader that sees it also sees the rest.
@@ -157,8 +157,8 @@ class CollectiveLog:
     def withdraw(self, group: str, number: int) -> None:
         """Remove the last call, which was interrupted before its collective started."""
         key = _hash(group)
-        if self._own.get(key) == number:
-            self._own[key] -= 1
+        if self._own_counts.get(key) == number:
+            self._own_counts[key] -= 1
             place = self._call_offset(self.rank, key, number)
             _CALL.pack_into(self._rank_page(self.rank), place, 0, 0, b"", 0)
 
@@ -201,7 +201,7 @@ class CollectiveLog:
         """Remove all groups of this rank."""
         self._rank_page(self.rank)[:] = bytes(MAX_GROUPS * _SLOT_BYTES)
         self._slots.clear()
-        self._own.clear()
+        self._own_counts.clear()
 
     def _call_offset(self, rank: int, key: int, number: int) -> int:
         return self._slots[rank, key] + _GROUP.size + number % CALLS_PER_GROUP * _CALL.size

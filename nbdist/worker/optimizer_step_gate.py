@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ITERATION_END_S = 0.1
 """Time after the last step for the rest of the iteration: clearing gradients, a scheduler,
 counters. The next forward or backward ends it earlier."""
-_NAP_S = 0.002
+_POLL_S = 0.002
 
 
 class StepListener(Protocol):
@@ -67,7 +67,7 @@ class OptimizerStepGate:
             """Result of `capture_state` if the cell was stopped after a step, else None."""
             self._entered_at = time.monotonic()
             self._step_s = 0.0
-            self._is_stepping = self._armed = self._raised = self._paused = False
+            self._is_stepping = self._is_armed = self._has_raised = self._paused = False
             self.is_training = False
             """True between the first forward with gradients of a step and the step."""
             self._last: int | None = None
@@ -107,7 +107,7 @@ class OptimizerStepGate:
             if (
                 self.num_steps_begun >= after
                 and not self._is_stepping
-                and not (after and self._raised)
+                and not (after and self._has_raised)
             ):
                 self._raise_in_main()
 
@@ -124,7 +124,7 @@ class OptimizerStepGate:
         """Begin a step unless the steps are paused; raise if the last step is done."""
         with self._lock:
             if self._last is not None and self.num_steps_begun >= self._last:
-                self._raised = True
+                self._has_raised = True
                 raise KeyboardInterrupt
             if self._paused:
                 return False
@@ -136,12 +136,12 @@ class OptimizerStepGate:
 
     def _interrupt_if_armed(self) -> None:
         with self._lock:
-            if self._armed:
-                self._armed = False
+            if self._is_armed:
+                self._is_armed = False
                 self._raise_in_main()
 
     def _raise_in_main(self) -> None:
-        self._raised = True
+        self._has_raised = True
         os.kill(os.getpid(), signal.SIGINT)
 
     def end_iteration(self, *, is_training: bool = True) -> None:
@@ -151,8 +151,8 @@ class OptimizerStepGate:
             is_training: whether gradients are computed, so that a step follows.
         """
         with self._lock:
-            armed, self._armed = self._armed, False
-            self._raised = self._raised or armed
+            armed, self._is_armed = self._is_armed, False
+            self._has_raised = self._has_raised or armed
             self.is_training = self.is_training or is_training
         if armed:
             raise KeyboardInterrupt
@@ -169,7 +169,7 @@ class OptimizerStepGate:
             listener.on_step_begin()
         self.before_step()
         while not self._try_begin_step():
-            time.sleep(_NAP_S)
+            time.sleep(_POLL_S)
         try:
             yield
         finally:
@@ -177,7 +177,7 @@ class OptimizerStepGate:
                 self._is_stepping = False
                 if self._last is not None and self.num_steps_begun >= self._last:
                     self.last_step_state = self.capture_state()
-                    self._armed = True
+                    self._is_armed = True
                     threading.Timer(ITERATION_END_S, self._interrupt_if_armed).start()
         if listener is not None:
             listener.on_step_end(optimizer)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Group = distributed.ProcessGroup
 Address = tuple[str, int]
 
-_MEET = dt.timedelta(seconds=30)
+_RECREATE_TIMEOUT = dt.timedelta(seconds=30)
 """Timeout for all ranks to recreate the group, when none of them has other work to do."""
 PEER_REPLY_S = dt.timedelta(seconds=1.5)
 """Timeout for the other ranks to publish their connections. A suspended rank does not publish
@@ -61,7 +61,7 @@ ABORT_S = 20.0
 """Timeout of NCCL's abort, which waits for its kernels; torch's default is the group's timeout."""
 _PROMPT_TIMEOUT = dt.timedelta(days=7)
 """Timeout of collectives while a user can stop ranks at a prompt."""
-_NAMES_APART = 10_000
+_GROUP_NAMES_PER_ERA = 10_000
 """Offset of the group counter per era: a rank that hung may have created more groups."""
 
 # torch's functions, which ``protect_groups`` replaces
@@ -262,10 +262,10 @@ def recreate_default_group(era: int, *, on_gpu: bool) -> list[distributed.Proces
     old = known_groups()
     world = distributed.group.WORLD
     distributed_c10d._update_default_pg(None)  # noqa: SLF001
-    distributed_c10d._world.group_count = era * _NAMES_APART  # noqa: SLF001
+    distributed_c10d._world.group_count = era * _GROUP_NAMES_PER_ERA  # noqa: SLF001
     store: Store = rendezvous_store.get_store()
     default_timeout = store.timeout  # type: ignore[attr-defined]
-    store.set_timeout(_MEET)
+    store.set_timeout(_RECREATE_TIMEOUT)
     try:
         create_default_group(PrefixStore(f"era{era}", store), on_gpu=on_gpu)
         verify_group(on_gpu=on_gpu)

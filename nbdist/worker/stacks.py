@@ -37,12 +37,12 @@ CellNamer = Callable[[str], tuple[str, str] | None]
 ROUND_TO_S = 0.5
 """Times are rounded to this: ranks that wait at the same position then send equal replies, which
 an agent deduplicates."""
-_MOST_FRAMES = 60
+_MAX_FRAMES = 60
 """Maximum frames per thread; a recursion has thousands."""
 _SOURCE_CHARS = 120
-_OUTSIDE = PurePath("nbdist", "worker", "main.py").parts
+_OUTERMOST_FILE = PurePath("nbdist", "worker", "main.py").parts
 """Frames outside this file belong to torch elastic and the launcher."""
-_SERVANTS = re.compile(
+_SERVICE_FILES = re.compile(
     r"/(?:threading|selectors|asyncio/\w+|(?:ipykernel|zmq|tornado|nbdist)/.*)\.py$"
 )
 """A thread with only these files in its stack belongs to ipykernel or nbdist."""
@@ -78,17 +78,17 @@ def format_stacks(cell_of: CellNamer) -> str:
     main, current = threading.main_thread(), threading.current_thread()
     threads = [thread for thread in threading.enumerate() if thread is not current]
     threads.sort(key=lambda thread: (thread is not main, thread.name))
-    parts, servants = [], []
+    parts, service_threads = [], []
     for thread in threads:
         stack: list[traceback.FrameSummary] = []
         frame = frames.get(thread.ident or 0)
-        extracted = traceback.extract_stack(frame, limit=-_MOST_FRAMES) if frame else ()
+        extracted = traceback.extract_stack(frame, limit=-_MAX_FRAMES) if frame else ()
         for summary in reversed(extracted):
             stack.append(summary)
-            if PurePath(summary.filename).parts[-len(_OUTSIDE) :] == _OUTSIDE:
+            if PurePath(summary.filename).parts[-len(_OUTERMOST_FILE) :] == _OUTERMOST_FILE:
                 break
-        if thread is not main and all(_SERVANTS.search(summary.filename) for summary in stack):
-            servants.append(thread.name)
+        if thread is not main and all(_SERVICE_FILES.search(summary.filename) for summary in stack):
+            service_threads.append(thread.name)
             continue
         lines = [f"Thread {thread.name}:"]
         for summary in stack:
@@ -96,8 +96,8 @@ def format_stacks(cell_of: CellNamer) -> str:
             place = cell[1] if cell else f'"{summary.filename}"'
             lines.append(f"  {place}, line {summary.lineno} in {summary.name}: {summary.line}")
         parts.append("\n".join(lines))
-    if servants:
-        parts.append(f"Threads of ipykernel and nbdist: {', '.join(servants)}")
+    if service_threads:
+        parts.append(f"Threads of ipykernel and nbdist: {', '.join(service_threads)}")
     return "\n\n".join(parts)
 
 

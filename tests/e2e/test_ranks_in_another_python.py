@@ -27,7 +27,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_python_again() -> Iterator[None]:
     """The next module's plans ask about the Python of the tests again."""
     yield
-    rank_python.select(rank_python.OWN)
+    rank_python.select(rank_python.KERNEL_PYTHON)
 
 
 @pytest.fixture(scope="module")

@@ -377,7 +377,7 @@ def test_a_module_of_ones_own_is_traced_in_each_plan(
     given: dict[str, Any] = {"inputs": torch.zeros(2, 4, 16), "devices": "2xcpu"}
     plan = nbdist.plan(nn.Conv1d(4, 4, 3), seq_len=77, **given)
     assert "seq_len 77 is not used: the inputs have no tokens." in plan.question.notes
-    assert traced.EACH_TRACE in capsys.readouterr().err
+    assert traced.UNCACHED_TRACE in capsys.readouterr().err
     assert not (tmp_path / "nbdist" / "traces").exists()
     with pytest.raises(PlanError, match="The example input has 0 samples"):
         nbdist.plan(nn.Conv1d(4, 4, 3), **given | {"inputs": torch.zeros(0, 4, 16)})

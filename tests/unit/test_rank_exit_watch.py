@@ -93,7 +93,7 @@ def test_a_process_that_ended_before_the_watch_has_no_exit_code() -> None:
     if pid == 0:
         os._exit(5)
     collect(pid)
-    watch._theirs.send(f"0 {pid}".encode())  # what it would have sent
+    watch._sender.send(f"0 {pid}".encode())  # what it would have sent
     watch.close()
     assert [end.code for end in ends(told)] == [None]
 

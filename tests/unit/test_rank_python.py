@@ -19,17 +19,17 @@ from tests.environments import environment
 
 
 def test_without_an_option_ranks_run_this_python(tmp_path: Path) -> None:
-    assert rank_python.find(None) is rank_python.OWN
-    assert rank_python.find(sys.executable) is rank_python.OWN
-    assert rank_python.OWN.import_path(["a"], tmp_path) == ["a"]
-    assert rank_python.OWN.environment({"A": "b"}, tmp_path) == {"A": "b"}
+    assert rank_python.find(None) is rank_python.KERNEL_PYTHON
+    assert rank_python.find(sys.executable) is rank_python.KERNEL_PYTHON
+    assert rank_python.KERNEL_PYTHON.import_path(["a"], tmp_path) == ["a"]
+    assert rank_python.KERNEL_PYTHON.environment({"A": "b"}, tmp_path) == {"A": "b"}
 
 
 def test_an_environment_is_asked_what_it_has(tmp_path: Path) -> None:
     executable = environment(tmp_path / "env", without=("deepspeed",))
     found = rank_python.find(tmp_path / "env")
     assert found.executable == str(executable)
-    assert found.version_of("torch") == rank_python.OWN.version_of("torch")
+    assert found.version_of("torch") == rank_python.KERNEL_PYTHON.version_of("torch")
     assert found.has("torch")
     assert not found.has("deepspeed")
     assert not found.describe_difference()

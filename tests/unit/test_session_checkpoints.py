@@ -9,7 +9,7 @@ from nbdist.session import checkpoints
 if TYPE_CHECKING:
     from pathlib import Path
 
-MANY = 3 * checkpoints.REMEMBERED
+MANY = 3 * checkpoints.MAX_FINISHED_SAVES
 
 
 def saved(root: Path, number: int, **given: Any) -> Any:
@@ -24,8 +24,8 @@ def test_a_session_does_not_grow_with_its_saves(tmp_path: Path) -> None:
     for number in range(1, MANY):
         saves.update_status(saved(tmp_path, number, state="running"))
         saves.update_status(saved(tmp_path, number, state="failed", error="the disk is full"))
-    assert len(saves.checkpoints.failed_saves) == checkpoints.REMEMBERED
-    assert len(saves._saves) == checkpoints.REMEMBERED + 1
+    assert len(saves.checkpoints.failed_saves) == checkpoints.MAX_FINISHED_SAVES
+    assert len(saves._saves) == checkpoints.MAX_FINISHED_SAVES + 1
     assert [save.name for save in saves.running_saves()] == ["step-0"]
     saves.update_status(first | {"state": "failed", "error": "the session was stopped"})
     assert saves.checkpoints.failed_saves[-1].name == "step-0"

@@ -312,7 +312,7 @@ class Zero12Timeline(ZeroTimeline):
         self._shares = zero_partitioning.partition_contents(
             model.groups, tied=model.tied, world_size=setup.world_size
         )
-        self._most_touched = max(share.num_touched for share in self._shares)
+        self._max_touched = max(share.num_touched for share in self._shares)
         self._bucket = {
             "buffers": self.element_bytes * self.config.reduce_bucket_size * self.config.num_buffers
         }
@@ -335,7 +335,7 @@ class Zero12Timeline(ZeroTimeline):
         """Master copy, its gradients, optimizer state, and a 16-bit copy on its way back."""
         if not self.is_offloaded:
             return {}
-        kept = self._most_touched if self.has_accumulated_gradients and self._cuts_gradients else 0
+        kept = self._max_touched if self.has_accumulated_gradients and self._cuts_gradients else 0
         return self.optimizer_state_parts() | {
             "parameters": self.element_bytes * self.partition_size,
             "gradients": MASTER_BYTES * self.partition_size + self.element_bytes * kept,
@@ -449,7 +449,7 @@ class Zero12Timeline(ZeroTimeline):
         own_bytes = self.element_bytes * num_reduced
         if not self.has_accumulated_gradients or not self._cuts_gradients or self.is_offloaded:
             return own_bytes
-        return max(self.element_bytes * self._most_touched, 2 * own_bytes)
+        return max(self.element_bytes * self._max_touched, 2 * own_bytes)
 
     def reduction_allocations(self) -> Iterator[tuple[BucketReduction, BytesByPart]]:
         """Yield the memory before and during each reduction.
@@ -490,7 +490,7 @@ class Zero12Timeline(ZeroTimeline):
                 self.allocation_with(host=self.host_update_parts(self.partition_size)),
             )
             return
-        reduced = {"gradients": self.element_bytes * self._most_touched}
+        reduced = {"gradients": self.element_bytes * self._max_touched}
         fullest = max(
             self._shares,
             key=lambda share: (

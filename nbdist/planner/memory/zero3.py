@@ -65,7 +65,7 @@ class Zero3Timeline(ZeroTimeline):
                 ' in addition to its share. Use zero1, zero2 or ddp, or quantize="nf4".'
             )
         super().__init__(model, setup)
-        self._params_away = setup.options.offload_params
+        self._are_params_offloaded = setup.options.offload_params
         self._on_nvme = setup.options.offload_device == "nvme"
         if not self.is_offloaded:
             update = self.update_parts(self._sub_group)
@@ -105,7 +105,7 @@ class Zero3Timeline(ZeroTimeline):
         }
         scales = model_spec.quantized_param_bytes(self.model) - sum(self._graph_bytes.values())
         parts["parameters"] = scales
-        if not self._params_away:
+        if not self._are_params_offloaded:
             parts["parameters"] += self._param_bytes
         if self.is_offloaded:
             return parts
@@ -144,10 +144,10 @@ class Zero3Timeline(ZeroTimeline):
                 self.element_bytes * self.partition_size, MASTER_BYTES * self.partition_size
             )
             parts |= self.optimizer_state_parts() | {"buffers": locked}
-            return parts | ({"parameters": self._param_bytes} if self._params_away else {})
+            return parts | ({"parameters": self._param_bytes} if self._are_params_offloaded else {})
         swap_buffers = int(self.config.offload_optimizer.get("buffer_count", _SWAP_BUFFERS))
         parts["buffers"] = MASTER_BYTES * swap_buffers * self._sub_group
-        if not self._params_away:
+        if not self._are_params_offloaded:
             return parts
         # Pinned buffers of parameters on NVMe, and parameters that may stay on the host.
         section = self.config.offload_param
@@ -174,7 +174,7 @@ class Zero3Timeline(ZeroTimeline):
         if not self._on_nvme:
             return 0
         return sum(self.optimizer_state_parts().values()) + (
-            self._param_bytes if self._params_away else 0
+            self._param_bytes if self._are_params_offloaded else 0
         )
 
     def walk_allocations(
@@ -230,7 +230,7 @@ class Zero3Timeline(ZeroTimeline):
         }
 
     def _gathered_parts(self, elements: int) -> dict[str, int]:
-        if self.setup.num_shards == 1 and not self._params_away:
+        if self.setup.num_shards == 1 and not self._are_params_offloaded:
             return {}  # a parameter is a view of its only share (partition_parameters.py:61)
         return {"gathered": self.element_bytes * (self._gathered.num_persistent + elements)}
 
@@ -547,7 +547,7 @@ class GatheredParameters:
         self._gathered_parameters = set(available)
         self._available = 0
         """Elements gathered or in flight, as DeepSpeed counts them."""
-        self._held = 0
+        self._held_bytes = 0
         """Elements of flat tensors and of the copies made from them."""
         self._in_graph: set[_Key] = set()
         """Quantized weights gathered in the forward, which the graph keeps."""
@@ -571,19 +571,21 @@ class GatheredParameters:
             peak = self._fetch(start, uses)
             peaks = self.max_at[where]
             peaks += [0] * (matrix + 1 - len(peaks))
-            peaks[matrix] = max(peaks[matrix], self._held)
+            peaks[matrix] = max(peaks[matrix], self._held_bytes)
             before = max(0, matrix - 1)  # what it holds is still alive during a fetch
             peaks[before] = max(peaks[before], peak)
-            self.min_at[where] = self._held
-            held = self._held
+            self.min_at[where] = self._held_bytes
+            held = self._held_bytes
             for step, use in enumerate(uses, start):
                 self._after_use(step, use)
             if direction == "backward":
                 num_grads = uses[-1].num_grads
                 self._look_ahead_in_calls(uses)
-                self.in_backward[group, index].append(_BackwardUse(num_grads, held, self._held))
+                self.in_backward[group, index].append(
+                    _BackwardUse(num_grads, held, self._held_bytes)
+                )
             else:
-                self.num_at_loss = self._held
+                self.num_at_loss = self._held_bytes
 
     def _after_use(self, step: int, use: _ParameterUse) -> None:
         """Release what is not needed soon."""
@@ -592,10 +594,10 @@ class GatheredParameters:
             later = self._next_use.get(step)
             if use.parameter.trainable and later and self._uses[later].where == use.where:
                 # Recomputed: torch.utils.checkpoint has saved it detached, so its memory stays.
-                self._held += use.parameter.held
+                self._held_bytes += use.parameter.held
                 self._saved_until.add(later)
         if step in self._saved_until:
-            self._held -= use.parameter.held
+            self._held_bytes -= use.parameter.held
         for parameter in use.releases:
             if parameter not in self._persistent:
                 self._release(parameter)
@@ -609,7 +611,7 @@ class GatheredParameters:
         missing = {use.key for use in uses} - self._gathered_parameters
         if missing:
             self._gather(missing)
-        peak = self._held
+        peak = self._held_bytes
         for use in uses:
             message = self._gather_messages.pop(use.key, None)
             if message is None or not message.is_flat:
@@ -617,12 +619,12 @@ class GatheredParameters:
             if not message.copied:
                 # Each parameter is copied out of the flat tensor.
                 message.copied = True
-                self._held += message.size
-            peak = max(peak, self._held)
+                self._held_bytes += message.size
+            peak = max(peak, self._held_bytes)
             message.waiting.discard(use.key)
             if not message.waiting:
                 # DeepSpeed keeps the flat tensor until the last of its parameters is fetched.
-                self._held -= message.size
+                self._held_bytes -= message.size
         for step, use in enumerate(uses, start):
             if self._seen_until.get(use.key, -1) < step:  # not prefetched
                 self._seen_until[use.key] = step
@@ -635,7 +637,7 @@ class GatheredParameters:
         self._gathered_parameters |= parameters
         self._gather_messages |= dict.fromkeys(parameters, _GatherMessage(set(parameters), held))
         self._available += sum(self._sizes[parameter] for parameter in parameters)
-        self._held += held
+        self._held_bytes += held
 
     def _look_ahead(self) -> None:
         """Prefetch; parameters that are already gathered are skipped and count as fetched."""
@@ -672,4 +674,4 @@ class GatheredParameters:
         if parameter in self._in_graph:
             self._in_graph.discard(parameter)
         else:
-            self._held -= self._held_sizes[parameter]
+            self._held_bytes -= self._held_sizes[parameter]

@@ -198,7 +198,7 @@ class DecoderSpec(ABC):
 
     def micro_batch_activations(self, workload: Workload) -> MicroBatchActivations:
         """Return the activations of one micro-batch."""
-        run = self._known.get(workload)
+        run = self._runs.get(workload)
         if run is None:
             # Views of a single sample differ from those of several (see `_math_attention`); all
             # larger batch sizes are read off one tape with a symbolic batch size.
@@ -210,11 +210,11 @@ class DecoderSpec(ABC):
             else:
                 symbolic = replace(workload, batch_size=SYMBOLIC_BATCH_SIZE)
                 run = _at(self.micro_batch_activations(symbolic), workload.batch_size)
-            self._known[workload] = run
+            self._runs[workload] = run
         return run
 
     @functools.cached_property
-    def _known(self) -> dict[Workload, MicroBatchActivations]:
+    def _runs(self) -> dict[Workload, MicroBatchActivations]:
         return {}
 
     def flops(self, workload: Workload) -> float:

@@ -57,7 +57,7 @@ PROGRESS_PREFIX = "trace: "
 FIRST_TRACE = (
     "tracing the model takes a few seconds the first time; later plans of it reuse the trace"
 )
-EACH_TRACE = "tracing the model takes a few seconds; this trace is not kept"
+UNCACHED_TRACE = "tracing the model takes a few seconds; this trace is not kept"
 MAX_CACHED_TRACES = 64
 """Traces that the cache folder keeps, of about 20 kB each; the oldest are deleted."""
 _FORMAT = 18
@@ -269,7 +269,7 @@ def spec_from_module(
     elif (exact := find_analytic_spec(module)) is not None:
         return exact
     key = _module_key(module, **micro_batch) if batches is None else None
-    progress(FIRST_TRACE if key else EACH_TRACE)
+    progress(FIRST_TRACE if key else UNCACHED_TRACE)
     fields = trace_module.trace_in_child(module, batches=batches, progress=progress, **micro_batch)
     if key:
         _store_trace(key, fields)
@@ -472,10 +472,10 @@ def _answer(
 
 # -- model types -----------------------------------------------------------------------------
 
-_PAIR = re.compile(r'"([^"\n]+)"[,:]\s*"\w+Config"')
+_CONFIG_CLASS_ENTRY = re.compile(r'"([^"\n]+)"[,:]\s*"\w+Config"')
 """A model type and its config class in the mapping of transformers 5.23."""
 _FILES = ("configuration_auto.py", "auto_mappings.py")
-_GIVE = "give the model itself with example inputs: nbdist.plan(model, inputs=...)"
+_MODEL_HINT = "give the model itself with example inputs: nbdist.plan(model, inputs=...)"
 
 
 def check_model_type(config: Mapping[str, Any]) -> None:
@@ -489,19 +489,19 @@ def check_model_type(config: Mapping[str, Any]) -> None:
         return
     if model_type is None and "_class_name" in config:
         message = f"The config belongs to {config['_class_name']} of diffusers."
-        raise PlanError(f"{message} {_GIVE.capitalize()}.")
+        raise PlanError(f"{message} {_MODEL_HINT.capitalize()}.")
     if model_type is None:
         raise PlanError(
             "The config has neither model_type nor architectures, so its model is unknown. Use a"
-            f" complete config.json of transformers, or {_GIVE}."
+            f" complete config.json of transformers, or {_MODEL_HINT}."
         )
     types = model_types() if rank_python.selected().is_own else ()  # else the child decides
     if types and str(model_type) not in types:
         close_names = get_close_matches(str(model_type), sorted(types), n=2, cutoff=0.8)
         hint = (
-            f"Did you mean {' or '.join(close_names)}? Or {_GIVE}"
+            f"Did you mean {' or '.join(close_names)}? Or {_MODEL_HINT}"
             if close_names
-            else _GIVE.capitalize()
+            else _MODEL_HINT.capitalize()
         )
         remote = "auto_map" in config
         code = " (its auto_map names the author's code, which is not run)" if remote else ""
@@ -521,7 +521,7 @@ def model_types() -> frozenset[str]:
         return frozenset()
     folder = Path(spec.origin).parent / "models" / "auto"
     texts = [(folder / name).read_text() for name in _FILES if (folder / name).is_file()]
-    return frozenset(name for text in texts for name in _PAIR.findall(text))
+    return frozenset(name for text in texts for name in _CONFIG_CLASS_ENTRY.findall(text))
 
 
 def _version(package: str) -> str:

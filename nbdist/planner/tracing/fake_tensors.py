@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-IN_FP32 = (
+FP32_OPERATIONS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
     *("reciprocal", "rsqrt", "sinh", "tan", "softplus", "logsumexp", "renorm"),
     *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar"),
@@ -45,7 +45,7 @@ TO_FP32 = (
 def emulate_cuda() -> Iterator[None]:
     """Make CPU operations of this process save what a GPU's would."""
     library = torch.library.Library("aten", "IMPL")
-    for name in IN_FP32:
+    for name in FP32_OPERATIONS:
         run = functools.partial(_run_with_fp32_arguments, _operation(name))
         library.impl(name, run, "AutocastCPU")
     for name in TO_FP32:

@@ -175,13 +175,13 @@ class _RecordingTracker(MemoryTracker):
         self.depends_on_values = False
         self.flops = 0.0
         self._formulas = _table()
-        self._at = _part_of_forward(0)
+        self._part = _part_of_forward(0)
         self._at_exit: Counter[str] = Counter()
-        self._place = 0
+        self._block = 0
         self._uncounted_parts = {PARAMETERS}
         self._grads: dict[int, int] = {}
         self._num_used = 0
-        self._hooked = WeakIdKeyDictionary()
+        self._hooked_tensors = WeakIdKeyDictionary()
         self.track_tensors(PARAMETERS, model.parameters())
         self.track_tensors(_part_of_forward(0), [*model.buffers(), *tree_leaves(batch)])
 
@@ -197,7 +197,7 @@ class _RecordingTracker(MemoryTracker):
         for key, size in _sizes(outputs).items():
             if key in self._tracked:
                 left[self._tracked[key].part] -= size
-        self._at = "backward"
+        self._part = "backward"
         saved, before = self._by_place(left), self._by_place(self._at_exit)
         return saved, {place: before[place] - size for place, size in saved.items()}
 
@@ -260,13 +260,13 @@ class _RecordingTracker(MemoryTracker):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         if (workspace := self._workspace.get(func._overloadpacket)) is not None:  # noqa: SLF001
             num_bytes = workspace(*args)
-            self._count(self._at, num_bytes)
-            self._count(self._at, -num_bytes)
+            self._count(self._part, num_bytes)
+            self._count(self._part, -num_bytes)
         return result
 
     def _add(self, storage: torch.UntypedStorage, part: str) -> None:
         """Count a new storage for the current group."""
-        super()._add(storage, self._at if part == OTHER_PART else part)
+        super()._add(storage, self._part if part == OTHER_PART else part)
 
     def _only_use(self, gradient: torch.Tensor) -> TrackedStorage | None:
         """Return the storage of a gradient to which autograd adds in place, if it is not fake.
@@ -279,7 +279,7 @@ class _RecordingTracker(MemoryTracker):
         return None if uses - 2 else self._tracked.get(storage._cdata)  # noqa: SLF001
 
     def _record_moment(self) -> None:
-        self.moments.append(self._moment_of(self._place))
+        self.moments.append(self._moment_of(self._block))
 
     def _moment_of(self, place: int) -> MemoryTracePoint:
         """Return the bytes held now, with the gradients of a group."""
@@ -297,14 +297,14 @@ class _RecordingTracker(MemoryTracker):
             # Gradients of the inputs end this group's backward and begin its predecessor's.
             started = [mark.group_index for mark in self.marks if mark.kind == "forward"]
             self._hook((args, kwargs), started[-1])
-            self._at = _part_of_forward(place)
+            self._part = _part_of_forward(place)
             self._num_used = 0
             self.mark("forward", place)
 
     def _end_forward(self, place: int, _: nn.Module, __: Any, output: Any) -> None:
         if self.in_forward:
             self._hook(output, place)
-            self._at = _part_after_group(place)
+            self._part = _part_after_group(place)
             self._at_exit = self.current.copy()
             self.mark("exit", place)
 
@@ -312,7 +312,7 @@ class _RecordingTracker(MemoryTracker):
         """Separate a parameter's gradient from other memory."""
         begun = [mark for mark in self.marks if mark.kind == "backward"]
         places = [mark.group_index for mark in begun]
-        if self._place != place and place in places:
+        if self._block != place and place in places:
             # The gradient of a tied weight is complete only after its second use; until then
             # autograd holds it, not the parameter. It counts from the end of its group's backward
             # on, as engines count it.
@@ -330,13 +330,13 @@ class _RecordingTracker(MemoryTracker):
         for tensor in tree_leaves(values):
             if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
                 continue
-            if tensor not in self._hooked:
-                self._hooked[tensor] = True
+            if tensor not in self._hooked_tensors:
+                self._hooked_tensors[tensor] = True
                 tensor.register_hook(lambda _: self._start_backward(place))
 
     def _start_backward(self, place: int) -> None:
         if not self.in_forward and not self._has_begun("backward", place):
-            self._place = place
+            self._block = place
             # Those of the root's parameters after the last block already exist.
             self._uncounted_parts |= {_part_of_gradients(0), _part_of_gradients(place)}
             self.mark("backward", place)

@@ -124,7 +124,7 @@ def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, A
                 except Exception as error:  # noqa: BLE001 - a user's module may raise anything
                     errors[mode] = error
             if mode in errors:
-                reason = f"{_WAYS[mode[1]]} ({trace_error_text(run.model, errors[mode])})"
+                reason = f"{_VARIANT_NAMES[mode[1]]} ({trace_error_text(run.model, errors[mode])})"
                 message = (
                     f"Forward or backward fails {reason}. Use another backend or precision, or make"
                     " the model follow the dtype of its parameters."
@@ -135,7 +135,7 @@ def _passes(run: _VariantTracer, request: TraceRequest) -> dict[str, dict[str, A
     return passes
 
 
-_WAYS = {
+_VARIANT_NAMES = {
     "full": "without mixed precision",
     "half": "with parameters in 16 bits",
     "half_shards": "with parameters in 16 bits",

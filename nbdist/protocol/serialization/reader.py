@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MIN_MMAP_BYTES = 4 << 20
 """Smaller files are copied: a map costs a file descriptor (Python < 3.13) and whole pages."""
-_OWN_BELOW_BYTES = 1 << 20
+_COPY_BELOW_BYTES = 1 << 20
 _MAX_COUNT = 1 << 62
 _Content = bytearray | mmap.mmap
 
@@ -219,7 +219,7 @@ class _PayloadDecoder:
         start, buffer_bytes = self.spans[_count(number)]
         if size_bytes != buffer_bytes:
             raise corrupt_file_error("has a buffer whose size does not match its tensor or array")
-        if size_bytes < _OWN_BELOW_BYTES:
+        if size_bytes < _COPY_BELOW_BYTES:
             # A copy: otherwise a small array would keep the whole map in memory.
             part = self._decode_once(
                 ("part", number), lambda: bytearray(self.content[start : start + size_bytes])

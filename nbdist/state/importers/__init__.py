@@ -32,7 +32,7 @@ __all__ = ["ForeignCheckpoint", "RenamedTensors", "open_checkpoint"]
 
 _WEIGHTS = "pytorch_model.bin"
 _OPTIMIZER = "optimizer.bin"
-_NOT_TAKEN = {
+_NOT_IMPORTED = {
     "scheduler.bin": "the scheduler",
     "random_states_0.pkl": "random generators",
     "scaler.pt": "the loss scale",
@@ -69,7 +69,7 @@ def open_checkpoint(
         )
     index.check_complete()
     if path.is_dir():
-        ignored = [label for name, label in _NOT_TAKEN.items() if (path / name).exists()]
+        ignored = [label for name, label in _NOT_IMPORTED.items() if (path / name).exists()]
         index.notes += [f"not loaded: {', '.join(ignored)}"] if ignored else []
     return index
 

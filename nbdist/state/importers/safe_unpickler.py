@@ -30,7 +30,7 @@ _METADATA = frozenset(
     }
 )
 """Modules whose classes only hold values (torch 2.0 to 2.13); read as ``InertObject``."""
-_STAND_INS = (
+_PLACEHOLDERS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -69,8 +69,8 @@ class _DcpMetadataUnpickler(pickle.Unpickler):
             return type(name, (InertObject,), {})
         if module == "torch" and name in SAFETENSORS_DTYPES:
             return getattr(torch, name)
-        if (module, name) in _HARMLESS:
-            return _HARMLESS[module, name]
+        if (module, name) in _SAFE_CONSTRUCTORS:
+            return _SAFE_CONSTRUCTORS[module, name]
         raise pickle.UnpicklingError(f"it uses {module}.{name}")
 
 
@@ -78,7 +78,7 @@ def _text(*values: object) -> str:
     return "/".join(map(str, values))
 
 
-_HARMLESS: dict[tuple[str, str], Callable[..., object]] = {
+_SAFE_CONSTRUCTORS: dict[tuple[str, str], Callable[..., object]] = {
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _text,
     ("collections", "OrderedDict"): dict,
@@ -125,7 +125,7 @@ def load_torch_file(path: Path | IO[bytes], *, trust: bool, name: Path | None = 
         )
     allowed = [
         (type(full_name.rpartition(".")[2], (InertObject,), {}), full_name)
-        for full_name in _STAND_INS
+        for full_name in _PLACEHOLDERS
     ]
     mapped: Sequence[bool] = (True, False) if isinstance(path, Path) else (False,)
     for number, mmap in enumerate(mapped):

@@ -55,8 +55,8 @@ __all__ = ["Layout", "check_layout", "free_engine", "free_model", "kind_of", "la
 
 log = logging.getLogger(__name__)
 
-_TESTED = {"torch": "2.13", "deepspeed": "0.19"}
-_OF_MODULES = frozenset(vars(nn.Module()))
+_TESTED_VERSIONS = {"torch": "2.13", "deepspeed": "0.19"}
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module, which printing and garbage collection need."""
 
 
@@ -118,7 +118,7 @@ def check_layout(model: nn.Module) -> None:
         raise SwitchError(
             f"Cannot read the training state of {library} {version(library)}:"
             f" {type(error.obj).__name__} has no {error.name}. Install {library}"
-            f" {_TESTED[library]}, the tested version."
+            f" {_TESTED_VERSIONS[library]}, the tested version."
         ) from error
 
 
@@ -176,7 +176,7 @@ def free_engine(engine: Any) -> None:
     for owned in (getattr(zero, "parameter_offload", None), zero):
         if hasattr(owned, "__dict__"):
             vars(owned).clear()
-    for name in vars(engine).keys() - _OF_MODULES:
+    for name in vars(engine).keys() - _MODULE_ATTRIBUTES:
         vars(engine).pop(name)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_CUTS = ((ShardedDim(0),), (Replicate(), ShardedDim(0)))
+_SUPPORTED_PLACEMENTS = ((ShardedDim(0),), (Replicate(), ShardedDim(0)))
 """Supported placements of FSDP2 per mesh dimension: over all ranks, or within a node and
 replicated."""
 
@@ -262,7 +262,7 @@ class Fsdp2Layout(Layout):
 
     def _row_placement(self, name: str, parameter: DTensor) -> ParameterPlacement:
         mesh, shape = parameter.device_mesh, tuple(parameter.shape)
-        if tuple(parameter.placements) not in _CUTS:
+        if tuple(parameter.placements) not in _SUPPORTED_PLACEMENTS:
             placements = ", ".join(map(str, parameter.placements))
             raise SwitchError(
                 f"{name} has placements ({placements}) over {mesh.ndim} mesh dimensions. nbdist"

@@ -70,7 +70,7 @@ _UNDECIDED = (
     " prepares a model or a Trainer is created with one. Use one of these instead."
 )
 
-_LEFT_BEHIND = (
+_ENGINE_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_MIXED_PRECISION",
@@ -261,7 +261,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     if session.auto_strategy is not None and not own:
         raise OptionError(_UNDECIDED)
     # Otherwise accelerate 1.15 silently keeps the first engine of the process.
-    for variable in _LEFT_BEHIND:
+    for variable in _ENGINE_VARIABLES:
         os.environ.pop(variable, None)
     AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001
     PartialState()
@@ -277,7 +277,7 @@ def _init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
     self._nbdist_session = None if own else session
     self._nbdist_clipped = set()
     release_models.add_accelerator(self)
-    for variable in _LEFT_BEHIND:
+    for variable in _ENGINE_VARIABLES:
         os.environ.pop(variable, None)
     if self.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.reset_zero3_globals(self.state.deepspeed_plugin)
@@ -304,10 +304,10 @@ def rebuild_in_place(accelerator: Accelerator) -> None:
     is_same = before["_nbdist_session"].options.accumulate == current_config().options.accumulate
     if is_same and "gradient_accumulation_plugin" not in before["_nbdist_arguments"]:
         accelerator.gradient_accumulation_steps = steps  # a cell may have set it
-    attributes.update({name: before[name] for name in _OUTLIVE_THE_ENGINE if name in before})
+    attributes.update({name: before[name] for name in _KEPT_ATTRIBUTES if name in before})
 
 
-_OUTLIVE_THE_ENGINE = (
+_KEPT_ATTRIBUTES = (
     "_custom_objects",
     "_dataloaders",
     "_load_model_state_pre_hook",

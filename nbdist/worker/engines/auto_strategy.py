@@ -88,7 +88,7 @@ class AutoStrategy:
         """
         self.show: DisplayCallback = lambda text, _: print(text)  # noqa: T201 - outside a notebook
         self.tell: ChoiceCallback = lambda _: None
-        self._given, self._placeholder, self._hardware = given, placeholder, hardware
+        self._user_options, self._placeholder, self._hardware = given, placeholder, hardware
         self._nodes = nodes
 
     def __call__(self, objects: Sequence[object]) -> Options:
@@ -205,7 +205,7 @@ class AutoStrategy:
             progress=_progress,
             kind=self._hardware.kind,
         )
-        fixed = {**wanted, **self._given}
+        fixed = {**wanted, **self._user_options}
         question = PlanInput(
             model=spec,
             cluster=build_cluster_spec(free, self._hardware, self._nodes),

@@ -29,8 +29,8 @@ class LocalGradients:
         """Watch the forwards and backwards of a model, or of what torch.compile made of it."""
         self._model = weakref.ref(model)
         named = model.module.named_parameters()
-        self._awaited = {name for name, each in named if each.requires_grad}
-        self._awaited -= model.parameters_to_ignore
+        self._reduced_names = {name for name, each in named if each.requires_grad}
+        self._reduced_names -= model.parameters_to_ignore
         self._will_average = False
         self._backward = -1
         self._exist = self._is_averaging = False
@@ -62,7 +62,7 @@ class LocalGradients:
         used = {
             name: each.requires_grad and each.grad is not None
             for name, each in model.module.named_parameters()
-            if name in self._awaited
+            if name in self._reduced_names
         }
         unused = [name for name, is_used in used.items() if not is_used]
         if unused and any(used.values()):  # LOMO steps in the backward and keeps no gradient

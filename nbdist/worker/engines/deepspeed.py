@@ -85,7 +85,7 @@ _OF_ZERO3_MODULES = (
 )
 """Attributes that deepspeed 0.19.8 adds to each module under ZeRO-3, some with its engine."""
 
-CUTS_PARAMETERS = 3
+PARAMETER_STAGE = 3
 """The ZeRO stage that partitions parameters."""
 
 
@@ -433,7 +433,7 @@ def prepare(
     engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
     _cast_inputs(engine)
     _detach_fragments(engine)
-    if used.zero_stage == CUTS_PARAMETERS:
+    if used.zero_stage == PARAMETER_STAGE:
         _show_zero3_in_passes(engine)
     _restore_adagrad_groups(engine.optimizer, optimizer)
     for wrapper in accelerator._optimizers:  # noqa: SLF001
@@ -532,7 +532,7 @@ def _check_supported(stage: int, model: nn.Module | None, optimizers: Sequence[o
             " model, which may have several parameter groups. Use one, or ddp, fsdp or fsdp1."
         )
     alone = "optimizer" if optimizers else "model"
-    if (model is None) != bool(optimizers) or (model is not None and stage == CUTS_PARAMETERS):
+    if (model is None) != bool(optimizers) or (model is not None and stage == PARAMETER_STAGE):
         return
     advice = "" if model is None else " For a model that is not trained, use model.to(device)."
     raise OptionError(

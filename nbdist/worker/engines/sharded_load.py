@@ -46,7 +46,7 @@ _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _MADV_DONTNEED = 4
 _T: Any = torch.Tensor
-_NEED_NO_VALUES = frozenset(
+_METADATA_ONLY = frozenset(
     {
         *(_T.device.__get__, _T.dtype.__get__, _T.layout.__get__, _T.shape.__get__),
         *(_T.ndim.__get__, _T.itemsize.__get__, _T.nbytes.__get__),
@@ -71,7 +71,7 @@ class LazyWeight(torch.Tensor):
     """Tensor of a safetensors file whose values are read at the first use of any of them.
 
     Its own memory is allocated and never touched, so it is not resident. Everything outside of
-    ``_NEED_NO_VALUES`` first turns it into the tensor or parameter that it would be without this
+    ``_METADATA_ONLY`` first turns it into the tensor or parameter that it would be without this
     class: the same object, with the values of the file in its dtype.
     """
 
@@ -115,7 +115,7 @@ class LazyWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Read the values first, unless the function does not depend on them."""
-        if func in _NEED_NO_VALUES:
+        if func in _METADATA_ONLY:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs)):

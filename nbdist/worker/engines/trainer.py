@@ -63,8 +63,8 @@ MODULE = "transformers.trainer"
 _PEFT = "peft.peft_model"
 _TUNERS = "peft.tuners.tuners_utils"
 _FSDP1_PREFIX = "_fsdp_wrapped_module."
-_LEFT_OUT = ("epoch", "total_flos", "step")
-_LEFT_OUT_ENDS = ("_runtime", "_samples_per_second", "_steps_per_second", "train_loss")
+_UNREPORTED_VALUES = ("epoch", "total_flos", "step")
+_UNREPORTED_SUFFIXES = ("_runtime", "_samples_per_second", "_steps_per_second", "train_loss")
 """Logged values that are not reported: summaries of a whole run instead of a step."""
 
 
@@ -247,7 +247,7 @@ def _evaluate_before_training(loop: Callable[..., Any]) -> Callable[..., Any]:
         state = self.accelerator.state
         stage = getattr(getattr(state, "deepspeed_plugin", None), "zero_stage", None)
         version = getattr(getattr(state, "fsdp_plugin", None), "fsdp_version", None)
-        if stage == deepspeed.CUTS_PARAMETERS or version == 1:
+        if stage == deepspeed.PARAMETER_STAGE or version == 1:
             if not self.accelerator._models and self.train_dataset is not None:  # noqa: SLF001
                 self._prepare_for_training(1, None, None)  # train() creates another scheduler
             return loop(self, *args, **kwargs)
@@ -526,8 +526,8 @@ def metrics_callback(reporter: Reporter) -> type:
                 name: float(value)
                 for name, value in (logs or {}).items()
                 if isinstance(value, numbers.Real)
-                and name not in _LEFT_OUT
-                and not name.endswith(_LEFT_OUT_ENDS)
+                and name not in _UNREPORTED_VALUES
+                and not name.endswith(_UNREPORTED_SUFFIXES)
             }
             if values:
                 reporter.report(self.offset + state.global_step, **values)

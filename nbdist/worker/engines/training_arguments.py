@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 MODULE = "transformers.training_args"
 _OWN_ENGINE = ("deepspeed_plugin", "parallelism_config")
 """Attributes of TrainingArguments that are set if the user built an engine."""
-_UNSET = {"clip": None, "accumulate": 1}
+_OPTION_DEFAULTS = {"clip": None, "accumulate": 1}
 """Default values of the session's options, which do not override TrainingArguments."""
-_FILLED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+_ADDED_FSDP_KEYS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Keys that transformers 5.23 adds to an fsdp_config."""
 
 
@@ -113,7 +113,7 @@ def combine(args: Any, session: EngineConfig) -> Options:
         ("gradient_accumulation_steps", "accumulate"),
     ):
         given, value = getattr(args, name), getattr(options, option)
-        if value in (given, _UNSET[option]):
+        if value in (given, _OPTION_DEFAULTS[option]):
             continue
         if _is_written(args, name):
             raise _conflict(name, given, option, value)
@@ -245,7 +245,8 @@ def _engine_config(args: Any, options: Options) -> dict[str, Any]:
         config = {
             key: value
             for key, value in args.fsdp_config.items()
-            if key not in {"cpu_offload", "offload_params"} and (value or key not in _FILLED)
+            if key not in {"cpu_offload", "offload_params"}
+            and (value or key not in _ADDED_FSDP_KEYS)
         }
         if options.strategy.level == 1 and isinstance(config.get("reshard_after_forward"), bool):
             # transformers 5.23 writes it for "full_shard" and "shard_grad_op" without a version.

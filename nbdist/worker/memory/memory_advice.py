@@ -49,7 +49,7 @@ MAX_SUGGESTIONS = 3
 """Number of suggested configurations."""
 _SMALL = GIB // 200
 """Bytes; a smaller part would be shown as 0.00."""
-_TOLD = (
+_OOM_MESSAGES = (
     "can't allocate memory",  # torch 2.13, c10/core/impl/alloc_cpu.cpp
     "not enough memory",  # the same on Windows
     "Cannot allocate memory",  # errno ENOMEM
@@ -59,7 +59,7 @@ _UNITS = {
     "bytes": 1,
     **{f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgtpe", start=1)},
 }
-_ASKED = re.compile(rf"\ballocate (\d+\.?\d*) ?({'|'.join(_UNITS)})\b", re.IGNORECASE)
+_REQUESTED_SIZE = re.compile(rf"\ballocate (\d+\.?\d*) ?({'|'.join(_UNITS)})\b", re.IGNORECASE)
 """Matches the messages of torch 2.13 for a CPU and a GPU, and of NumPy 2."""
 
 
@@ -163,7 +163,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from, is an out-of-memory error."""
     return any(
         isinstance(link, (MemoryError, torch.OutOfMemoryError))
-        or (isinstance(link, (RuntimeError, OSError)) and any(text in str(link) for text in _TOLD))
+        or (
+            isinstance(link, (RuntimeError, OSError))
+            and any(text in str(link) for text in _OOM_MESSAGES)
+        )
         for link in _chain(error)
     )
 
@@ -178,7 +181,7 @@ def is_out_of_host_memory(error: BaseException | None) -> bool:
 def requested_bytes(error: BaseException | None) -> int | None:
     """Return the bytes of the failed allocation; None if the message does not contain them."""
     for link in _chain(error):
-        if match := _ASKED.search(str(link)):
+        if match := _REQUESTED_SIZE.search(str(link)):
             return int(float(match[1]) * _UNITS[match[2].lower()])
     return None
 

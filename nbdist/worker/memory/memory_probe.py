@@ -367,8 +367,8 @@ class AllocatorHistory:
         """Start recording, unless the cell does already."""
         self.snapshot: dict[str, Any] = {}
         self._device = device
-        self._is_users: bool = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
-        if not self._is_users:
+        self._is_users_history: bool = torch._C._cuda_isHistoryEnabled()  # noqa: SLF001
+        if not self._is_users_history:
             torch.cuda.memory._record_memory_history(  # noqa: SLF001
                 "all", context="all" if stacks else None, stacks="python"
             )
@@ -378,7 +378,7 @@ class AllocatorHistory:
     def stop(self) -> None:
         """Take the snapshot, then stop recording; torch 2.11 deletes the history with it."""
         self.snapshot = torch.cuda.memory._snapshot(self._device)  # noqa: SLF001
-        if not self._is_users:
+        if not self._is_users_history:
             torch.cuda.memory._record_memory_history(None)  # noqa: SLF001
 
     def peak(

@@ -50,11 +50,11 @@ MATMUL_S = 0.2
 """Duration of a benchmark of matrix products, elementwise kernels or copies."""
 MAX_MATMUL_S = 1.0
 """Maximum duration, for a dtype without hardware support."""
-_PRODUCT = {"cpu": 1024, "cuda": 8192}
+_MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices."""
 _ELEMENTWISE = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Bytes, larger than the caches."""
-_COPIED = 256 << 20
+_COPY_BYTES = 256 << 20
 """Bytes per copy between host and device."""
 CHUNK_BYTES = 8 << 20
 MAX_WRITE_BYTES = 256 << 20
@@ -162,7 +162,7 @@ def _collective(
 
 def _measure_matmul(device: torch.device, kind: torch.dtype) -> float:
     """Return the FLOP/s of large matrix products in a dtype, while all ranks compute."""
-    side = _PRODUCT[device.type]
+    side = _MATRIX_SIZES[device.type]
     generator = torch.Generator(device).manual_seed(0)
     # Random numbers: with constant ones a GPU draws less power and is faster.
     a, b = _on_all_ranks(
@@ -184,7 +184,7 @@ def _elementwise(device: torch.device) -> float:
 
 def _copies(device: torch.device) -> dict[str, float]:
     """Return the bytes/s between host and device, by direction and kind of host memory."""
-    size = min(_COPIED, _free_bytes(device) // FREE_MEMORY_DIVISOR)
+    size = min(_COPY_BYTES, _free_bytes(device) // FREE_MEMORY_DIVISOR)
     on_device = _on_all_ranks(lambda: torch.ones(size, dtype=torch.uint8, device=device))
     bandwidths = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):

@@ -192,7 +192,7 @@ class ByteProgress:
     """Progress of a transfer as a text with a percentage, at a limited rate."""
 
     def __init__(self, on_phase: Callable[[str], object], doing: str, total: int) -> None:
-        self._on_phase, self._doing, self._total = on_phase, doing, total
+        self._on_phase, self._text, self._total = on_phase, doing, total
         self._due = 0.0
 
     def __call__(self, done: int) -> None:
@@ -200,7 +200,7 @@ class ByteProgress:
         now = time.monotonic()
         if self._total and now >= self._due:
             self._due = now + PROGRESS_INTERVAL_S
-            self._on_phase(f"{self._doing}, {min(done / self._total, 1):.0%}")
+            self._on_phase(f"{self._text}, {min(done / self._total, 1):.0%}")
 
 
 def error_text(error: BaseException | None) -> str | None:

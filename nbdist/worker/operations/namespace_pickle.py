@@ -43,7 +43,7 @@ ObjectKey = Any
 _NAMESPACE: ObjectKey = ("namespace",)
 _SHARED = {cls.__name__: cls for cls in (PartialState, AcceleratorState, GradientState)}
 """Accelerate's state classes: instances share one dict, and the new process keeps its own."""
-_REFUSED: tuple[tuple[type, str], ...] = (
+_UNPICKLABLE_TYPES: tuple[tuple[type, str], ...] = (
     (io.IOBase, "an open file belongs to its process; open it again"),
     (DTensor, "a DTensor is sharded over the old ranks; keep .full_tensor() instead"),
     (distributed.ProcessGroup, "a process group belongs to the old ranks; create it again"),
@@ -238,7 +238,7 @@ def _refusal_reason(kind: type) -> str:
         return ""
     if "of_before" in vars(kind):
         return "it was replaced by an earlier switch"
-    reasons = [reason for cls, reason in _REFUSED if issubclass(kind, cls)]
+    reasons = [reason for cls, reason in _UNPICKLABLE_TYPES if issubclass(kind, cls)]
     libraries = {base.__name__ for base in kind.__mro__ if base.__module__ != "__main__"}
     reasons += [reason for name, reason in _REFUSED_BY_NAME.items() if name in libraries]
     return reasons[0] if reasons else ""

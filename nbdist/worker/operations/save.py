@@ -118,7 +118,7 @@ class CheckpointSaver:
         publish: Callable[[messages.SaveStatus], object],
         on_warning: Callable[[], Any],
     ) -> None:
-        self._cwd, self._publish, self._complain = cwd, publish, on_warning
+        self._cwd, self._publish, self._on_warning = cwd, publish, on_warning
         self._thread: threading.Thread | None = None
         optimizer_step_gate.capture_state = _generators_and_positions
         self.set_root(root)
@@ -171,7 +171,7 @@ class CheckpointSaver:
             CheckpointError: the save could not start; raised on all ranks, nothing was written.
         """
         start_time = time.perf_counter()
-        on_warning = self._complain()
+        on_warning = self._on_warning()
         self.wait()
         trained = _check_request(request)
         states = [ModelAndOptimizerState(prepared) for prepared in trained]
@@ -230,7 +230,7 @@ class _BackgroundSave:
     ) -> None:
         self._request, self._draft, self._snapshot = request, draft, snapshot
         self._stored = stored
-        self._publish, self._complain = publish, on_warning
+        self._publish, self._on_warning = publish, on_warning
         self._began, self._pause_s = start_time, time.perf_counter() - start_time
         # The thread outlives process groups: during a recovery there is none for a moment.
         self._rank, self._world_size = collectives.rank(), collectives.group_size()
@@ -260,7 +260,7 @@ class _BackgroundSave:
                 reason = error_text(error) or ""
                 self.publish_status(messages.SaveStatus(state="failed", error=reason))
                 name = self._request.name
-                self._complain(f"nbdist: checkpoint {name} was not saved: {reason}\n")
+                self._on_warning(f"nbdist: checkpoint {name} was not saved: {reason}\n")
         self._snapshot, error = StateSnapshot(), None  # its traceback refers to tensors
         shards.empty_pinned_cache()
 
@@ -549,7 +549,7 @@ def _take_snapshot(
     places = _copy_generators(snapshot, collectives.rank())
     options = accelerator_patch.current_config().options
     libraries = ("torch", "accelerate", "deepspeed", "transformers")
-    installed = {name: rank_python.OWN.version_of(name) for name in libraries}
+    installed = {name: rank_python.KERNEL_PYTHON.version_of(name) for name in libraries}
     snapshot.manifest = {
         "backend": options.backend,
         "world_size": collectives.group_size(),

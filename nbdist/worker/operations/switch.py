@@ -99,7 +99,7 @@ class EngineSwitch:
         """Each model as it was prepared before the switch, and its recipe."""
         self._kept: list[object] = []
         """References to accelerators and schedulers, which continue with the new engine."""
-        self._made: list[object] = []
+        self._created: list[object] = []
         """References to prepared objects until the user's variables are rebound."""
         self._phase = CollectivePhases("Switch", context.on_phase, SwitchError)
         self.report = RankSwitchReport(seconds=self._phase.seconds)
@@ -174,7 +174,7 @@ class EngineSwitch:
             optimizers = filter(None, (each.wrapper() for each in prepared.optimizers))
             layouts.free_model(prepared.model, optimizers)
         prepared_models.clear()
-        self._made.clear()
+        self._created.clear()
         owners = {id(old.owner): old.owner for old, _ in self._models}
         for owner in owners.values():
             for prepared_objects in (owner._models, owner._optimizers, owner._schedulers):  # noqa: SLF001
@@ -231,7 +231,7 @@ class EngineSwitch:
         with wrap_policy.defer_weights():
             # Keep references: Accelerate keeps only the bare model of DDP, and no variable holds
             # the new objects yet.
-            self._made += old.owner.prepare(
+            self._created += old.owner.prepare(
                 model, *raws, *(wrapper.scheduler for wrapper in wrappers), None
             )
         prepared = prepared_models.all_models()[-1]

@@ -75,7 +75,7 @@ class PhaseSpans:
         """For each gap between phases: its end, and the nanoseconds in it in which the main thread
         did not run, because it slept or was preempted."""
         self._open: list[tuple[str, int]] = []
-        self._left: tuple[int, int] | None = None
+        self._exited_at: tuple[int, int] | None = None
         """End of the last span, and the CPU time of the main thread at that time."""
 
     @property
@@ -89,10 +89,10 @@ class PhaseSpans:
     def begin(self, name: str) -> None:
         """Start a phase."""
         now = time.time_ns()
-        if self._left is not None:
-            since, ran = self._left
+        if self._exited_at is not None:
+            since, ran = self._exited_at
             self.idle_times.append((now, max(0, now - since - (time.thread_time_ns() - ran))))
-            self._left = None
+            self._exited_at = None
         self._open.append((name, now))
 
     def end(self, name: str) -> None:
@@ -101,7 +101,7 @@ class PhaseSpans:
             now = time.time_ns()
             self.spans[name].append((self._open.pop()[1], now))
             if not self._open:
-                self._left = now, time.thread_time_ns()
+                self._exited_at = now, time.thread_time_ns()
 
     @contextmanager
     def mark(self, name: str) -> Iterator[None]:

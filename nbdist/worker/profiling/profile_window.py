@@ -127,7 +127,7 @@ class ProfileWindow:
     def __init__(self, request: messages.ProfileRequest, context: ProfileContext) -> None:
         self._request, self._context = request, context
         self._lock = threading.RLock()
-        self._seen = 0
+        self._seen_steps = 0
         """Steps since the request."""
         self._optimizer: weakref.ref[Any] | None = None
         """The optimizer whose steps are the steps of the window."""
@@ -135,7 +135,7 @@ class ProfileWindow:
         self._memory: CpuStepMemory | GpuStepMemory | None = None
         self._figures: RankProfile | None = None
         self._last_progress = 0.0
-        self._late = 0
+        self._late_steps = 0
         """Steps after this rank was ready to end without a decision of the deciding rank."""
         self._begin: int | None = None
         self._shared = SharedStepFiles(context.folder, request["id"])
@@ -158,7 +158,7 @@ class ProfileWindow:
                 self._recorder.on_optimizer_end()
             if self._optimizer is not None and self._optimizer() is not optimizer:
                 return
-            self._seen += 1
+            self._seen_steps += 1
             if self._memory is not None:
                 self._end_memory()
             elif self._recorder is not None:
@@ -190,11 +190,13 @@ class ProfileWindow:
                 self._close()
             elif self._recorder is not None and self._recorder.num_steps:
                 self._stop_recording("cell")
-            elif not self._seen:
+            elif not self._seen_steps:
                 self._close(NO_STEP_ERROR)
             else:
                 steps_text = (
-                    "one optimizer step" if self._seen == 1 else f"{self._seen} optimizer steps"
+                    "one optimizer step"
+                    if self._seen_steps == 1
+                    else f"{self._seen_steps} optimizer steps"
                 )
                 self._close(TOO_FEW_STEPS_ERROR.format(made=steps_text))
 
@@ -213,7 +215,7 @@ class ProfileWindow:
     def expire(self) -> None:
         """Cancel the profile if there was no step before the time limit."""
         with self._catch_errors():
-            if optimizer_step_gate.listener is self and not self._seen:
+            if optimizer_step_gate.listener is self and not self._seen_steps:
                 self._close(NO_STEP_ERROR)
 
     # -- inside
@@ -259,8 +261,8 @@ class ProfileWindow:
             self._shared.write("end", optimizer_step_gate.num_steps_begun + 1)
             return None
         # The deciding rank may not take part, or may be at another step.
-        self._late += 1
-        return reason if self._late > END_WAIT_STEPS else None
+        self._late_steps += 1
+        return reason if self._late_steps > END_WAIT_STEPS else None
 
     def _stop_recording(self, ended: WindowEndReason, *notes: str) -> None:
         recorder, self._recorder = self._recorder, None

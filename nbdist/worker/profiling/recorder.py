@@ -61,7 +61,7 @@ RECOMPILE_NOTE = (
 MAX_MEMORY_LINES = 8
 PREEXISTING = "outside"
 """Memory allocated before the step that does not belong to the model."""
-_TOLD = {
+_PART_NAMES = {
     "parameters": "parameters",
     "master": "optimizer",
     "optimizer": "optimizer",
@@ -379,7 +379,7 @@ class LineMemoryTracker(MemoryTracker):
     def __init__(self, cell_of: CellNamer, *, on_change: Callable[[], object]) -> None:
         self._cell_of = cell_of
         self._by_line: Counter[CellLine] = Counter()
-        self._places: dict[int, tuple[CellLine, int]] = {}
+        self._storage_lines: dict[int, tuple[CellLine, int]] = {}
         self.lines_at_peak: Counter[CellLine] = Counter()
         super().__init__(on_change=on_change)
 
@@ -389,12 +389,12 @@ class LineMemoryTracker(MemoryTracker):
             place = instrumentation.cell_line_of(sys._getframe(1), self._cell_of)  # noqa: SLF001
         if place is not None:
             size = storage.nbytes()
-            self._places[storage._cdata] = place, size  # noqa: SLF001
+            self._storage_lines[storage._cdata] = place, size  # noqa: SLF001
             self._by_line[place] += size
         super()._add(storage, part)
 
     def _remove(self, key: int, gone: object) -> None:
-        if (known := self._places.pop(key, None)) is not None:
+        if (known := self._storage_lines.pop(key, None)) is not None:
             self._by_line[known[0]] -= known[1]
         super()._remove(key, gone)
 
@@ -433,7 +433,7 @@ class CpuStepMemory:
         """Return the memory at the peak."""
         counted: Counter[str] = Counter()
         for part, size in self._tracker.at_peak.items():
-            counted[_TOLD.get(part, "other")] += max(0, size)
+            counted[_PART_NAMES.get(part, "other")] += max(0, size)
         if buckets := tensor_categories.ddp_bucket_bytes(self._model):
             counted["buffers"] += buckets
         return PeakMemory(
@@ -487,7 +487,7 @@ class GpuStepMemory:
         parts: Counter[str] = Counter()
         resting = memory_probe.resting_bytes(self._model, self._probe.inner_optimizer)
         for part, size in resting.items():
-            parts[_TOLD.get(part, "other")] += size
+            parts[_PART_NAMES.get(part, "other")] += size
         parts["gradients"] = max(parts["gradients"], self._gradients)
         parts["activations"] = max(0, peak - sum(parts.values()))
         path = ""

@@ -86,7 +86,7 @@ def total_ns(spans: Iterable[Span]) -> int:
 MIN_GAP_NS = 100_000
 """Shorter gaps between operators are dispatch overhead and count as computation."""
 SECONDS_PER_NS = 1e-9
-_MOST_SPANS = 8
+_MAX_SPANS = 8
 """Number of exposed spans of a collective that are reported."""
 
 
@@ -287,7 +287,7 @@ def _collective_starts(
     for call, spans in sorted(
         zip(trace.collectives, exposed, strict=True), key=lambda pair: pair[0].begin_ns
     ):
-        longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MOST_SPANS]
+        longest = sorted(spans, key=lambda span: span[0] - span[1])[:_MAX_SPANS]
         moments_ns = [
             call.begin_ns,
             total_ns(spans),

@@ -248,13 +248,13 @@ def all_loaders() -> list[DataLoader[Any]]:
 
 def register_loader(prepared: Any, loader: object) -> None:
     """Register a prepared loader and the user's loader that it was made from."""
-    vars(prepared)[_GIVEN] = loader
+    vars(prepared)[_USER_LOADER] = loader
     _loaders.append(weakref.ref(prepared))
 
 
 def user_loader(prepared: Any) -> object:
     """Return the user's loader that a prepared one was made from; None if unknown."""
-    return vars(prepared).get(_GIVEN)
+    return vars(prepared).get(_USER_LOADER)
 
 
 def variable_of(value: object) -> str | None:
@@ -264,7 +264,7 @@ def variable_of(value: object) -> str | None:
     return next(names, None)
 
 
-_GIVEN = "_nbdist_given"
+_USER_LOADER = "_nbdist_given"
 
 
 class PrepareCall:

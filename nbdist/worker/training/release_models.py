@@ -23,7 +23,7 @@ from nbdist.signal_handling import defer_interrupt
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_KEPT = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+_PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Lists of prepared objects in accelerate 1.15's Accelerator."""
 
 accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
@@ -74,7 +74,7 @@ def release_unused_models() -> None:
         lists = engine_registries()
         engines: list[tuple[weakref.ref[Any], type, weakref.ref[Any]]] = []
         for accelerator in list(accelerators.values()):
-            lists += [getattr(accelerator, name) for name in _KEPT]
+            lists += [getattr(accelerator, name) for name in _PREPARED_LISTS]
             wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
             if wrapped is not None:  # the engine that `backward()` uses
                 engine_reference = weakref.ref(wrapped.engine)

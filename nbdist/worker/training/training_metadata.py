@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _STARTS_AT_ONE = frozenset({"mu", "mu_product"})
 """Scalar state that is 1 before the first step; all other scalars are 0."""
-_LEFT_OUT = object()
+_OMITTED = object()
 _trainers: weakref.WeakKeyDictionary[Accelerator, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _uncounted: weakref.WeakKeyDictionary[Accelerator, int] = weakref.WeakKeyDictionary()
 """Steps of a Trainer's optimizer that its `global_step` does not contain, after its last step."""
@@ -316,7 +316,7 @@ def to_json_mapping(value: Mapping[str, Any], where: str, left_out: list[str]) -
 
 
 def _to_json_value(value: Any, where: str, left_out: list[str]) -> Any:
-    """Convert a value to JSON types; return `_LEFT_OUT` if that is not possible."""
+    """Convert a value to JSON types; return `_OMITTED` if that is not possible."""
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     if is_scalar or isinstance(value, np.generic):
         value = value.item()
@@ -326,15 +326,15 @@ def _to_json_value(value: Any, where: str, left_out: list[str]) -> Any:
         inner = {
             name: _to_json_value(item, f"{where}.{name}", left_out) for name, item in value.items()
         }
-        return {name: item for name, item in inner.items() if item is not _LEFT_OUT}
+        return {name: item for name, item in inner.items() if item is not _OMITTED}
     if isinstance(value, (list, tuple)):
         items = [_to_json_value(item, where, left_out) for item in value]
-        return items if all(item is not _LEFT_OUT for item in items) else _LEFT_OUT
+        return items if all(item is not _OMITTED for item in items) else _OMITTED
     try:
         to_json_value(value, where)
     except ValueError:
         left_out.append(where)
-        return _LEFT_OUT
+        return _OMITTED
     return value
 
 
